@@ -1,0 +1,36 @@
+"""Exact attention in pure Python on Numba: readable kernels, from the textbook to the tensor core.
+
+Importing this loads NumPy and nothing else; Numba, CUDA and frameworks come in with the first call
+that needs them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# name -> module that defines it
+_PUBLIC = {"attention": "api", "AttentionOutput": "api"}
+_MODULES = ("reference", "testing", "debug")
+__all__ = [*_PUBLIC, *_MODULES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from . import debug as debug
+    from . import reference as reference
+    from . import testing as testing
+    from .api import AttentionOutput as AttentionOutput
+    from .api import attention as attention
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(f"numba_flash.{_PUBLIC[name]}"), name)
+        globals()[name] = value  # the next look-up finds it without this function
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"numba_flash.{name}")
+    raise AttributeError(f"module 'numba_flash' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

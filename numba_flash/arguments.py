@@ -1,0 +1,78 @@
+"""The parameters of the attention kernels, in order: their types for compiling, their values for launching.
+
+One list for both, so that they cannot drift apart. The order is that of the kernels' `def` lines.
+"""
+
+import functools
+from typing import NamedTuple
+
+from .config import Config
+from .problem import Problem
+from .ranges import UNBOUNDED
+
+
+class Pointers(NamedTuple):
+    """Addresses of element [0, 0, 0, 0] of each array; 0 where the problem has none."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+    lse: int
+    bias: int
+    mask: int
+    alibi_slopes: int
+    seqlens_k: int
+    q_offset: int
+
+
+class Workspace(NamedTuple):
+    """What v1 keeps in global memory between its outer steps: O before rounding, and l and m."""
+
+    acc_o: int  # (batch, heads, seqlen_q, head_dim_v), contiguous
+    l: int  # (batch, heads, seqlen_q)
+    m: int
+
+
+def pointer_types(config: Config) -> tuple[str, ...]:
+    """The element types behind the pointers; "bytes" of masks are uint8."""
+    types = (
+        config.dtype, config.dtype, config.dtype, config.dtype, config.compute_dtype,
+        config.bias_dtype or "float32", "uint8", config.alibi_dtype or "float32", "int32", "int32",
+    )  # fmt: skip
+    if config.kernel == "v1":
+        types += (config.compute_dtype,) * len(Workspace._fields)
+    return types
+
+
+# After the pointers: ("int64", n) is a tuple of n strides, "int64" and "float64" are scalars.
+SCALAR_TYPES = (
+    *[("int64", 4)] * 6,  # q, k, v, o, bias, mask strides: (batch, head, query or key, dim or key)
+    ("int64", 2),  # alibi strides (batch, head)
+    ("int64", 2),  # batch strides of seqlens_k and of q_offset
+    *["int64"] * 7,  # heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset
+    *["float64"] * 2,  # scale, softcap
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def scalars(problem: Problem) -> tuple[tuple[int, ...] | int | float, ...]:
+    """The values for SCALAR_TYPES."""
+    return (
+        problem.q_strides, problem.k_strides, problem.v_strides, problem.o_strides,
+        problem.bias_strides, problem.mask_strides, problem.alibi_strides,
+        (problem.seqlens_k_stride, problem.q_offset_stride),
+        problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
+        UNBOUNDED if problem.left is None else problem.left,
+        UNBOUNDED if problem.right is None else problem.right,
+        problem.q_offset, problem.scale, problem.softcap or 0.0,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def flat_scalars(problem: Problem) -> tuple[int | float, ...]:
+    """The same with the tuples laid out, as the compiled kernel takes them."""
+    flat: list[int | float] = []
+    for value in scalars(problem):
+        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
+    return tuple(flat)

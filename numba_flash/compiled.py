@@ -1,0 +1,201 @@
+"""(kernel, Config, device) -> a loaded kernel: the only memo, over a disk cache of cubins.
+
+Numba compiles the Python function to PTX, nvJitLink assembles it, cuda.core loads it. Numba's own
+dispatcher and cache are not used: a launch through the dispatcher costs 185 us with four CuPy arrays
+against 7 us (H200), and its cache's key leaves out most of what shapes the code.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import toolchain
+from .arguments import SCALAR_TYPES, pointer_types
+from .config import Config, SoftmaxConfig
+
+AnyConfig = Config | SoftmaxConfig
+MODULES = {"v1": "v1", "v2": "v2", "safe": "softmax_safe", "online": "softmax_online", "blocked": "softmax_blocked"}
+_lock = threading.RLock()
+_kernels: dict[tuple[AnyConfig, int], Any] = {}
+
+
+def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+    """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
+    kernel = _kernels.get((config, device))
+    if kernel is None:
+        with _lock:  # two threads asking for the same kernel compile it once
+            kernel = _kernels.get((config, device))
+            if kernel is None:
+                kernel = _kernels[config, device] = _load(config, device, cc)
+    return kernel
+
+
+def source(config: AnyConfig) -> Any:
+    """The kernel as Numba sees it, from its file's make(config); in the simulator it can be called."""
+    toolchain.cuda()
+    return importlib.import_module(f"numba_flash.kernels.{MODULES[config.kernel]}").make(config)
+
+
+def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+    from cuda.core import ObjectCode
+
+    arch = architecture(cc)
+    cached = _read_cache(config, arch)
+    if cached is not None:
+        # A cubin that passes its checksum and still does not load is as good as none.
+        with contextlib.suppress(Exception):
+            return _opt_in(ObjectCode.from_cubin(cached).get_kernel(entry_name(config)), config, device)
+    started = time.perf_counter()
+    if sys.stderr.isatty():
+        print(f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...", end="", file=sys.stderr, flush=True)
+    cubin = to_cubin(to_ptx(config, cc), arch)
+    if sys.stderr.isatty():
+        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    _write_cache(config, arch, cubin)
+    return _opt_in(ObjectCode.from_cubin(cubin).get_kernel(entry_name(config)), config, device)
+
+
+def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
+    """More than 48 KB of dynamic shared memory has to be asked for, per kernel and device."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUkernel(int(kernel.handle))
+    (error,) = driver.cuKernelSetAttribute(attribute, config.shared_bytes, handle, driver.CUdevice(device))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{config.shared_bytes} bytes of shared memory were refused: {error.name}")
+    return kernel
+
+
+def architecture(cc: tuple[int, int]) -> str:
+    """sm_90a and so on: from 9.0 on the specific target, which allows wgmma and its kin."""
+    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+
+
+def entry_name(config: AnyConfig) -> str:
+    """What profilers show."""
+    return f"numba_flash_{config.kernel}"
+
+
+def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
+    """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
+    cuda = toolchain.cuda()
+    function = source(config).py_func
+    with _lock, _compiling_for(cc):
+        ptx, _ = cuda.compile(function, _signature(config), device=False, abi="numba", cc=cc, output="ptx")
+    mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
+    assert mangled, "no entry in the PTX"
+    return ptx.replace(mangled[1], entry_name(config))
+
+
+def to_cubin(ptx: str, arch: str) -> bytes:
+    """Machine code from PTX; warnings of the assembler about spills or the like are errors in the tests."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch))
+    return bytes(linker.link("cubin").code)
+
+
+def _signature(config: AnyConfig) -> Any:
+    from numba.core import types as numba_types
+
+    from .kernels.steps.elements import ELEMENT_TYPES
+
+    if isinstance(config, SoftmaxConfig):
+        pointers, rest = (config.dtype, config.dtype), ("int64", "int64")
+    else:
+        pointers, rest = pointer_types(config), SCALAR_TYPES
+    plain = {"int64": numba_types.int64, "float64": numba_types.float64}
+    parameters = [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
+    parameters += [numba_types.UniTuple(plain[x[0]], x[1]) if isinstance(x, tuple) else plain[x] for x in rest]
+    return numba_types.void(*parameters)
+
+
+@contextlib.contextmanager
+def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
+    """Numba asks the current GPU for its capability when it types a device function; answer for it.
+
+    So a kernel can be compiled with no GPU, and for another one than the current.
+    """
+    dispatcher = importlib.import_module("numba.cuda.dispatcher")
+    asked = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=cc)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asked
+
+
+# The disk cache. An entry is a cubin followed by its SHA-256; tools that read cubins do not mind.
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: NUMBA_FLASH_CACHE_DIR, or the user's cache folder."""
+    import platformdirs
+
+    return Path(os.environ.get("NUMBA_FLASH_CACHE_DIR") or platformdirs.user_cache_dir("numba_flash", False))
+
+
+@functools.cache
+def _store() -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=512 * 2**20)
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Changes with anything but the Config that could change the code: sources and compilers."""
+    package = Path(__file__).parent
+    files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
+    files += [package / name for name in ("ranges.py", "config.py", "arguments.py", "compiled.py")]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    for package_name in ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            digest.update(f"{package_name} {metadata.version(package_name)}".encode())
+    return digest.hexdigest()
+
+
+def _key(config: AnyConfig, arch: str) -> bytes:
+    return hashlib.sha256(f"{_fingerprint()} {arch} {config!r}".encode()).digest()
+
+
+def _read_cache(config: AnyConfig, arch: str) -> bytes | None:
+    try:
+        entry = _store().get(_key(config, arch))
+    except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
+        _complain(error)
+        return None
+    if not entry or hashlib.sha256(entry[:-32]).digest() != entry[-32:]:
+        return None  # absent, cut short or overwritten
+    return bytes(entry[:-32])
+
+
+def _write_cache(config: AnyConfig, arch: str, cubin: bytes) -> None:
+    try:
+        _store().update({_key(config, arch): cubin + hashlib.sha256(cubin).digest()})
+    except Exception as error:
+        _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    warnings.warn(
+        f"numba_flash cannot use its cache folder {cache_folder()} ({error}); kernels are compiled anew in every "
+        "process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,116 @@
+"""The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads it is given.
+
+Here is the host's part: what is memoised per problem, whether to use threads, and the launch. The
+kernel is in cpu_kernel.py, its vector loops in simd*.py, where compiled code is kept in cpu_cache.py.
+"""
+
+import functools
+import threading
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numba import cfunc, njit, prange
+
+from numba_flash.cpu_kernel import INT, run_tasks_float32, run_tasks_float64
+from numba_flash.cpu_plan import (
+    COUNTERS, FRAME_NUMBERS, PARTS, PLAN, POINTERS, SCRATCH_BYTES, SHARED_BYTES, TASKS, make_plan,
+)  # fmt: skip
+from numba_flash.problem import Problem
+from numba_flash.simd import Shape, call, load, store
+
+
+class Pointers(NamedTuple):
+    """Addresses of element [0, 0, 0, 0] of each array; 0 where it is absent."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+    lse: int
+    bias: int
+    mask: int
+    alibi_slopes: int
+    seqlens_k: int
+    q_offset: int
+
+
+@njit(nogil=True, error_model="numpy")
+def set_up(frame, plan, pointers, shared):
+    """Fill a call's frame; the shared memory begins with the counters."""
+    store(frame, PLAN, plan)
+    for n in range(10):
+        store(frame, POINTERS + n, pointers[n])
+    count = 1 + load(plan, TASKS, INT)
+    for n in range(count):
+        store(shared, n, INT)
+    store(frame, COUNTERS, shared)
+    store(frame, PARTS, shared + (count * 8 + 63) // 64 * 64)
+
+
+@njit(nogil=True, error_model="numpy")
+def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+    """All tasks on this thread."""
+    shared, scratch = load(plan, SHARED_BYTES, INT), load(plan, SCRATCH_BYTES, INT)
+    memory = np.empty((64 + FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
+    frame = (memory.ctypes.data + 63) // 64 * 64
+    at = frame + FRAME_NUMBERS * 8
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    store(at, 0, np.int64(1))
+    call(kernel, frame, 0, at + shared)
+    memory[0] = 0  # keeps it alive until here
+
+
+@njit(nogil=True, error_model="numpy", parallel=True)
+def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+    """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
+    shared, scratch = load(plan, SHARED_BYTES, INT), load(plan, SCRATCH_BYTES, INT)
+    memory = np.empty((64 + FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
+    frame = (memory.ctypes.data + 63) // 64 * 64
+    at = frame + FRAME_NUMBERS * 8
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    store(at, 0, workers)
+    for worker in prange(workers):
+        call(kernel, frame, worker, at + shared + worker * scratch)
+    memory[0] = 0  # keeps it alive until here
+
+
+_launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
+# Multiplications and additions, below which waking threads costs more than it saves.
+SERIAL_WORK = 2_000_000
+
+
+@functools.cache
+def _kernel(double):
+    function = run_tasks_float64 if double else run_tasks_float32
+    return cfunc("void(int64, int64, int64)", error_model="numpy")(function)
+
+
+class _Plan(NamedTuple):
+    numbers: np.ndarray
+    address: int
+    kernel: int
+    serial: bool
+    nothing: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem):
+    p = problem
+    double = p.dtype == "float64"
+    numbers = make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
+    work = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    nothing = p.batch * p.heads * p.seqlen_q == 0
+    return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, work < SERIAL_WORK, nothing)
+
+
+def forward(problem: Problem, pointers: Pointers) -> None:
+    """Write o, and lse where the problem wants it, to the arrays at `pointers`."""
+    plan = _plan(problem)
+    if plan.nothing:
+        return
+    if plan.serial:
+        run_serial(plan.kernel, plan.address, *pointers)
+        return
+    with _launch_lock:
+        run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)

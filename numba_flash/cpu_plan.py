@@ -1,0 +1,109 @@
+"""What the compiled CPU kernel has to know of a problem: one row of int64 numbers, made once per problem.
+
+The kernel reads it through its address, number by number, so a call passes a few integers and nothing
+else. Numbers that are not integers are stored as the bits of a float64.
+"""
+
+import numpy as np
+
+from numba_flash.ranges import UNBOUNDED
+
+# Element types as the kernel knows them.
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
+DTYPE_CODES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64}
+ITEMSIZES = (2, 2, 4, 8)
+
+# Where each number stands. *_STRIDE is the first of four strides in bytes: batch, head, seqlen, dim.
+(
+    BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V, DTYPE,
+    LEFT, RIGHT, Q_OFFSET, Q_OFFSET_SOURCE, HAS_SEQLENS_K, SEQLENS_K_STRIDE, Q_OFFSET_STRIDE,
+    SCALE, SOFTCAP, HAS_SOFTCAP, ALIBI_DTYPE, BIAS_DTYPE, HAS_MASK, RETURN_LSE,
+    TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
+) = range(32)  # fmt: skip
+Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
+ALIBI_STRIDE = 56  # two, in elements: batch, head; those of bias and mask are in elements too
+NUMBERS = 58
+
+# A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
+PLAN, POINTERS, PARTS, COUNTERS = 0, 1, 11, 12
+FRAME_NUMBERS = 16
+
+ABSENT = -1  # stands for the dtype of what is not there
+Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
+
+# A key tile (K and V in the compute type) should stay in the second-level cache beside the scores of
+# a panel, which should stay in the first.
+TILE_BYTES = 200_000
+MAX_TILE_N = 192
+# Query rows a task takes, and how many tasks there should be before it takes as many.
+MAX_TILE_M = 64
+ENOUGH_TASKS = 16
+# With no more rows than this a panel would be mostly empty: one row at a time.
+MAX_ROWS_ALONE = 6
+# With no more rows than this for a KV head, the keys are split over tasks, this many a task. Both are
+# constants, so that a row's bits depend neither on the batch nor on the number of threads.
+MAX_ROWS_SPLIT = 64
+CHUNK_KEYS = 1024
+
+
+def tile_keys(head_dim, head_dim_v, itemsize):
+    """Keys of a tile: whole register tiles (6 or 12 keys), at least two of them."""
+    fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
+    return max(12, min(fit // 12 * 12, MAX_TILE_N * 4 // itemsize))
+
+
+def make_plan(problem, panel_rows):
+    """The numbers of a problem; panel_rows is the number of rows of a panel in its compute type."""
+    p = problem
+    plan = np.zeros(NUMBERS, np.int64)
+    real = plan.view(np.float64)
+    plan[:DTYPE] = p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v
+    plan[DTYPE] = DTYPE_CODES[p.dtype]
+    plan[LEFT] = UNBOUNDED if p.left is None else p.left
+    plan[RIGHT] = UNBOUNDED if p.right is None else p.right
+    plan[Q_OFFSET] = p.q_offset
+    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
+    plan[HAS_SEQLENS_K] = p.has_seqlens_k
+    plan[SEQLENS_K_STRIDE] = p.seqlens_k_stride
+    plan[Q_OFFSET_STRIDE] = p.q_offset_stride
+    real[SCALE] = p.scale
+    plan[HAS_SOFTCAP] = p.softcap is not None
+    real[SOFTCAP] = p.softcap or 0.0
+    plan[ALIBI_DTYPE] = ABSENT if p.alibi_dtype is None else DTYPE_CODES[p.alibi_dtype]
+    plan[BIAS_DTYPE] = ABSENT if p.bias_dtype is None else DTYPE_CODES[p.bias_dtype]
+    plan[HAS_MASK] = p.has_mask
+    plan[RETURN_LSE] = p.return_lse
+    size = ITEMSIZES[plan[DTYPE]]
+    for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
+                        (O_STRIDE, p.o_strides)):  # fmt: skip
+        plan[at : at + 4] = np.multiply(strides, size)
+    if p.alibi_dtype is not None:
+        plan[ALIBI_STRIDE : ALIBI_STRIDE + 2] = p.alibi_strides
+    if p.bias_dtype is not None:
+        plan[BIAS_STRIDE : BIAS_STRIDE + 4] = p.bias_strides
+    if p.has_mask:
+        plan[MASK_STRIDE : MASK_STRIDE + 4] = p.mask_strides
+
+    rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
+    tile_n = tile_keys(p.head_dim, p.head_dim_v, 8 if p.dtype == "float64" else 4)
+    chunk_tiles = max(1, CHUNK_KEYS // tile_n)
+    chunks = 1
+    if rows <= MAX_ROWS_SPLIT:
+        chunks = max(1, -(-p.seqlen_k // (tile_n * chunk_tiles)))
+    tile_m = max(MAX_TILE_M, panel_rows)
+    while tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
+        tile_m //= 2
+    tiles = -(-rows // tile_m)
+    plan[TILE_M : CHUNK_TILES + 1] = tile_m, tile_n, tiles, chunks, chunk_tiles
+    plan[BY_ROWS] = rows <= MAX_ROWS_ALONE
+    tasks = tiles * p.batch * p.heads_kv * chunks
+    size = max(size, 4)
+    # o, m and l; beside them q, scores, what o is rescaled by, and a key tile where it is converted.
+    state = tile_m * (p.head_dim_v + 2) * size
+    work = (tile_m * p.head_dim + (tile_n + 1) * panel_rows + tile_n * (p.head_dim + p.head_dim_v)) * size
+    plan[TASKS] = tasks
+    plan[STATE_BYTES] = state
+    plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64
+    # Counters, and what the chunks of a tile leave for the last of them.
+    plan[SHARED_BYTES] = -(-8 * (1 + tasks) // 64) * 64 + (tasks * state if chunks > 1 else 0)
+    return plan

@@ -1,0 +1,77 @@
+"""An attention that, for each call, also asks the oracle how exact it was and the clock how fast."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_flash.demo.minilm import Attention
+
+REPEATS = 5
+
+
+@dataclass
+class LayerReport:
+    difference: float = 0.0  # the largest |ours - oracle| of the layer
+    plain_difference: float = 0.0  # the same for the plain formula in float32
+    tolerance: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.tolerance  # NaN fails
+
+
+class Measured:
+    """Call it in place of `attention`. The model calls its layers in turn: the call's number is the layer."""
+
+    def __init__(self, attention: Attention, plain: Attention, oracle: Attention, layers: int):
+        self.attention, self.plain, self.oracle = attention, plain, oracle
+        self.layers = [LayerReport() for _ in range(layers)]
+        self.calls = 0
+        self.score_bytes = 0  # of the largest score matrix that the plain formula had to hold
+
+    def __call__(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, seqlens_k: np.ndarray, layout: str
+    ) -> np.ndarray:
+        report = self.layers[self.calls % len(self.layers)]
+        self.calls += 1
+
+        def call(attention: Attention) -> Callable[[], np.ndarray]:
+            return lambda: attention(q, k, v, seqlens_k=seqlens_k, layout=layout)
+
+        o, seconds = timed(call(self.attention))
+        plain_o, plain_seconds = timed(call(self.plain))
+        exact = call(self.oracle)()
+        report.seconds += seconds
+        report.plain_seconds += plain_seconds
+        # np.maximum keeps a NaN, max() may lose it.
+        difference, plain_difference = largest(o - exact), largest(plain_o - exact)
+        report.difference = float(np.maximum(report.difference, difference))
+        report.plain_difference = float(np.maximum(report.plain_difference, plain_difference))
+        report.tolerance = max(report.tolerance, tolerance(plain_difference, v))
+        batch, seqlen_q, heads, _ = q.shape
+        self.score_bytes = max(self.score_bytes, batch * heads * seqlen_q * k.shape[1] * q.itemsize)
+        return o
+
+
+def tolerance(plain_difference: float, v: np.ndarray) -> float:
+    """Twice the plain formula's own error, and four roundings of the largest value."""
+    return 2 * plain_difference + 4 * float(np.finfo(v.dtype).eps) * largest(v)
+
+
+def largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max())
+
+
+def timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+    """The result and the median time of a few calls."""
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - begin)
+    return result, statistics.median(seconds)

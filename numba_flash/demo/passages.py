@@ -1,0 +1,69 @@
+"""The project's own documentation, cut into passages of a few sentences that remember where they stand."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba_flash
+
+DOCUMENTS = ("README.md", "CHANGELOG.md")  # beside the package in a checkout; an installed package has none
+MIN_WORDS = 25  # less says too little to be found by its meaning
+MAX_WORDS = 100  # more no longer fits the 256 tokens the model reads
+
+
+@dataclass(frozen=True)
+class Passage:
+    file: str
+    line: int
+    text: str
+
+
+def project_passages() -> list[Passage]:
+    package = Path(numba_flash.__file__).parent
+    root = package.parent
+    found: list[Passage] = []
+    for path in (root / name for name in DOCUMENTS):
+        if path.is_file():
+            found += split(path.read_text(encoding="utf-8"), path.name)
+    for path in sorted(package.rglob("*.py")):
+        if package / "demo" in path.parents:  # or the demo would find its own words
+            continue
+        for line, text in docstrings(path.read_text(encoding="utf-8")):
+            found += split(text, path.relative_to(root).as_posix(), line)
+    return found
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring: the module's, its classes' and its functions'."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            expression = node.body[0]
+            assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Constant)
+            yield expression.lineno, str(expression.value.value)
+
+
+def split(text: str, file: str, first_line: int = 1) -> list[Passage]:
+    """Join paragraphs and list items until they say enough; a heading starts anew, too long is cut."""
+    passages: list[Passage] = []
+    words: list[str] = []
+    start = first_line
+    in_code = False  # a line that starts with # is a comment there, not a heading
+
+    def close() -> None:
+        if words:
+            passages.append(Passage(file, start, " ".join(words)))
+            words.clear()
+
+    for line, content in enumerate(text.splitlines(), first_line):
+        in_code ^= content.startswith("```")
+        heading = not in_code and re.match(r"#+ ", content)
+        pause = re.match(r"\s*([-*|] .*)?$", content)  # an empty line, a list item, a table row
+        if heading or (pause and len(words) >= MIN_WORDS) or len(words) + len(content.split()) > MAX_WORDS:
+            close()
+        if not words:
+            start = line
+        words += content.split()
+    close()
+    return passages

@@ -1,0 +1,40 @@
+"""What the demo writes to the terminal: paragraphs, and a bar or a line while something takes its time."""
+
+import importlib.util
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+WIDTH = 100
+
+
+class Screen:
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+
+    def line(self, text: str = "") -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+    def title(self, text: str) -> None:
+        self.line(f"\n{text}\n{'-' * len(text)}")
+
+    def say(self, text: str, indent: str = "") -> None:
+        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent):
+            self.line(line)
+
+    def progress(self, items: Sequence[T], what: str) -> Iterable[T]:
+        """The items, one by one, with a bar that goes away at the end; without rich, two lines."""
+        if self.quiet or importlib.util.find_spec("rich") is None:
+            return self.timed(items, what)
+        from rich.progress import track
+
+        return track(items, what, transient=True)
+
+    def timed(self, items: Sequence[T], what: str) -> Iterator[T]:
+        self.line(f"{what} ...")
+        begin = time.perf_counter()
+        yield from items
+        self.line(f"{what}: done in {time.perf_counter() - begin:.1f} s")

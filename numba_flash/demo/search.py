@@ -1,0 +1,35 @@
+"""Find the passage nearest in meaning to a question."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_flash.demo.passages import Passage
+
+QUESTIONS = (
+    "Which rows come out as zero because no key is visible to them?",
+    "How can I step through a kernel with a debugger?",
+    "Which kernel runs on a machine without a GPU?",
+    "Why is the matrix of scores never stored?",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    question: str
+    passage: Passage
+    score: float  # cosine: 1 is the same meaning, 0 nothing in common
+
+
+def search(
+    questions: Sequence[str],
+    question_points: np.ndarray,  # (questions, hidden), of length 1
+    passages: Sequence[Passage],
+    passage_points: np.ndarray,  # (passages, hidden), of length 1
+) -> list[Answer]:
+    """The best passage for each question."""
+    scores = question_points @ passage_points.T  # (questions, passages)
+    best = scores.argmax(1)
+    found = zip(questions, scores, best, strict=True)
+    return [Answer(question, passages[i], float(row[i])) for question, row, i in found]

@@ -1,0 +1,144 @@
+"""The demo from beginning to end: each function is one section of what it prints."""
+
+import functools
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numba_flash
+from numba_flash.demo.measure import REPEATS, Measured
+from numba_flash.demo.minilm import MiniLM
+from numba_flash.demo.passages import Passage, project_passages
+from numba_flash.demo.picture_text import text_picture
+from numba_flash.demo.plain import plain_attention
+from numba_flash.demo.scene import make_scene
+from numba_flash.demo.screen import Screen
+from numba_flash.demo.search import QUESTIONS, Answer, search
+from numba_flash.demo.weights import installed_model, load, missing_readers, random_model
+
+
+def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool) -> bool:
+    screen = Screen(quiet)
+    questions = questions or QUESTIONS
+    screen.say(
+        "A small language model reads this project's documentation and answers questions about it. "
+        "It is written in NumPy, and each of its attentions is one call of numba_flash.attention."
+    )
+    minilm = open_model(model, screen)
+    passages = open_documents(minilm, screen)
+    compile_kernel(minilm, screen)
+    measured = Measured(
+        numba_flash.attention,
+        plain_attention,
+        functools.partial(numba_flash.attention, kernel="reference"),
+        minilm.layers,
+    )
+    points = minilm.encode(
+        [passage.text for passage in passages], measured, lambda batches: screen.progress(batches, "Reading")
+    )
+    asked = minilm.encode(questions, numba_flash.attention)
+    show_answers(search(questions, asked, passages, points), screen)
+    layers_passed = show_layers(measured, screen)
+    pictures_passed = show_pictures(minilm, picture, screen)
+    passed = layers_passed and pictures_passed
+    screen.line()
+    screen.say("All checks held." if passed else "A CHECK FAILED: see what is marked FAIL above.")
+    return passed
+
+
+def open_model(model: str | None, screen: Screen) -> MiniLM:
+    screen.title("The model")
+    folder = Path(model) if model else installed_model()
+    if folder is None or (model is None and missing_readers()):
+        lacking = missing_readers() or ["the model package"]
+        screen.say(
+            f"The weights are missing ({', '.join(lacking)} not installed), so random weights of MiniLM-L6's "
+            "shapes stand in. The answers below are meaningless; the checks of attention still hold."
+        )
+        minilm = random_model()
+    else:
+        minilm = load(folder)
+        screen.say(f"MiniLM from {folder}.")
+    count = sum(x.size for x in minilm.weights.values()) / 1e6
+    screen.say(
+        f"{minilm.layers} layers, {minilm.heads} heads of {minilm.hidden // minilm.heads} numbers each, "
+        f"{count:.1f} million weights."
+    )
+    return minilm
+
+
+def open_documents(minilm: MiniLM, screen: Screen) -> list[Passage]:
+    screen.title("The text")
+    passages = project_passages()
+    files = {passage.file for passage in passages}
+    batches = minilm.batches([passage.text for passage in passages])
+    tokens = sum(int(lengths.sum()) for _, _, lengths in batches)
+    screen.say(
+        f"{len(passages)} passages, {tokens} tokens, from {len(files)} files: the project's own words."
+    )
+    return passages
+
+
+def compile_kernel(minilm: MiniLM, screen: Screen) -> None:
+    begin = time.perf_counter()
+    for _ in screen.progress(["kernel"], "Getting the kernel ready"):
+        minilm.encode(["Hello.", "Hello again."], numba_flash.attention)
+    seconds = time.perf_counter() - begin
+    screen.say(f"The first call makes the kernel for this machine; that took {seconds:.1f} s.")
+
+
+def show_answers(answers: Sequence[Answer], screen: Screen) -> None:
+    screen.title("Questions, and the passage nearest in meaning")
+    for answer in answers:
+        screen.line()
+        screen.line(answer.question)
+        screen.line(f"  {answer.passage.file}:{answer.passage.line}, cosine {answer.score:.2f}")
+        words = answer.passage.text.split()
+        screen.say(" ".join(words[:50]) + (" ..." if len(words) > 50 else ""), indent="  | ")
+
+
+def show_layers(measured: Measured, screen: Screen) -> bool:
+    """The table of checks and times; True when every layer is within its tolerance."""
+    screen.title("Each layer over the whole text: exactness and time")
+    screen.say(
+        "Error: the largest difference from the oracle, the formula in float64. Plain NumPy, the formula in "
+        "float32, has one too: allowed is twice that, and four roundings of the largest value."
+    )
+    screen.line()
+    screen.line(f"{'':5}  {'numba_flash.attention':^34}  {'plain NumPy':^23}")
+    screen.line("layer     error   allowed             time     error            time")
+    for number, layer in enumerate(measured.layers, 1):
+        verdict = "ok" if layer.passed else "FAIL"
+        screen.line(
+            f"{number:>5}   {layer.difference:.1e}   {layer.tolerance:.1e}  {verdict:<4}"
+            f"  {layer.seconds * 1e3:>7.1f} ms"
+            f"   {layer.plain_difference:.1e}  {layer.plain_seconds * 1e3:>9.1f} ms"
+        )
+    ours = sum(layer.seconds for layer in measured.layers)
+    plain = sum(layer.plain_seconds for layer in measured.layers)
+    screen.line(f"total  {ours * 1e3:>35.1f} ms  {plain * 1e3:>19.1f} ms")
+    screen.line()
+    ratio = f"{plain / ours:.1f} times as fast" if ours < plain else f"{ours / plain:.1f} times slower"
+    screen.say(
+        f"Times: the median of {REPEATS} runs of each call, added up. Ours is {ratio} here. The plain "
+        f"formula held a score matrix of up to {measured.score_bytes / 1e6:.0f} MB; ours holds none."
+    )
+    return all(layer.passed for layer in measured.layers)
+
+
+def show_pictures(minilm: MiniLM, picture: str, screen: Screen) -> bool:
+    """One head's weights and one query's tiles; True when these tiles end at the library's result."""
+    scene = make_scene(minilm, numba_flash.attention)
+    screen.title("One head at work")
+    for line in text_picture(scene):
+        screen.line(line)
+    screen.line()
+    if importlib.util.find_spec("matplotlib") is None:
+        screen.say("With matplotlib installed, the demo would draw this as a picture, too.")
+    else:
+        from numba_flash.demo.picture import save_picture
+
+        save_picture(scene, picture)
+        screen.say(f"The same as a picture: {Path(picture).resolve()}")
+    return scene.passed

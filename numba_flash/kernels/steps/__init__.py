@@ -1,0 +1,1 @@
+"""Device functions that two or more kernels use unchanged."""

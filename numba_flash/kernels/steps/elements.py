@@ -1,0 +1,60 @@
+"""Elements in global memory on one side, numbers to compute with on the other.
+
+float16, float32 and float64 are read as they are. bfloat16 is the upper half of a float32, so it is
+read as its 16 bits (the pointer's elements are uint16) and widened by a shift; rounding back is to
+nearest, ties to even, as the hardware's cvt.rn does. Numbers are float32, or float64 for float64.
+"""
+
+import numpy as np
+from numba import cuda, float32, float64, int32, uint8, uint16, uint32
+from numba.core.types import float16
+
+ELEMENT_TYPES = {
+    "float16": float16,
+    "bfloat16": uint16,
+    "float32": float32,
+    "float64": float64,
+    "uint8": uint8,
+    "int32": int32,
+}
+COMPUTE_TYPES = {"float16": float32, "bfloat16": float32, "float32": float32, "float64": float64}
+
+
+@cuda.jit(device=True)
+def _load_bfloat16(pointer, index):
+    return uint32(uint32(pointer[index]) << uint32(16)).view(np.float32)
+
+
+@cuda.jit(device=True)
+def _store_bfloat16(pointer, index, value):
+    bits = float32(value).view(np.uint32)
+    if value != value:
+        rounded = uint32(0x7FC0)  # NaN stays NaN: rounding its bits could make an infinity of it
+    else:
+        rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
+    pointer[index] = uint16(rounded)
+
+
+def loader(dtype, compute):
+    """load(pointer, index) -> the element as a number of type `compute`."""
+    if dtype == "bfloat16":
+        return _load_bfloat16
+
+    @cuda.jit(device=True)
+    def load(pointer, index):
+        return compute(pointer[index])
+
+    return load
+
+
+def storer(dtype):
+    """store(pointer, index, value): rounds value to the element type."""
+    if dtype == "bfloat16":
+        return _store_bfloat16
+    element = ELEMENT_TYPES[dtype]
+
+    @cuda.jit(device=True)
+    def store(pointer, index, value):
+        pointer[index] = element(value)
+
+    return store

@@ -1,0 +1,154 @@
+"""FlashAttention-1, one thread per query row: the seeds' first listing.
+
+Source: "flash attention from math to code", section 3, lines 1 to 27 and equation 14; the CUDA listing
+of "Understanding the Forward Pass of FlashAttention". Letters: l and m are the running row sum and
+maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when written); S holds
+the scores of a row and then e^(S - max_tmp). TileQ is tile_m, TileK is tile_n; k' is q_index.
+
+K and V tiles outside, Q tiles inside: a block owns one head, keeps K_j and V_j while every query
+passes by, and O is read, rescaled and written back at each outer step, together with l and m.
+
+Slips of the sources that are not repeated here: the CUDA listing multiplies the old row by `value`,
+the new product, where equation 14 has the old O; it indexes Q and O rows by seq_len instead of
+head_dim; it has no barrier between the use of Q_i by one pass and its load in the next (there each
+thread reads only the row it loaded, here rows are loaded together, so there is one). Line 24 divides
+by sum_new * e^max_new, which overflows for scores above 88; line 23 says the same and does not.
+
+Between the outer steps O stays in the computing precision (acc_o): rescaled in float16 at every step
+it would lose a bit each time. For float32 and float64 that is the seeds' own O. The logarithm of the
+sum, m + log(l), is written at the end where it is asked for, though only v2 needs nothing else.
+
+Launch: grid (batch * heads), block (tile_m), config.shared_bytes of dynamic shared memory.
+"""
+
+import math
+
+from numba import cuda
+
+from .. import ranges
+from ..ptx import shared
+from .steps import elements, scores, tiles
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    k_row, v_row = config.k_row, config.v_row
+    q_row, s_row = k_row + config.pad, tile_n + config.pad
+    write_lse = config.write_lse
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    load_tile = tiles.loader(load, compute(0))
+    head, finish_score = scores.make(config)
+    minus_inf = compute(-math.inf)
+
+    @cuda.jit
+    def flash_attention_v1(
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, acc_o, row_sum, row_max,
+        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
+        heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+    ):  # fmt: skip
+        thread = cuda.threadIdx.x
+        b = cuda.blockIdx.x // heads
+        h = cuda.blockIdx.x % heads
+        h_kv = h // (heads // heads_kv)
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        lm_base = (b * heads + h) * seqlen_q  # of l, m, lse, and times head_dim_v of acc_o
+
+        smem = cuda.shared.array(0, compute)
+        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
+
+        # What the listing takes as given: l = 0, m = -inf, O = 0
+        for q_index in range(thread, seqlen_q, tile_m):
+            row_sum[lm_base + q_index] = compute(0)
+            row_max[lm_base + q_index] = minus_inf
+            for x in range(head_dim_v):
+                acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
+
+        # line 1: the tiles that some query sees
+        top_first, top_end = row_keys(q_start, left, right, keys)
+        bottom_first, bottom_end = row_keys(seqlen_q - 1 + q_start, left, right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        for j in range(begin, end):
+            cuda.syncthreads()  # everyone is done with the tiles before
+            # line 2: load K_j, V_j
+            first_y = j * tile_n
+            k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
+            v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
+            rows = keys - first_y
+            load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], rows, head_dim, thread, tile_m)
+            load_tile(v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], rows, head_dim_v, thread, tile_m)
+            for i in range(m_tiles):  # line 3
+                cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
+                # line 4: load Q_i
+                first_row = i * tile_m
+                q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
+                rows = seqlen_q - first_row
+                load_tile(
+                    q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m
+                )
+                cuda.syncthreads()
+                q_index = first_row + thread  # line 5: each thread k has a row, k' of line 22
+                q_pos = q_index + q_start
+                first_key, end_key = row_keys(q_pos, left, right, keys)
+                if q_index < seqlen_q and first_key < first_y + tile_n and first_y < end_key:
+                    max_tmp = minus_inf
+                    sees = False
+                    for y in range(tile_n):  # lines 6 to 12
+                        total = compute(0)
+                        for x in range(k_row):
+                            total += q_smem[q_k + x] * k_smem[y * k_row + x]
+                        k_index = first_y + y
+                        s = minus_inf
+                        if first_key <= k_index and k_index < end_key:
+                            s = finish_score(
+                                total, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
+                                bias_strides, mask_strides, alibi_strides, scale, softcap,
+                            )  # fmt: skip
+                        max_tmp = max(max_tmp, s)
+                        sees = sees or s != minus_inf
+                        s_smem[s_k + y] = s
+                    if sees:  # else max_tmp is -inf, and -inf - -inf is NaN
+                        sum_tmp = compute(0)
+                        for y in range(tile_n):  # lines 13 to 16
+                            p = math.exp(s_smem[s_k + y] - max_tmp)
+                            s_smem[s_k + y] = p
+                            sum_tmp += p
+                        sum_prev = row_sum[lm_base + q_index]  # line 17
+                        max_prev = row_max[lm_base + q_index]
+                        max_new = max(max_tmp, max_prev)  # line 18
+                        old = sum_prev * math.exp(max_prev - max_new)
+                        new = math.exp(max_tmp - max_new)
+                        sum_new = sum_tmp * new + old  # line 19
+                        row_sum[lm_base + q_index] = sum_new  # line 20
+                        row_max[lm_base + q_index] = max_new
+                        for x in range(head_dim_v):  # lines 21 to 25
+                            value = compute(0)
+                            for y in range(tile_n):
+                                p = s_smem[s_k + y]
+                                if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
+                                    value += p * v_smem[y * v_row + x]
+                            at = (lm_base + q_index) * head_dim_v + x
+                            acc_o[at] = acc_o[at] * (old / sum_new) + (new / sum_new) * value  # line 23
+
+        # Round O, and give lse = m + log(l); a row without keys is zero and its lse -inf
+        for q_index in range(thread, seqlen_q, tile_m):
+            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            for x in range(head_dim_v):
+                store(o, o_base + x * o_strides[3], acc_o[(lm_base + q_index) * head_dim_v + x])
+            if write_lse:
+                row_lse = minus_inf
+                if row_sum[lm_base + q_index] != 0:
+                    row_lse = row_max[lm_base + q_index] + math.log(row_sum[lm_base + q_index])
+                lse[lm_base + q_index] = row_lse
+
+    return flash_attention_v1

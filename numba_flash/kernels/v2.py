@@ -1,0 +1,160 @@
+"""FlashAttention-2, one thread per query row: the seeds' second listing.
+
+Source: "flash attention from math to code", section 4, lines 1 to 30, and the four steps of the
+incremental softmax (maximum, sum, output, final normalization). Letters: m is the running row maximum
+(the listing's max_row), l the running sum of exponentials (sum_row), s a score and p = e^(s - m) its
+weight, both kept in the tile S; alpha = e^(m_old - m_new). TileQ is tile_m, TileK is tile_n.
+
+The loops are swapped against v1: a block owns one tile of queries and walks over the keys, so m, l
+and O_i stay on chip, nothing is read back, and O is divided by l once, after the last tile (lines 23
+and 25 divide in every step; step 4 divides at the end, which is the same sum with fewer divisions).
+The query tiles no longer share anything, so each is a block of its own: the grid is batch x heads x
+query tiles where the seeds' is batch x heads, else a single long sequence would keep one
+multiprocessor busy and leave the others idle.
+
+Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared
+memory. Any lengths: threads past the last query take part in loads and barriers and store nothing.
+"""
+
+import math
+
+from numba import cuda
+
+from .. import ranges
+from ..ptx import shared
+from .steps import elements, scores, tiles
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+
+# Rows of K and V are padded with zeros to whole steps, so that no step needs a test.
+DEPTH = 4  # elements of a product at a time: one 16-byte read of K
+COLUMNS = 8  # outputs of one row computed side by side, so that one read of p serves eight
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    q_at, k_at, v_at, s_at, o_at, _ = config.shared_offsets()
+    k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
+    q_row, s_row, o_row = k_row + config.pad, tile_n + config.pad, v_row + config.pad
+    keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves eight
+    write_lse = config.write_lse
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    load_tile = tiles.loader(load, compute(0))
+    head, finish_score = scores.make(config)
+    minus_inf = compute(-math.inf)
+
+    @cuda.jit
+    def flash_attention_v2(
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
+        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
+        heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+    ):  # fmt: skip
+        thread = cuda.threadIdx.x
+        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        b = cuda.blockIdx.x // (heads * m_tiles)
+        h = cuda.blockIdx.x // m_tiles % heads
+        i = cuda.blockIdx.x % m_tiles  # line 1: one block for each i
+        h_kv = h // (heads // heads_kv)
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+
+        smem = cuda.shared.array(0, compute)
+        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        o_smem = shared.pointer(smem, o_at)  # (tile_m, o_row)
+        s_part = cuda.local.array(keys_at_once, compute)
+        o_part = cuda.local.array(COLUMNS, compute)
+
+        # line 2: load Q_i
+        first_row = i * tile_m
+        q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
+        rows = seqlen_q - first_row
+        load_tile(q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m)
+
+        # lines 3 and 4: this thread's row k, the keys that it sees, and its m, l and O
+        q_index = first_row + thread
+        q_pos = q_index + q_start
+        first_key, end_key = row_keys(q_pos, left, right, keys)
+        q_k, s_k, o_k = thread * q_row, thread * s_row, thread * o_row  # where row k begins in Q_i, S and O_i
+        m = minus_inf
+        l = compute(0)
+        for x in range(v_row):
+            o_smem[o_k + x] = compute(0)
+
+        # line 5: the tiles that some row of the block sees
+        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
+        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        for j in range(begin, end):
+            cuda.syncthreads()  # everyone is done with the tiles before
+            # line 6: load K_j, V_j
+            first_y = j * tile_n
+            k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
+            v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
+            rows = keys - first_y
+            load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], rows, head_dim, thread, tile_m)
+            load_tile(v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], rows, head_dim_v, thread, tile_m)
+            cuda.syncthreads()
+            if q_index < seqlen_q:
+                # lines 7 to 13: S[k, :] = Q_i[k, :] . K_j^T and its maximum
+                max_tmp = minus_inf
+                sees = False
+                for y0 in range(0, tile_n, keys_at_once):
+                    for u in range(keys_at_once):
+                        s_part[u] = compute(0)
+                    for x0 in range(0, k_row, DEPTH):
+                        for u in range(keys_at_once):
+                            for x in range(x0, x0 + DEPTH):
+                                s_part[u] += q_smem[q_k + x] * k_smem[(y0 + u) * k_row + x]
+                    for u in range(keys_at_once):
+                        k_index = first_y + y0 + u
+                        s = minus_inf
+                        if first_key <= k_index and k_index < end_key:
+                            s = finish_score(
+                                s_part[u], b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
+                                bias_strides, mask_strides, alibi_strides, scale, softcap,
+                            )  # fmt: skip
+                        s_smem[s_k + y0 + u] = s
+                        max_tmp = max(max_tmp, s)
+                        sees = sees or s != minus_inf
+                if sees:  # else m_new could still be -inf, and -inf - -inf is NaN
+                    # lines 14 to 19, with e^(S - m_new) at once: steps 1 and 2
+                    m_new = max(max_tmp, m)
+                    alpha = math.exp(m - m_new)
+                    sum_tmp = compute(0)
+                    for y in range(tile_n):
+                        p = math.exp(s_smem[s_k + y] - m_new)
+                        s_smem[s_k + y] = p
+                        sum_tmp += p
+                    l = alpha * l + sum_tmp
+                    m = m_new
+                    # lines 20 to 27: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j, step 3
+                    for x0 in range(0, v_row, COLUMNS):
+                        for u in range(COLUMNS):
+                            o_part[u] = compute(0)
+                        for y in range(tile_n):
+                            p = s_smem[s_k + y]
+                            if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
+                                for u in range(COLUMNS):
+                                    o_part[u] += p * v_smem[y * v_row + x0 + u]
+                        for u in range(COLUMNS):
+                            o_smem[o_k + x0 + u] = alpha * o_smem[o_k + x0 + u] + o_part[u]
+
+        # line 29, after the one division of step 4; a row without keys is zero and its lse -inf
+        if q_index < seqlen_q:
+            inverse = compute(0)
+            row_lse = minus_inf
+            if l != 0:
+                inverse = compute(1) / l
+                row_lse = m + math.log(l)
+            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            for x in range(head_dim_v):
+                store(o, o_base + x * o_strides[3], o_smem[o_k + x] * inverse)
+            if write_lse:
+                lse[(b * heads + h) * seqlen_q + q_index] = row_lse
+
+    return flash_attention_v2

@@ -1,0 +1,160 @@
+"""From a choice to running code: grid, block, shared bytes, stream, pointers."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays, reference
+from .arguments import Pointers, Workspace, flat_scalars, scalars
+from .arrays import Array
+from .compiled import compiled, source
+from .config import Config
+from .problem import Problem
+from .select import Choice
+from .target import Target
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, in the order of `arguments.Pointers`; None where the problem has none."""
+
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array | None
+    bias: Array | None
+    mask: Array | None
+    alibi_slopes: Array | None
+    seqlens_k: Array | None
+    q_offset: Array | None
+
+
+def launch(choice: Choice, problem: Problem, target: Target, operands: Operands, stream: int) -> None:
+    """Run the chosen kernel: enqueue it on `stream`, or compute at once in host memory."""
+    if choice.kernel == "reference":
+        _run_reference(problem, operands)
+    elif choice.kernel == "cpu":
+        from . import cpu
+
+        cpu.forward(problem, Pointers(*(array.pointer if array else 0 for array in operands)))
+    elif problem.batch * problem.heads * problem.seqlen_q:
+        assert choice.config is not None
+        every: tuple[Array | None, ...] = operands
+        if choice.kernel == "v1":
+            every += _workspace(problem, operands.q)
+        blocks = grid(choice.config, problem)
+        if target.simulated:
+            from .sim.launch import run
+
+            run(source(choice.config), blocks, choice.config.tile_m, choice.config.shared_bytes, every, scalars(problem))
+        else:
+            kernel = compiled(choice.config, target.device, target.cc or (0, 0))
+            addresses = tuple(array.pointer if array else 0 for array in every)
+            with current_device(target.device):
+                _launch(kernel, blocks, choice.config, addresses + flat_scalars(problem), stream)
+
+
+def grid(config: Config, problem: Problem) -> int:
+    """How many blocks: v1 walks over all queries of a head itself, v2 has a block for each query tile."""
+    blocks = problem.batch * problem.heads
+    return blocks if config.kernel == "v1" else blocks * -(-problem.seqlen_q // config.tile_m)
+
+
+def _workspace(problem: Problem, like: Array) -> Workspace:
+    rows = problem.lse_shape
+    dtype = problem.compute_dtype
+    return Workspace(  # type: ignore[arg-type]
+        arrays.empty(like, (*rows, problem.head_dim_v), dtype),
+        arrays.empty(like, rows, dtype),
+        arrays.empty(like, rows, dtype),
+    )
+
+
+def _launch(kernel: Any, blocks: int, config: Any, arguments: tuple[int | float, ...], stream: int) -> None:
+    from cuda.core import launch as cuda_launch
+
+    cuda_launch(_stream(stream), _launch_config(blocks, config), kernel, *arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_config(blocks: int, config: Any) -> Any:
+    from cuda.core import LaunchConfig
+
+    threads = config.tile_m if isinstance(config, Config) else config.threads
+    return LaunchConfig(grid=blocks, block=threads, shmem_size=config.shared_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(address: int) -> Any:
+    from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream
+
+    if address in (0, 1):
+        return LEGACY_DEFAULT_STREAM
+    return PER_THREAD_DEFAULT_STREAM if address == 2 else Stream.from_handle(address)
+
+
+@contextlib.contextmanager
+def current_device(device: int) -> Iterator[None]:
+    """Make `device` current for a launch, and put the caller's device back."""
+    from cuda.bindings import driver
+
+    error, current = driver.cuCtxGetDevice()
+    if error == driver.CUresult.CUDA_SUCCESS and int(current) == device:
+        yield
+        return
+    from cuda.core import Device
+
+    Device(device).set_current()
+    try:
+        yield
+    finally:
+        if error == driver.CUresult.CUDA_SUCCESS:
+            Device(int(current)).set_current()
+
+
+def _run_reference(problem: Problem, operands: Operands) -> None:
+    """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+
+    def ordered(array: Array) -> np.ndarray:
+        view = arrays.host_view(array)
+        return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
+
+    def optional(array: Array | None) -> np.ndarray | None:
+        return None if array is None else arrays.host_view(array)
+
+    full = np.full(problem.batch, problem.seqlen_k)
+    lengths = optional(operands.seqlens_k)
+    seqlens_k = full if lengths is None else lengths.astype(np.int64)
+    q_offset = np.full(problem.batch, problem.q_offset)
+    if problem.q_offset_source == "seqlens_k":
+        q_offset = q_offset + seqlens_k
+    elif operands.q_offset is not None:
+        q_offset = q_offset + arrays.host_view(operands.q_offset)
+    slopes = optional(operands.alibi_slopes)
+    o, lse = reference.forward(
+        ordered(operands.q),
+        ordered(operands.k),
+        ordered(operands.v),
+        scale=problem.scale,
+        softcap=problem.softcap,
+        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        q_offset=q_offset,
+        bias=optional(operands.bias),
+        visible=reference.visible_keys(
+            problem.batch,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            left=problem.left,
+            right=problem.right,
+            q_offset=q_offset,
+            seqlens_k=seqlens_k,
+            mask=optional(operands.mask),
+        ),
+    )
+    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+        ordered(operands.o)[...] = o.astype(arrays.host_view(operands.o).dtype)
+    if operands.lse is not None:
+        arrays.host_view(operands.lse)[...] = lse

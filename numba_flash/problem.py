@@ -1,0 +1,391 @@
+"""Problem: one attention problem, checked. Every mistake a caller can make in it is named here."""
+
+import functools
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, ITEM_SIZE, Array, Layout, host_view
+
+Strides = tuple[int, int, int, int]
+NO_STRIDES = (0, 0, 0, 0)
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
+MAX_EXTENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to compute, never how or where. Frozen and hashable; `Problem.of` makes and checks it.
+
+    Strides are in elements of their own array and always in the order (batch, head, seqlen, dim),
+    whatever the caller's layout was; broadcast dimensions have stride 0; negative ones are allowed.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str  # of q, k, v and o: "float16", "bfloat16", "float32" or "float64"
+    layout: str  # "bhsd" or "bshd"; only the outputs' shape depends on it
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    o_strides: Strides
+    scale: float
+    left: int | None  # causal and window folded into one; None = unbounded
+    right: int | None
+    q_offset: int  # where query 0 stands, the part known on the host
+    q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
+    has_seqlens_k: bool
+    seqlens_k_stride: int
+    q_offset_stride: int
+    softcap: float | None
+    alibi_dtype: str | None  # None = no slopes
+    alibi_strides: tuple[int, int]  # (batch, head)
+    bias_dtype: str | None  # None = no bias
+    bias_strides: Strides  # (batch, head, query, key)
+    has_mask: bool
+    mask_strides: Strides
+    return_lse: bool
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Hashed once: a problem is looked up several times in every call.
+        names = [name for name in self.__dataclass_fields__ if name != "_hash"]
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in names)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def compute_dtype(self) -> str:
+        """What is accumulated in, and the dtype of lse."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """The output's shape in the caller's layout."""
+        extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
+        return tuple(extents[axis] for axis in LAYOUTS[self.layout])
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return (self.batch, self.heads, self.seqlen_q)
+
+    @staticmethod
+    def of(
+        q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, *, bias: Layout | None, mask: Layout | None,
+        alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Layout | Any, causal: Any, window: Any,
+        scale: Any, softcap: Any, layout: Any, return_lse: Any,
+    ) -> "Problem":  # fmt: skip
+        """Check a problem, or find it again: the same layouts and options give the same object."""
+        arguments = (
+            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
+            layout, return_lse,
+        )  # fmt: skip
+        try:
+            return _remembered(*arguments)
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            return _checked(*arguments)  # something unhashable was given: say what is wrong with it
+
+
+def _checked(
+    q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None,
+    bias: Layout | None, mask: Layout | None,
+    alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Any, causal: Any, window: Any,
+    scale: Any, softcap: Any, layout: Any, return_lse: Any,
+) -> Problem:  # fmt: skip
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
+    _check_bool("causal", causal)
+    _check_bool("return_lse", return_lse)
+    offsets = q_offset if isinstance(q_offset, Layout) else None
+    named = {
+        "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes,
+        "seqlens_k": seqlens_k, "q_offset": offsets,
+    }  # fmt: skip
+    given = {name: array for name, array in named.items() if array is not None}
+    _check_one_place(given)
+    for name, array in given.items():
+        _check_strides(name, array)
+
+    if q.dtype not in DTYPES:
+        raise TypeError(
+            f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, e.g. q.astype('float32')"
+        )
+    for name, other in (("k", k), ("v", v)):
+        if other.dtype != q.dtype:
+            raise TypeError(
+                f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; convert one of them"
+            )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if len(array.shape) != 4:
+            names = "(batch, heads, seqlen, head_dim)" if layout == "bhsd" else "(batch, seqlen, heads, head_dim)"
+            raise ValueError(f"{name} must have 4 dimensions {names} in layout {layout!r}, not shape {array.shape}")
+    order = LAYOUTS[layout]
+    batch, heads, seqlen_q, head_dim = (q.shape[axis] for axis in order)
+    batch_k, heads_kv, seqlen_k, head_dim_k = (k.shape[axis] for axis in order)
+    batch_v, heads_v, seqlen_v, head_dim_v = (v.shape[axis] for axis in order)
+    shapes = f"q has shape {q.shape}, k {k.shape}, v {v.shape} in layout {layout!r}"
+    for what, of_q, of_k, of_v in (
+        ("batch", batch, batch_k, batch_v),
+        ("head_dim", head_dim, head_dim_k, head_dim),
+        ("heads of k and v", heads_kv, heads_kv, heads_v),
+        ("seqlen of k and v", seqlen_k, seqlen_k, seqlen_v),
+    ):
+        if not of_q == of_k == of_v:
+            raise ValueError(f"{what} must be the same in all, but {shapes}")
+    if heads % heads_kv if heads_kv else heads:
+        raise ValueError(f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}")
+    if head_dim == 0 or head_dim_v == 0:
+        raise ValueError(f"head_dim must be at least 1, but {shapes}")
+    if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
+        raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
+
+    score_shape = (batch, heads, seqlen_q, seqlen_k)
+    left, right = _window(window, causal)
+    number, source = _q_offset(q_offset, batch, seqlen_q, seqlen_k, seqlens_k is not None)
+    o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
+    contiguous = _contiguous(o_shape)
+    o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
+    if out is not None:
+        _check_output("out", out, o_shape, q.dtype, f"(layout {layout!r})")
+        o_strides = _ordered(out, order)
+    if out_lse is not None:
+        lse_shape = (batch, heads, seqlen_q)
+        _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
+        if _elements(out_lse) != _contiguous(lse_shape):
+            raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
+    if mask is not None and mask.dtype != "bool":
+        raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
+    float_dtypes = ("float32",) if q.dtype == "float32" else ("float32", q.dtype)
+    for name, array in (("bias", bias), ("alibi_slopes", alibi_slopes)):
+        if array is not None and array.dtype not in float_dtypes:
+            raise TypeError(f"{name} must be {' or '.join(float_dtypes)} beside q of {q.dtype}, not {array.dtype}")
+    for name, array in (("seqlens_k", seqlens_k), ("q_offset", offsets)):
+        if array is not None and (array.dtype != "int32" or array.shape != (batch,)):
+            raise (TypeError if array.dtype != "int32" else ValueError)(
+                f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
+            )
+    return Problem(
+        batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
+        _ordered(q, order), _ordered(k, order), _ordered(v, order), o_strides,
+        scale=_number("scale", scale, head_dim**-0.5),
+        left=left,
+        right=right,
+        q_offset=number,
+        q_offset_source=source,
+        has_seqlens_k=seqlens_k is not None,
+        seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
+        q_offset_stride=_elements(offsets)[0] if offsets is not None else 0,
+        softcap=_softcap(softcap),
+        alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
+        alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
+        bias_dtype=bias.dtype if bias is not None else None,
+        bias_strides=_broadcast_strides("bias", bias, score_shape),
+        has_mask=mask is not None,
+        mask_strides=_broadcast_strides("mask", mask, score_shape),
+        return_lse=bool(return_lse),
+    )  # fmt: skip
+
+
+# typed: 1 and True are equal as keys, but only one of them is a causal=
+_remembered = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def _check_one_place(given: dict[str, Layout]) -> None:
+    """All arrays of one family and in one memory; nothing is copied across in silence."""
+    q = given["q"]
+    for name, array in given.items():
+        if array.family != q.family:
+            raise TypeError(f"all arrays must be of one kind, but q is {q.family} and {name} is {array.family}")
+        if array.device != q.device:
+            place = ["host memory" if x.device is None else f"CUDA device {x.device}" for x in (q, array)]
+            raise ValueError(f"all arrays must be in one place, but q is in {place[0]} and {name} in {place[1]}")
+
+
+def _check_strides(name: str, array: Layout) -> None:
+    size = ITEM_SIZE.get(array.dtype, 1)
+    if any(s * array.unit % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        strides = tuple(s * array.unit for s in array.strides)
+        raise ValueError(f"{name} has strides {strides} in bytes, which are not multiples of its {size}-byte elements")
+
+
+def _elements(array: Layout) -> tuple[int, ...]:
+    """Strides in elements. A dimension of one element is never stepped along: its stride is 0."""
+    size = ITEM_SIZE[array.dtype]
+    return tuple(
+        s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True)
+    )
+
+
+def _ordered(array: Layout, order: tuple[int, ...]) -> Strides:
+    strides = _elements(array)
+    return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array, by the same rule as `_elements`."""
+    return tuple(math.prod(shape[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(shape))
+
+
+def _check_output(name: str, out: Layout, shape: tuple[int, ...], dtype: str, where: str) -> None:
+    if out.shape != shape:
+        raise ValueError(f"{name} must have shape {shape} {where}, not {out.shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, not {out.dtype}")
+    if out.readonly:
+        raise ValueError(f"{name} is read-only; pass an array that can be written")
+    reach = 1  # how far the smaller dimensions reach; a stride below that would hit an element twice
+    for stride, extent in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
+        if stride * out.unit < reach:
+            raise ValueError(f"{name} has strides {out.strides}, by which several results share one element")
+        reach += stride * out.unit * (extent - 1)
+
+
+def _window(window: Any, causal: Any) -> tuple[int | None, int | None]:
+    left = right = None
+    if window is not None:
+        if isinstance(window, int | np.integer | float):
+            raise ValueError(
+                f"window must be a pair (left, right), not {window!r}: a bare number means three things. A query at "
+                "position p sees keys p-left to p+right, both included, so flash-attn's (w, w) and Mistral's "
+                f"'w tokens' in Transformers are window=({window}, 0) and ({window} - 1, 0) with causal, and JAX's "
+                f"symmetric local window is ({window}, {window}); None is unbounded"
+            )
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise ValueError(f"window must be a pair (left, right), not {window!r}")
+        left, right = (_window_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def _window_side(name: str, side: Any) -> int | None:
+    if side is None:
+        return None
+    try:
+        value = operator.index(side)
+    except TypeError:
+        raise TypeError(f"window: {name} must be a whole number or None, not {side!r}") from None
+    if value < 0:
+        raise ValueError(f"window: {name} must be at least 0, not {value}; unbounded is None (flash-attn's -1)")
+    return min(value, MAX_EXTENT)
+
+
+def _q_offset(q_offset: Any, batch: int, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
+    if isinstance(q_offset, Layout):
+        return 0, "array"
+    if q_offset is None:  # bottom-right: the last query stands at the last valid key
+        return (-seqlen_q, "seqlens_k") if has_seqlens_k else (seqlen_k - seqlen_q, "number")
+    if isinstance(q_offset, bool | np.bool_):
+        raise TypeError(f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}")
+    try:
+        number = operator.index(q_offset)
+    except TypeError:
+        raise TypeError(
+            f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}"
+        ) from None
+    if abs(number) > MAX_EXTENT:
+        raise ValueError(f"q_offset must stay below 2**31, not {number}")
+    return number, "number"
+
+
+def _number(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number or None, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, not {number}")
+    return number
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    number = _number("softcap", softcap, 0.0)
+    if number <= 0:
+        raise ValueError(f"softcap must be above 0 (None = no cap), not {number}")
+    return number
+
+
+def _alibi_strides(slopes: Layout | None, batch: int, heads: int) -> tuple[int, int]:
+    if slopes is None:
+        return (0, 0)
+    strides = _elements(slopes)
+    if slopes.shape == (heads,):
+        return (0, strides[0])
+    if slopes.shape == (batch, heads):
+        return (strides[0], strides[1])
+    raise ValueError(
+        f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), not {slopes.shape}"
+    )
+
+
+def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) -> Strides:
+    """Strides that read `array` as if it had `shape`, by NumPy's rule: missing and 1-long axes repeat."""
+    if array is None:
+        return NO_STRIDES
+    missing = len(shape) - len(array.shape)
+    extents = (1,) * missing + array.shape
+    if missing < 0 or any(have not in (1, want) for have, want in zip(extents, shape, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {shape}, not shape {array.shape}"
+        )
+    strides = (0,) * missing + _elements(array)
+    return (strides[0], strides[1], strides[2], strides[3])
+
+
+def check_memory(given: dict[str, Array], problem: Problem) -> None:
+    """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
+    for name, array in given.items():
+        size = ITEM_SIZE[array.layout.dtype]
+        if array.pointer % size:  # a GPU would stop the whole process at it
+            raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
+    outputs = [name for name in ("out", "out_lse") if name in given]
+    for written in outputs:
+        for name, array in given.items():
+            if name != written and _share_memory(given[written], array):
+                raise ValueError(f"{written} shares memory with {name}; attention cannot be computed in place")
+    lengths = given.get("seqlens_k")
+    if lengths is not None and lengths.layout.device is None and problem.batch:
+        values = host_view(lengths)  # on a device the kernels clamp them instead: reading them would mean waiting
+        if values.min() < 0 or values.max() > problem.seqlen_k:
+            raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
+
+
+def _share_memory(one: Array, other: Array) -> bool:
+    try:
+        return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _ghost(array: Array) -> np.ndarray:
+    """A NumPy array with the same addresses that is never read: only its extent matters."""
+
+    class Interface:
+        __array_interface__ = {
+            "version": 3,
+            "data": (array.pointer, True),
+            "shape": array.layout.shape,
+            "strides": tuple(s * array.layout.unit for s in array.layout.strides),
+            "typestr": f"|V{ITEM_SIZE[array.layout.dtype]}",
+        }
+
+    return np.asarray(Interface())

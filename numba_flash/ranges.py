@@ -1,0 +1,42 @@
+"""Which keys a query sees and which tiles hold them: integers only, shared by every rung.
+
+Causal, window, lengths and offsets all come down to one half-open interval of keys per query,
+`row_keys`. Both of its ends grow with the query's position, so a tile of queries needs no more than
+the intervals of its first and of its last row: their union says which key tiles to visit, their
+intersection says which of those need no mask. So a loop over tiles is three loops, named
+
+    left     tiles that the lower edge cuts (a window), or that a short union never leaves
+    free     tiles that every row sees whole: no mask in the loop
+    right    tiles that the upper edge cuts (the causal diagonal, the last, ragged tile)
+
+Plain Python on plain ints, so the same functions are compiled into the GPU kernels and into the CPU
+rung and are called by the tests as they are.
+"""
+
+# Stands for "no bound on this side". Larger than any position, and far from overflowing an int64 sum.
+UNBOUNDED = 1 << 40
+
+
+def row_keys(q_pos, left, right, seqlen_k):
+    """The keys [first, end) that a query at absolute position q_pos sees, clipped to [0, seqlen_k].
+
+    Key j is visible when q_pos - left <= j <= q_pos + right. The interval is empty when end <= first.
+    """
+    first = min(max(q_pos - left, 0), seqlen_k)
+    end = min(max(q_pos + right + 1, 0), seqlen_k)
+    return first, end
+
+
+def key_tiles(first_row_first, first_row_end, last_row_first, last_row_end, tile_n):
+    """The key tiles of a query tile: [begin, free) is left, [free, cut) is free, [cut, end) is right.
+
+    The arguments are `row_keys` of the query tile's first and of its last row. Always
+    begin <= free <= cut <= end; begin == end when no row sees a key.
+    """
+    begin = first_row_first // tile_n
+    end = (last_row_end + tile_n - 1) // tile_n
+    if last_row_end <= first_row_first:
+        end = begin
+    free = min(max((last_row_first + tile_n - 1) // tile_n, begin), end)
+    cut = min(max(first_row_end // tile_n, free), end)
+    return begin, free, cut, end

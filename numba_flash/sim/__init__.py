@@ -1,0 +1,1 @@
+"""Stand-ins for `ptx` under Numba's simulator, and how a kernel is launched there."""

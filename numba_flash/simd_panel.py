@@ -1,0 +1,142 @@
+"""A panel of query rows: scores, softmax and values, as LLVM vectors (see simd.py).
+
+The rows lie along the vector. Row r of a panel is computed by the same operations in the same order
+whatever the other rows, so its bits do not depend on what it is packed with.
+"""
+
+from llvmlite import ir
+
+from numba_flash.simd import I64, PANEL_VECTORS, exp2_vector, loop, vector_function
+
+
+def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
+    """rows x panel register tile: sum over i < depth of scalar_at(row, i) * panel[i], then store(row, v, sum).
+
+    guarded: a term whose panel element is 0 is left out, so that 0 times NaN adds nothing.
+    """
+    zero = shape.const(0.0)
+    tile = [(row, v) for row in range(rows) for v in range(PANEL_VECTORS)]
+
+    def body(i, sums):
+        base = b.mul(i, I64(shape.lanes))
+        vectors = [shape.load(b, panel, b.add(base, I64(v * shape.width))) for v in range(PANEL_VECTORS)]
+        results = []
+        for row in range(rows):
+            x = shape.splat(b, b.load(scalar_at(row, i)))
+            for v in range(PANEL_VECTORS):
+                old = sums[row * PANEL_VECTORS + v]
+                new = shape.fma(b, x, vectors[v], old)
+                results.append(b.select(b.fcmp_unordered("!=", vectors[v], zero), new, old) if guarded else new)
+        return results
+
+    sums = loop(b, I64(0), depth, I64(1), [zero] * len(tile), body)
+    for (row, v), total in zip(tile, sums):
+        store(row, v, total)
+
+
+def score_rows(rows):
+    """s[row] = k[row] . q for `rows` keys: an intrinsic (s, k, k_stride, q, head_dim, zero)."""
+
+    def build(b, shape, s, k, k_stride, q, depth):
+        """s (rows, lanes) = k (rows, head_dim, contiguous along it) @ q (head_dim, lanes)."""
+        s, q = shape.pointer(b, s), shape.pointer(b, q)
+        keys = [shape.pointer(b, b.add(k, b.mul(k_stride, I64(row)))) for row in range(rows)]
+
+        def store(row, v, total):
+            shape.store(b, total, s, I64(row * shape.lanes + v * shape.width))
+
+        _product(b, shape, rows, depth, lambda row, i: b.gep(keys[row], [i]), q, store)
+
+    build.__name__ = f"score_rows_{rows}"
+    return vector_function("iiiii")(build)
+
+
+def value_rows(rows, guarded=False):
+    """`rows` elements of v's rows into o: an intrinsic (o, alpha, v, v_stride, p, keys, zero)."""
+
+    def build(b, shape, o, alpha, v, v_stride, p, keys):
+        """o (rows, lanes) = alpha * o + v (keys, rows)^T @ p (keys, lanes).
+
+        The tile's sum starts from zero and meets o once: shorter chains of additions, smaller error.
+        """
+        o, p, alpha = shape.pointer(b, o), shape.pointer(b, p), shape.pointer(b, alpha)
+        alphas = [shape.load(b, alpha, I64(at * shape.width)) for at in range(PANEL_VECTORS)]
+
+        def scalar_at(row, i):
+            return b.gep(shape.pointer(b, b.add(v, b.mul(v_stride, i))), [I64(row)])
+
+        def store(row, at, total):
+            index = I64(row * shape.lanes + at * shape.width)
+            shape.store(b, shape.fma(b, shape.load(b, o, index), alphas[at], total), o, index)
+
+        _product(b, shape, rows, keys, scalar_at, p, store, guarded)
+
+    build.__name__ = f"value_rows_{rows}{'_guarded' if guarded else ''}"
+    return vector_function("iiiiii")(build)
+
+
+@vector_function("iixiii")
+def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
+    """One online softmax step over scores s (keys, lanes), in place: s becomes p = exp2(c * (s - m)).
+
+    m, l and alpha are (lanes,): m, the maximum so far in units of s, and l, the sum so far, are
+    updated; alpha, by which o has to be multiplied, is written. A row that has seen nothing but -inf
+    keeps m = -inf and l = 0 and gets p = 0.
+    """
+    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))  # noqa: E741
+    scale = shape.splat(b, scale_log2)
+    infinity = shape.const(float("-inf"))
+    at = [I64(v * shape.width) for v in range(PANEL_VECTORS)]
+    m_old = [shape.load(b, m, x) for x in at]
+    end = b.mul(keys, I64(shape.lanes))
+    step = I64(shape.lanes)
+
+    m_new = loop(
+        b, I64(0), end, step, m_old,
+        lambda i, best: [shape.max(b, shape.load(b, s, b.add(i, x)), y) for x, y in zip(at, best)],
+    )
+    shifts = []
+    for x, old, new in zip(at, m_old, m_new):
+        shift = b.select(b.fcmp_ordered("==", new, infinity), shape.const(0.0), b.fmul(new, scale))
+        shifts.append(shift)
+        shape.store(b, exp2_vector(b, shape, b.fsub(b.fmul(old, scale), shift)), alpha, x)
+        shape.store(b, new, m, x)
+
+    negative = [b.fneg(shift) for shift in shifts]
+
+    def weights(i, sums):
+        results = []
+        for x, shift, total in zip(at, negative, sums):
+            index = b.add(i, x)
+            p = exp2_vector(b, shape, shape.fma(b, shape.load(b, s, index), scale, shift))
+            shape.store(b, p, s, index)
+            results.append(b.fadd(total, p))
+        return results
+
+    sums = loop(b, I64(0), end, step, [shape.const(0.0)] * PANEL_VECTORS, weights)
+    for x, total in zip(at, sums):
+        shape.store(b, shape.fma(b, shape.load(b, l, x), shape.load(b, alpha, x), total), l, x)
+
+
+@vector_function("iiii", "i")
+def all_finite(b, shape, x, stride, width, rows):
+    """1 when every element of x (rows, width), contiguous along width, is finite, else 0."""
+    whole = b.and_(width, I64(-shape.width))
+    zero = ir.Constant(shape.scalar, 0.0)
+
+    def row(r, sums):
+        base = shape.pointer(b, b.add(x, b.mul(r, stride)))
+        vector, scalar = sums
+        (vector,) = loop(
+            b, I64(0), whole, I64(shape.width), [vector],
+            lambda i, t: [b.fadd(t[0], b.fmul(shape.load(b, base, i), shape.const(0.0)))],
+        )
+        (scalar,) = loop(
+            b, whole, width, I64(1), [scalar],
+            lambda i, t: [b.fadd(t[0], b.fmul(b.load(b.gep(base, [i])), zero))],
+        )
+        return vector, scalar
+
+    vector, scalar = loop(b, I64(0), rows, I64(1), [shape.const(0.0), zero], row)
+    total = b.fadd(shape.across(b, "fadd", vector), scalar)  # 0 times NaN or Inf is NaN, and stays
+    return b.zext(b.fcmp_ordered("==", total, zero), I64)

@@ -1,0 +1,76 @@
+"""NVIDIA's numba-cuda, imported once and in one place, with what it needs to work.
+
+Three things can go wrong between `pip install` and the first compile, and all three end here:
+
+- NumPy 2.5 removed `np.row_stack`, which numba-cuda 0.30.4 looks up when its array module is
+  imported. The name is lent for the time of that import and taken away again.
+- Numba ships an older `numba.cuda` of its own; a `.pth` file of numba-cuda's swaps it, but only from
+  a site directory. Importing the redirector does the same by hand.
+- numba-cuda or a driver may be missing: `unusable()` says which, in words for a person.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+
+_LENT_NAMES = {"row_stack": "vstack"}  # name that numba-cuda looks up -> the function it always was
+
+
+@contextlib.contextmanager
+def numpy_names() -> Iterator[None]:
+    """Lend NumPy the names that numba-cuda still looks up at import; NumPy leaves as it came."""
+    missing = [name for name in _LENT_NAMES if name not in np.__dict__]
+    for name in missing:
+        setattr(np, name, getattr(np, _LENT_NAMES[name]))
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(np, name)
+
+
+def simulated() -> bool:
+    """Whether Numba's CUDA simulator is on (NUMBA_ENABLE_CUDASIM=1 before Numba is imported)."""
+    if "numba" in sys.modules:
+        return bool(sys.modules["numba"].config.ENABLE_CUDASIM)
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
+
+@functools.cache
+def cuda() -> ModuleType:
+    """The module `numba.cuda`, ready to compile. Raises ImportError with the remedy."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("_numba_cuda_redirector")
+    with numpy_names():
+        module = importlib.import_module("numba.cuda")
+        if simulated():
+            return module
+        if getattr(module, "implementation", "") != "NVIDIA":
+            raise ImportError(
+                "numba.cuda is Numba's built-in copy; numba_flash needs NVIDIA's numba-cuda: "
+                "pip install 'numba-flash[cu13]' (or [cu12], after the CUDA version of your driver)"
+            )
+        # Imports everything the first compile would import, while the names are lent.
+        importlib.import_module("numba.cuda.descriptor").cuda_target.target_context.refresh()
+    return module
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why no GPU can be used here, or None when device 0 can."""
+    if simulated():
+        return None
+    try:
+        cuda()
+        from cuda.core import Device
+
+        Device(0).compute_capability  # noqa: B018 - asks the driver
+    except Exception as error:  # whatever the driver or its absence raises, it is the reason
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
