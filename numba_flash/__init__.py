@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # name -> module that defines it
-_PUBLIC = {"attention": "api", "AttentionOutput": "api"}
+_PUBLIC = {
+    "attention": "api",
+    "AttentionOutput": "api",
+    "explain": "explaining",
+    "merge": "merging",
+    "softmax": "ladder",
+}
 _MODULES = ("reference", "testing", "debug")
 __all__ = [*_PUBLIC, *_MODULES]  # noqa: PLE0604
 
@@ -20,6 +26,9 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .api import AttentionOutput as AttentionOutput
     from .api import attention as attention
+    from .explaining import explain as explain
+    from .ladder import softmax as softmax
+    from .merging import merge as merge
 
 
 def __getattr__(name: str) -> Any:

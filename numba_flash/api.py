@@ -112,9 +112,7 @@ def understand(
     return Call(given, problem, target, select(problem, target, kernel, given["q"].layout.family, stream is not None))
 
 
-def refuse_what_is_to_come(
-    score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any
-) -> None:
+def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
     for name, value, default in (
         ("score_mod", score_mod, None),

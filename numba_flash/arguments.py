@@ -55,8 +55,11 @@ SCALAR_TYPES = (
 )
 
 
+Scalars = tuple[tuple[int, ...] | int | float, ...]
+
+
 @functools.lru_cache(maxsize=4096)
-def scalars(problem: Problem) -> tuple[tuple[int, ...] | int | float, ...]:
+def scalars(problem: Problem) -> Scalars:
     """The values for SCALAR_TYPES."""
     return (
         problem.q_strides, problem.k_strides, problem.v_strides, problem.o_strides,
@@ -67,12 +70,3 @@ def scalars(problem: Problem) -> tuple[tuple[int, ...] | int | float, ...]:
         UNBOUNDED if problem.right is None else problem.right,
         problem.q_offset, problem.scale, problem.softcap or 0.0,
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def flat_scalars(problem: Problem) -> tuple[int | float, ...]:
-    """The same with the tuples laid out, as the compiled kernel takes them."""
-    flat: list[int | float] = []
-    for value in scalars(problem):
-        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
-    return tuple(flat)

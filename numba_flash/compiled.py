@@ -59,7 +59,12 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
             return _opt_in(ObjectCode.from_cubin(cached).get_kernel(entry_name(config)), config, device)
     started = time.perf_counter()
     if sys.stderr.isatty():
-        print(f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...", end="", file=sys.stderr, flush=True)
+        print(
+            f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
     cubin = to_cubin(to_ptx(config, cc), arch)
     if sys.stderr.isatty():
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
@@ -114,7 +119,7 @@ def _signature(config: AnyConfig) -> Any:
     from .kernels.steps.elements import ELEMENT_TYPES
 
     if isinstance(config, SoftmaxConfig):
-        pointers, rest = (config.dtype, config.dtype), ("int64", "int64")
+        pointers, rest = (config.dtype, config.dtype), (("int64", 2), ("int64", 4))
     else:
         pointers, rest = pointer_types(config), SCALAR_TYPES
     plain = {"int64": numba_types.int64, "float64": numba_types.float64}

@@ -45,6 +45,11 @@ class Config:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def threads(self) -> int:
+        """One for each query row of a tile."""
+        return self.tile_m
+
+    @property
     def k_row(self) -> int:
         """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
         return (self.head_dim + 3) // 4 * 4

@@ -41,7 +41,9 @@ class DeviceCopy:
         return {"shape": self.shape, "typestr": typestr, "data": (int(self._buffer.handle), False), "version": 3}
 
 
-def through_gpu(attention: Callable[..., Any], inputs: dict[str, Array], outputs: list[Array], options: dict[str, Any]) -> None:
+def through_gpu(
+    attention: Callable[..., Any], inputs: dict[str, Array], outputs: list[Array], options: dict[str, Any]
+) -> None:
     """Call `attention` on copies of the inputs and copy what it wrote into the outputs."""
     from cuda.core import LEGACY_DEFAULT_STREAM, Device
 

@@ -26,7 +26,7 @@ from numba_flash.cpu_plan import (
 from numba_flash.simd import (
     LOG2_E, PANEL_VECTORS, TILE_KEYS, bits_float, fetch_add, float_bits, lanes, load, size_of, store,
 )  # fmt: skip
-from numba_flash.simd_panel import all_finite, score_rows, softmax_panel, value_rows
+from numba_flash.simd_panel import all_finite, pack_rows, score_rows, softmax_panel, value_rows
 from numba_flash.simd_row import dot_rows, softmax_row, value_columns
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
@@ -39,9 +39,10 @@ key_tiles = compiled(ranges.key_tiles)
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_guarded = value_rows(1, guarded=True)
+pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
 value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 1, 0))
-value_columns_guarded, value_column_guarded = value_columns(1, guarded=True), value_columns(0, guarded=True)
+value_column_guarded = value_columns(0, guarded=True)
 
 INT = np.int64(0)
 INFINITY = math.inf
@@ -157,43 +158,68 @@ def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
 
 
 @compiled
-def values(o, alpha, v, v_stride, p, keys, width, by_rows, guarded, zero):
-    """o (width, rows) = alpha * o + (p (keys, rows)^T @ v (keys, width))^T."""
+def pack(to, v, v_stride, keys, width, zero):
+    """Column blocks of v (keys, width), each made contiguous: what `values` reads."""
     size = size_of(zero)
     at = 0
-    if by_rows:
-        vector = lanes(zero) // PANEL_VECTORS
-        while at + 8 * vector <= width and not guarded:
-            value_columns_8(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
-            at += 8 * vector
-        while at + vector <= width:
-            if guarded:
-                value_columns_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
-            else:
-                value_columns_1(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
-            at += vector
-        while at < width:
-            if guarded:
-                value_column_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
-            else:
-                value_column(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
-            at += 1
-        return
-    row = lanes(zero) * size
-    while guarded and at < width:
-        value_rows_guarded(o + at * row, alpha, v + at * size, v_stride, p, keys, zero)
-        at += 1
     while at + TILE_KEYS <= width:
-        value_rows_all(o + at * row, alpha, v + at * size, v_stride, p, keys, zero)
+        pack_rows_all(to + at * keys * size, v + at * size, v_stride, keys, zero)
         at += TILE_KEYS
     while at + 4 <= width:
-        value_rows_4(o + at * row, alpha, v + at * size, v_stride, p, keys, zero)
+        pack_rows_4(to + at * keys * size, v + at * size, v_stride, keys, zero)
         at += 4
     if at + 2 <= width:
-        value_rows_2(o + at * row, alpha, v + at * size, v_stride, p, keys, zero)
+        pack_rows_2(to + at * keys * size, v + at * size, v_stride, keys, zero)
         at += 2
     if at < width:
-        value_rows_1(o + at * row, alpha, v + at * size, v_stride, p, keys, zero)
+        pack_rows_1(to + at * keys * size, v + at * size, v_stride, keys, zero)
+
+
+@compiled
+def values(o, alpha, packed, packed_keys, skip, p, keys, width, zero):
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows of those packed, after `skip`."""
+    size = size_of(zero)
+    row = lanes(zero) * size
+    at = 0
+    while at + TILE_KEYS <= width:
+        block = packed + (at * packed_keys + skip * TILE_KEYS) * size
+        value_rows_all(o + at * row, alpha, block, TILE_KEYS * size, p, keys, zero)
+        at += TILE_KEYS
+    while at + 4 <= width:
+        value_rows_4(o + at * row, alpha, packed + (at * packed_keys + skip * 4) * size, 4 * size, p, keys, zero)
+        at += 4
+    if at + 2 <= width:
+        value_rows_2(o + at * row, alpha, packed + (at * packed_keys + skip * 2) * size, 2 * size, p, keys, zero)
+        at += 2
+    if at < width:
+        value_rows_1(o + at * row, alpha, packed + (at * packed_keys + skip) * size, size, p, keys, zero)
+
+
+@compiled
+def values_of_row(o, alpha, v, v_stride, p, keys, width, zero):
+    """o (width,) = alpha * o + p (keys,) @ v (keys, width)."""
+    size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
+    at = 0
+    while at + 8 * vector <= width:
+        value_columns_8(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += 8 * vector
+    while at + vector <= width:
+        value_columns_1(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += vector
+    while at < width:
+        value_column(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += 1
+
+
+@compiled
+def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
+    """The same where v holds NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
+    size = size_of(zero)
+    for at in range(width):
+        if by_rows:
+            value_column_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        else:
+            value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
 
 
 @compiled
@@ -216,18 +242,29 @@ def features(s, step, keys, key0, i, head, b, q_pos, plan, pointers, zero):
     dtype = load(plan, BIAS_DTYPE, INT)
     if dtype != ABSENT:
         stride = load(plan, BIAS_STRIDE + 3, INT) * bytes_of(dtype)
-        bias = load(pointers, 5, INT) + bytes_of(dtype) * (
-            b * load(plan, BIAS_STRIDE, INT) + head * load(plan, BIAS_STRIDE + 1, INT)
-            + i * load(plan, BIAS_STRIDE + 2, INT)
-        ) + key0 * stride
+        bias = (
+            load(pointers, 5, INT)
+            + bytes_of(dtype)
+            * (
+                b * load(plan, BIAS_STRIDE, INT)
+                + head * load(plan, BIAS_STRIDE + 1, INT)
+                + i * load(plan, BIAS_STRIDE + 2, INT)
+            )
+            + key0 * stride
+        )
         for j in range(keys):
             store(s, j * step, load(s, j * step, zero) + get(bias + j * stride, dtype, zero))
     if load(plan, HAS_MASK, INT):
         stride = load(plan, MASK_STRIDE + 3, INT)
-        mask = load(pointers, 6, INT) + (
-            b * load(plan, MASK_STRIDE, INT) + head * load(plan, MASK_STRIDE + 1, INT)
-            + i * load(plan, MASK_STRIDE + 2, INT)
-        ) + key0 * stride
+        mask = (
+            load(pointers, 6, INT)
+            + (
+                b * load(plan, MASK_STRIDE, INT)
+                + head * load(plan, MASK_STRIDE + 1, INT)
+                + i * load(plan, MASK_STRIDE + 2, INT)
+            )
+            + key0 * stride
+        )
         for j in range(keys):
             if load(mask, j * stride, np.uint8(0)) == 0:
                 store(s, j * step, kind(-INFINITY))
@@ -285,6 +322,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     alpha = s + tile_n * lanes(zero) * size
     k_copy = alpha + lanes(zero) * size
     v_copy = k_copy + tile_n * head_dim * size
+    packed = v_copy + tile_n * head_dim_v * size
     fill(o, panels * width * head_dim_v, zero)
     fill(m, panels * width, kind(-INFINITY))
     fill(l, panels * width, zero)
@@ -303,12 +341,15 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     k_row, k_step = load(plan, K_STRIDE + 2, INT), load(plan, K_STRIDE + 3, INT)
     v_row, v_step = load(plan, V_STRIDE + 2, INT), load(plan, V_STRIDE + 3, INT)
     own_type = dtype >= FLOAT32
-    copy_k, copy_v = not own_type or k_step != size, not own_type or v_step != size
+    # Rows far apart are copied too: they would share a few sets of the caches.
+    copy_k = not own_type or k_step != size or (not by_rows and abs(k_row) > 2 * head_dim * size)
+    copy_v = not own_type or v_step != size
     k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
 
+    all_first, _ = row_keys(row0 // group + offset, left, right, valid)
+    _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for tile in range(tile_first, tile_end):
-        key0 = tile * tile_n
-        key_end = min(key0 + tile_n, valid)
+        key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
         if copy_k:
             gather(k_copy, k_base, k_row, k_step, key0, key_end, head_dim, dtype, zero)
@@ -316,6 +357,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
         if copy_v:
             gather(v_copy, v_base, v_row, v_step, key0, key_end, head_dim_v, dtype, zero)
             v = v_copy
+        if not by_rows:
+            pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
         for panel in range(panels):
             first_row = row0 + panel * width
             last_row = min(first_row + width, row0 + rows) - 1
@@ -329,15 +372,30 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             cut = max(free, min(first_end, end))
             keys = end - first
             scores(
-                s, k + (first - key0) * k_stride, k_stride, q + panel * head_dim * width * size, head_dim, keys,
-                by_rows, zero,
+                s,
+                k + (first - key0) * k_stride,
+                k_stride,
+                q + panel * head_dim * width * size,
+                head_dim,
+                keys,
+                by_rows,
+                zero,
             )
             if featured:
                 for r in range(first_row, last_row + 1):
                     i = r // group
                     features(
-                        s + (r - first_row) * size, width, keys, first, i, kv_head * group + r % group, b,
-                        i + offset, plan, pointers, zero,
+                        s + (r - first_row) * size,
+                        width,
+                        keys,
+                        first,
+                        i,
+                        kv_head * group + r % group,
+                        b,
+                        i + offset,
+                        plan,
+                        pointers,
+                        zero,
                     )
             if free > first or cut < end:
                 for r in range(first_row, last_row + 1):
@@ -363,10 +421,13 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 softmax_row(s, keys, scale_log2, row_m, row_l, alpha, zero)
             else:
                 softmax_panel(s, keys, scale_log2, row_m, row_l, alpha, zero)
-            values(
-                o + panel * head_dim_v * width * size, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows,
-                guarded, zero,
-            )
+            panel_o = o + panel * head_dim_v * width * size
+            if guarded:
+                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)
+            elif by_rows:
+                values_of_row(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
+            else:
+                values(panel_o, alpha, packed, key_end - key0, first - key0, s, keys, head_dim_v, zero)
     return scale_log2
 
 

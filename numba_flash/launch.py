@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, reference
-from .arguments import Pointers, Workspace, flat_scalars, scalars
+from .arguments import Pointers, Scalars, Workspace, scalars
 from .arrays import Array
-from .compiled import compiled, source
+from .compiled import AnyConfig, compiled, source
 from .config import Config
 from .problem import Problem
 from .select import Choice
@@ -45,16 +45,33 @@ def launch(choice: Choice, problem: Problem, target: Target, operands: Operands,
         every: tuple[Array | None, ...] = operands
         if choice.kernel == "v1":
             every += _workspace(problem, operands.q)
-        blocks = grid(choice.config, problem)
-        if target.simulated:
-            from .sim.launch import run
+        launch_on_gpu(choice.config, target, grid(choice.config, problem), every, scalars(problem), stream)
 
-            run(source(choice.config), blocks, choice.config.tile_m, choice.config.shared_bytes, every, scalars(problem))
-        else:
-            kernel = compiled(choice.config, target.device, target.cc or (0, 0))
-            addresses = tuple(array.pointer if array else 0 for array in every)
-            with current_device(target.device):
-                _launch(kernel, blocks, choice.config, addresses + flat_scalars(problem), stream)
+
+def launch_on_gpu(
+    config: AnyConfig, target: Target, blocks: int, operands: tuple[Array | None, ...], scalars: Scalars, stream: int
+) -> None:
+    """One kernel on the GPU, or in the simulator: pointers first, then scalars and tuples of scalars."""
+    if target.simulated:
+        from .sim.launch import run
+
+        run(source(config), blocks, config.threads, config.shared_bytes, operands, scalars)
+        return
+    from cuda.core import launch as cuda_launch
+
+    kernel = compiled(config, target.device, target.cc or (0, 0))
+    addresses = [array.pointer if array else 0 for array in operands]
+    with current_device(target.device):
+        cuda_launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
+
+
+@functools.lru_cache(maxsize=4096)
+def _flat(scalars: Scalars) -> tuple[int | float, ...]:
+    """Tuples laid out, as the compiled kernel takes them."""
+    flat: list[int | float] = []
+    for value in scalars:
+        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
+    return tuple(flat)
 
 
 def grid(config: Config, problem: Problem) -> int:
@@ -73,18 +90,11 @@ def _workspace(problem: Problem, like: Array) -> Workspace:
     )
 
 
-def _launch(kernel: Any, blocks: int, config: Any, arguments: tuple[int | float, ...], stream: int) -> None:
-    from cuda.core import launch as cuda_launch
-
-    cuda_launch(_stream(stream), _launch_config(blocks, config), kernel, *arguments)
-
-
 @functools.lru_cache(maxsize=4096)
 def _launch_config(blocks: int, config: Any) -> Any:
     from cuda.core import LaunchConfig
 
-    threads = config.tile_m if isinstance(config, Config) else config.threads
-    return LaunchConfig(grid=blocks, block=threads, shmem_size=config.shared_bytes)
+    return LaunchConfig(grid=blocks, block=config.threads, shmem_size=config.shared_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -144,7 +144,9 @@ def _checked(
         if not of_q == of_k == of_v:
             raise ValueError(f"{what} must be the same in all, but {shapes}")
     if heads % heads_kv if heads_kv else heads:
-        raise ValueError(f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}")
+        raise ValueError(
+            f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}"
+        )
     if head_dim == 0 or head_dim_v == 0:
         raise ValueError(f"head_dim must be at least 1, but {shapes}")
     if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
@@ -208,13 +210,13 @@ def _check_bool(name: str, value: Any) -> None:
 
 def _check_one_place(given: dict[str, Layout]) -> None:
     """All arrays of one family and in one memory; nothing is copied across in silence."""
-    q = given["q"]
-    for name, array in given.items():
-        if array.family != q.family:
-            raise TypeError(f"all arrays must be of one kind, but q is {q.family} and {name} is {array.family}")
-        if array.device != q.device:
-            place = ["host memory" if x.device is None else f"CUDA device {x.device}" for x in (q, array)]
-            raise ValueError(f"all arrays must be in one place, but q is in {place[0]} and {name} in {place[1]}")
+    (first, one), *others = given.items()
+    for name, array in others:
+        if array.family != one.family:
+            raise TypeError(f"all arrays must be of one kind, but {first} is {one.family} and {name} is {array.family}")
+        if array.device != one.device:
+            place = ["host memory" if x.device is None else f"CUDA device {x.device}" for x in (one, array)]
+            raise ValueError(f"all arrays must be in one place, but {first} is in {place[0]} and {name} in {place[1]}")
 
 
 def _check_strides(name: str, array: Layout) -> None:
@@ -227,9 +229,7 @@ def _check_strides(name: str, array: Layout) -> None:
 def _elements(array: Layout) -> tuple[int, ...]:
     """Strides in elements. A dimension of one element is never stepped along: its stride is 0."""
     size = ITEM_SIZE[array.dtype]
-    return tuple(
-        s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True)
-    )
+    return tuple(s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
 
 
 def _ordered(array: Layout, order: tuple[int, ...]) -> Strides:
@@ -296,9 +296,7 @@ def _q_offset(q_offset: Any, batch: int, seqlen_q: int, seqlen_k: int, has_seqle
     try:
         number = operator.index(q_offset)
     except TypeError:
-        raise TypeError(
-            f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}"
-        ) from None
+        raise TypeError(f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}") from None
     if abs(number) > MAX_EXTENT:
         raise ValueError(f"q_offset must stay below 2**31, not {number}")
     return number, "number"
@@ -354,19 +352,38 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 def check_memory(given: dict[str, Array], problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
     for name, array in given.items():
-        size = ITEM_SIZE[array.layout.dtype]
-        if array.pointer % size:  # a GPU would stop the whole process at it
-            raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
-    outputs = [name for name in ("out", "out_lse") if name in given]
-    for written in outputs:
-        for name, array in given.items():
-            if name != written and _share_memory(given[written], array):
-                raise ValueError(f"{written} shares memory with {name}; attention cannot be computed in place")
+        check_alignment(name, array)
+    for written in ("out", "out_lse"):
+        if written in given:
+            check_overlap(written, given[written], {name: x for name, x in given.items() if name != written})
     lengths = given.get("seqlens_k")
     if lengths is not None and lengths.layout.device is None and problem.batch:
         values = host_view(lengths)  # on a device the kernels clamp them instead: reading them would mean waiting
         if values.min() < 0 or values.max() > problem.seqlen_k:
             raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
+
+
+def check_alignment(name: str, array: Array) -> None:
+    """An element lies at a multiple of its size: a GPU stops the whole process otherwise."""
+    size = ITEM_SIZE.get(array.layout.dtype, 1)
+    if array.pointer % size:
+        raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
+
+
+def check_overlap(name: str, written: Array, others: dict[str, Array]) -> None:
+    """An output shares no element with an input: tiles are read after others were written."""
+    for other, array in others.items():
+        if _share_memory(written, array):
+            raise ValueError(f"{name} shares memory with {other}; nothing is computed in place")
+
+
+def check_output(name: str, out: Array, like: Array) -> None:
+    """An output for a function whose result has its input's shape, dtype and place."""
+    _check_one_place({"x": like.layout, name: out.layout})
+    _check_strides(name, out.layout)
+    _check_output(name, out.layout, like.layout.shape, like.layout.dtype, "like x")
+    check_alignment(name, out)
+    check_overlap(name, out, {"x": like})
 
 
 def _share_memory(one: Array, other: Array) -> bool:

@@ -22,7 +22,12 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32, F64 = (
-    ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+    ir.DoubleType(),
 )
 VOID = ir.VoidType()
 LOG2_E = 1.4426950408889634
@@ -105,7 +110,8 @@ class Shape:
             width //= 2
             low, high = (
                 b.shuffle_vector(
-                    x, ir.Constant(x.type, ir.Undefined),
+                    x,
+                    ir.Constant(x.type, ir.Undefined),
                     ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))),
                 )
                 for at in (0, width)
@@ -176,8 +182,14 @@ def vector_function(arguments, result=None):
 
         # An intrinsic's Python signature is its Numba signature, and it takes no *args.
         names = ", ".join(f"a{n}" for n in range(len(arguments)))
-        scope = {"types": types, "Shape": Shape, "generator": generator, "typed": typed,
-                 "arguments": arguments, "result": result}
+        scope = {
+            "types": types,
+            "Shape": Shape,
+            "generator": generator,
+            "typed": typed,
+            "arguments": arguments,
+            "result": result,
+        }
         exec(
             f"def f(typingctx, {names}, zero):\n"
             "    shape = Shape(zero)\n"
@@ -273,21 +285,34 @@ def _exp2_terms(shape):
     float32: minimax of degree 6, 2e-9 off, 0.7 ulp once evaluated in float32. float64: Taylor, 4e-18 off.
     """
     if shape.bytes == 4:
-        return (0.00015353561854909126, 0.001339887448738232, 0.009618437358480968, 0.055503324709264806,
-                0.24022647913615625, 0.6931472028551702, 1.0)
+        return (
+            0.00015353561854909126,
+            0.001339887448738232,
+            0.009618437358480968,
+            0.055503324709264806,
+            0.24022647913615625,
+            0.6931472028551702,
+            1.0,
+        )
     return tuple(math.log(2) ** k / math.factorial(k) for k in range(13, -1, -1))
 
 
-def exp2_vector(b, shape, x):
-    """2^x for x <= 0; exactly 0 below the smallest normal number and for -inf; NaN stays NaN."""
+def exp2_vectors(b, shape, xs):
+    """2^x of each x <= 0; exactly 0 below the smallest normal number and for -inf; NaN stays NaN.
+
+    Several vectors go through each step together: one chain alone would wait for its own results.
+    """
     magic = shape.const(1.5 * 2.0**shape.mantissa_bits)  # adding it rounds to an integer, in the low bits
-    shifted = b.fadd(x, magic)
-    fraction = b.fsub(x, b.fsub(shifted, magic))
+    shifted = [b.fadd(x, magic) for x in xs]
+    fractions = [b.fsub(x, b.fsub(rounded, magic)) for x, rounded in zip(xs, shifted)]
     terms = _exp2_terms(shape)
-    y = shape.const(terms[0])
+    ys = [shape.const(terms[0])] * len(xs)
     for term in terms[1:]:
-        y = shape.fma(b, y, fraction, shape.const(term))
-    exponent = b.shl(b.bitcast(shifted, shape.int_vector), shape.int_const(shape.mantissa_bits))
-    y = b.bitcast(b.add(b.bitcast(y, shape.int_vector), exponent), shape.vector)
-    smallest = -126.0 if shape.bytes == 4 else -1022.0
-    return b.select(b.fcmp_unordered(">=", x, shape.const(smallest)), y, shape.const(0.0))
+        ys = [shape.fma(b, y, fraction, shape.const(term)) for y, fraction in zip(ys, fractions)]
+    smallest = shape.const(-126.0 if shape.bytes == 4 else -1022.0)
+    results = []
+    for x, y, rounded in zip(xs, ys, shifted):
+        exponent = b.shl(b.bitcast(rounded, shape.int_vector), shape.int_const(shape.mantissa_bits))
+        y = b.bitcast(b.add(b.bitcast(y, shape.int_vector), exponent), shape.vector)
+        results.append(b.select(b.fcmp_unordered(">=", x, smallest), y, shape.const(0.0)))
+    return results

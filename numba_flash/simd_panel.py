@@ -6,7 +6,7 @@ whatever the other rows, so its bits do not depend on what it is packed with.
 
 from llvmlite import ir
 
-from numba_flash.simd import I64, PANEL_VECTORS, exp2_vector, loop, vector_function
+from numba_flash.simd import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
 
 
 def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
@@ -52,7 +52,7 @@ def score_rows(rows):
 
 
 def value_rows(rows, guarded=False):
-    """`rows` elements of v's rows into o: an intrinsic (o, alpha, v, v_stride, p, keys, zero)."""
+    """`rows` elements of every v row into o: an intrinsic (o, alpha, v, v_stride, p, keys, zero)."""
 
     def build(b, shape, o, alpha, v, v_stride, p, keys):
         """o (rows, lanes) = alpha * o + v (keys, rows)^T @ p (keys, lanes).
@@ -75,6 +75,27 @@ def value_rows(rows, guarded=False):
     return vector_function("iiiiii")(build)
 
 
+def pack_rows(rows):
+    """to (keys, rows), contiguous, = a column block of v: an intrinsic (to, v, v_stride, keys, zero).
+
+    value_rows goes through a block once per panel. In place, a row of v is a cache line of its own, and lines
+    that lie a power of two apart drive each other out of the first-level cache.
+    """
+
+    def build(b, shape, to, v, v_stride, keys):
+        kind = ir.VectorType(shape.scalar, rows).as_pointer()
+
+        def body(i, _):
+            x = b.load(b.inttoptr(b.add(v, b.mul(v_stride, i)), kind), align=shape.bytes)
+            b.store(x, b.inttoptr(b.add(to, b.mul(i, I64(rows * shape.bytes))), kind), align=shape.bytes)
+            return []
+
+        loop(b, I64(0), keys, I64(1), [], body)
+
+    build.__name__ = f"pack_rows_{rows}"
+    return vector_function("iiii")(build)
+
+
 @vector_function("iixiii")
 def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
     """One online softmax step over scores s (keys, lanes), in place: s becomes p = exp2(c * (s - m)).
@@ -92,30 +113,41 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
     step = I64(shape.lanes)
 
     m_new = loop(
-        b, I64(0), end, step, m_old,
+        b,
+        I64(0),
+        end,
+        step,
+        m_old,
         lambda i, best: [shape.max(b, shape.load(b, s, b.add(i, x)), y) for x, y in zip(at, best)],
     )
-    shifts = []
-    for x, old, new in zip(at, m_old, m_new):
+    shifts, rescales = [], []
+    for old, new in zip(m_old, m_new):
         shift = b.select(b.fcmp_ordered("==", new, infinity), shape.const(0.0), b.fmul(new, scale))
-        shifts.append(shift)
-        shape.store(b, exp2_vector(b, shape, b.fsub(b.fmul(old, scale), shift)), alpha, x)
+        shifts.append(b.fneg(shift))
+        rescales.append(b.fsub(b.fmul(old, scale), shift))
+    rescales = exp2_vectors(b, shape, rescales)
+    for x, new, rescale in zip(at, m_new, rescales):
+        shape.store(b, rescale, alpha, x)
         shape.store(b, new, m, x)
 
-    negative = [b.fneg(shift) for shift in shifts]
+    def weights(together):
+        def body(i, sums):
+            places = [b.add(i, I64(n * shape.lanes + v * shape.width))
+                      for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
+            xs = [shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
+                  for n, place in enumerate(places)]  # fmt: skip
+            for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs))):
+                shape.store(b, p, s, place)
+                sums[n % PANEL_VECTORS] = b.fadd(sums[n % PANEL_VECTORS], p)
+            return sums
 
-    def weights(i, sums):
-        results = []
-        for x, shift, total in zip(at, negative, sums):
-            index = b.add(i, x)
-            p = exp2_vector(b, shape, shape.fma(b, shape.load(b, s, index), scale, shift))
-            shape.store(b, p, s, index)
-            results.append(b.fadd(total, p))
-        return results
+        return body
 
-    sums = loop(b, I64(0), end, step, [shape.const(0.0)] * PANEL_VECTORS, weights)
-    for x, total in zip(at, sums):
-        shape.store(b, shape.fma(b, shape.load(b, l, x), shape.load(b, alpha, x), total), l, x)
+    pairs = b.mul(b.and_(keys, I64(-2)), step)
+    sums = loop(b, I64(0), pairs, I64(2 * shape.lanes), [shape.const(0.0)] * PANEL_VECTORS, weights(2))
+    sums = loop(b, pairs, end, step, sums, weights(1))
+    for x, total, rescale in zip(at, sums, rescales):
+        shape.store(b, shape.fma(b, shape.load(b, l, x), rescale, total), l, x)
 
 
 @vector_function("iiii", "i")
@@ -128,11 +160,19 @@ def all_finite(b, shape, x, stride, width, rows):
         base = shape.pointer(b, b.add(x, b.mul(r, stride)))
         vector, scalar = sums
         (vector,) = loop(
-            b, I64(0), whole, I64(shape.width), [vector],
+            b,
+            I64(0),
+            whole,
+            I64(shape.width),
+            [vector],
             lambda i, t: [b.fadd(t[0], b.fmul(shape.load(b, base, i), shape.const(0.0)))],
         )
         (scalar,) = loop(
-            b, whole, width, I64(1), [scalar],
+            b,
+            whole,
+            width,
+            I64(1),
+            [scalar],
             lambda i, t: [b.fadd(t[0], b.fmul(b.load(b.gep(base, [i])), zero))],
         )
         return vector, scalar

@@ -5,7 +5,7 @@ For a few rows (decoding) a panel would be mostly empty; here nothing is, and K 
 
 from llvmlite import ir
 
-from numba_flash.simd import I64, exp2_vector, loop, vector_function
+from numba_flash.simd import I64, exp2_vectors, loop, vector_function
 
 
 def dot_rows(rows):
@@ -46,17 +46,21 @@ def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
     zero = ir.Constant(shape.scalar, 0.0)
     m_old = b.load(m)
     (best,) = loop(
-        b, I64(0), keys, I64(shape.width), [shape.splat(b, m_old)],
+        b,
+        I64(0),
+        keys,
+        I64(shape.width),
+        [shape.splat(b, m_old)],
         lambda i, t: [shape.max(b, shape.load(b, s, i), t[0])],
     )
     m_new = shape.across(b, "fmax", best)
     shift = b.select(b.fcmp_ordered("==", m_new, infinity), zero, b.fmul(m_new, scale_log2))
     scale, shifts = shape.splat(b, scale_log2), shape.splat(b, b.fneg(shift))
-    rescale = exp2_vector(b, shape, shape.splat(b, b.fsub(b.fmul(m_old, scale_log2), shift)))
+    (rescale,) = exp2_vectors(b, shape, [shape.splat(b, b.fsub(b.fmul(m_old, scale_log2), shift))])
     rescale = b.extract_element(rescale, ir.IntType(32)(0))
 
     def weights(i, t):
-        p = exp2_vector(b, shape, shape.fma(b, shape.load(b, s, i), scale, shifts))
+        (p,) = exp2_vectors(b, shape, [shape.fma(b, shape.load(b, s, i), scale, shifts)])
         shape.store(b, p, s, i)
         return [b.fadd(t[0], p)]
 

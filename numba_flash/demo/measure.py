@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,14 +39,17 @@ class Measured:
         report = self.layers[self.calls % len(self.layers)]
         self.calls += 1
 
-        def call(attention: Attention) -> Callable[[], np.ndarray]:
-            return lambda: attention(q, k, v, seqlens_k=seqlens_k, layout=layout)
+        def run(attention: Attention) -> tuple[np.ndarray, float]:
+            begin = time.perf_counter()
+            o = attention(q, k, v, seqlens_k=seqlens_k, layout=layout)
+            return o, time.perf_counter() - begin
 
-        o, seconds = timed(call(self.attention))
-        plain_o, plain_seconds = timed(call(self.plain))
-        exact = call(self.oracle)()
-        report.seconds += seconds
-        report.plain_seconds += plain_seconds
+        # In turns, so that whatever else this machine does slows both alike.
+        turns = [(run(self.attention), run(self.plain)) for _ in range(REPEATS)]
+        report.seconds += statistics.median(ours[1] for ours, _ in turns)
+        report.plain_seconds += statistics.median(plain[1] for _, plain in turns)
+        (o, _), (plain_o, _) = turns[-1]
+        exact, _ = run(self.oracle)
         # np.maximum keeps a NaN, max() may lose it.
         difference, plain_difference = largest(o - exact), largest(plain_o - exact)
         report.difference = float(np.maximum(report.difference, difference))
@@ -65,13 +67,3 @@ def tolerance(plain_difference: float, v: np.ndarray) -> float:
 
 def largest(x: np.ndarray) -> float:
     return float(np.abs(x).max())
-
-
-def timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """The result and the median time of a few calls."""
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - begin)
-    return result, statistics.median(seconds)

@@ -52,9 +52,9 @@ def draw_scores(axes: Axes, scene: Scene) -> None:
         label = "m" if number == 0 else ""
         axes.hlines(step.m, step.begin - 0.5, step.end - 0.5, color=ORANGE, lw=2.5, label=label)
         if number and step.alpha < 1:
-            text = f"m grows: all sums so far\nare multiplied by\nalpha = exp(m_old - m)\n= {step.alpha:.2f}"
-            axes.text(step.end - 0.6, step.m - 0.15, text, ha="right", va="top", fontsize=8, color=ORANGE)
-    axes.set_ylim(top=scene.s.max() + 0.25 * np.ptp(scene.s))
+            text = f"m grows: the sums so far shrink\nby alpha = exp(m_old - m) = {step.alpha:.2f}"
+            axes.text(step.begin - 0.4, step.m, text, va="bottom", fontsize=9, color=ORANGE, linespacing=1.4)
+    axes.set_ylim(top=scene.s.max() + 0.4 * np.ptp(scene.s))
     axes.set_ylabel("s, m")
     axes.set_xticks(range(len(scene.tokens)), scene.tokens, rotation=45, ha="right", rotation_mode="anchor")
     axes.legend(loc="upper left", ncols=2, fontsize=9)
@@ -79,9 +79,9 @@ def draw_l(axes: Axes, scene: Scene) -> None:
 
 
 def draw_o(axes: Axes, scene: Scene) -> None:
-    axes.set_title("o = alpha * o + exp(s - m) @ v; drawn: o / l, the components that move most")
+    axes.set_title(f"o = alpha * o + exp(s - m) @ v; drawn: {COMPONENTS} components of o / l")
     running = np.array([step.o / step.l for step in scene.steps])  # (tiles, head_dim)
-    shown = np.argsort(-np.ptp(running, 0))[:COMPONENTS]
+    shown = np.argsort(-np.ptp(running, 0))[:COMPONENTS]  # those that move most
     lines = axes.plot(middles(scene), running[:, shown], "o-", color=BLUE, lw=1.2, ms=4)
     lines[0].set_label("o / l so far")
     end = np.full(len(shown), len(scene.tokens) - 0.7)

@@ -22,7 +22,8 @@ class Screen:
         self.line(f"\n{text}\n{'-' * len(text)}")
 
     def say(self, text: str, indent: str = "") -> None:
-        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent):
+        options = {"initial_indent": indent, "subsequent_indent": indent}
+        for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False, **options):
             self.line(line)
 
     def progress(self, items: Sequence[T], what: str) -> Iterable[T]:

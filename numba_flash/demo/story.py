@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 import numba_flash
 from numba_flash.demo.measure import REPEATS, Measured
-from numba_flash.demo.minilm import MiniLM
+from numba_flash.demo.minilm import BATCH, MiniLM
 from numba_flash.demo.passages import Passage, project_passages
 from numba_flash.demo.picture_text import text_picture
 from numba_flash.demo.plain import plain_attention
@@ -74,18 +76,17 @@ def open_documents(minilm: MiniLM, screen: Screen) -> list[Passage]:
     files = {passage.file for passage in passages}
     batches = minilm.batches([passage.text for passage in passages])
     tokens = sum(int(lengths.sum()) for _, _, lengths in batches)
-    screen.say(
-        f"{len(passages)} passages, {tokens} tokens, from {len(files)} files: the project's own words."
-    )
+    screen.say(f"{len(passages)} passages, {tokens} tokens, from {len(files)} files: the project's own words.")
     return passages
 
 
 def compile_kernel(minilm: MiniLM, screen: Screen) -> None:
+    """The first call compiles, once for small problems and once for large ones: here, not in the times below."""
     begin = time.perf_counter()
-    for _ in screen.progress(["kernel"], "Getting the kernel ready"):
-        minilm.encode(["Hello.", "Hello again."], numba_flash.attention)
-    seconds = time.perf_counter() - begin
-    screen.say(f"The first call makes the kernel for this machine; that took {seconds:.1f} s.")
+    for batch, tokens in screen.progress([(1, 8), (BATCH, 64)], "Compiling the kernel"):
+        q = np.zeros((batch, tokens, minilm.heads, minilm.hidden // minilm.heads), np.float32)
+        numba_flash.attention(q, q, q, seqlens_k=np.full(batch, tokens, np.int32), layout="bshd")
+    screen.say(f"The first calls compile the kernel for this machine; that took {time.perf_counter() - begin:.1f} s.")
 
 
 def show_answers(answers: Sequence[Answer], screen: Screen) -> None:
@@ -95,7 +96,7 @@ def show_answers(answers: Sequence[Answer], screen: Screen) -> None:
         screen.line(answer.question)
         screen.line(f"  {answer.passage.file}:{answer.passage.line}, cosine {answer.score:.2f}")
         words = answer.passage.text.split()
-        screen.say(" ".join(words[:50]) + (" ..." if len(words) > 50 else ""), indent="  | ")
+        screen.say(" ".join(words[:70]) + (" ..." if len(words) > 70 else ""), indent="  | ")
 
 
 def show_layers(measured: Measured, screen: Screen) -> bool:

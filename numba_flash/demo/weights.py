@@ -26,9 +26,7 @@ def missing_readers() -> list[str]:
 def load(folder: Path) -> MiniLM:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise ValueError(
-            f"model folder {str(folder)!r} lacks {', '.join(missing)}; it must hold {', '.join(FILES)}"
-        )
+        raise ValueError(f"model folder {str(folder)!r} lacks {', '.join(missing)}; it must hold {', '.join(FILES)}")
     if missing_readers():
         raise ValueError(f"reading {str(folder)!r} needs these packages: {', '.join(missing_readers())}")
     from safetensors.numpy import load_file

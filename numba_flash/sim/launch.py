@@ -34,7 +34,11 @@ class Pointer:
         item = array.itemsize
         reach = [s // item * (n - 1) for s, n in zip(array.strides, array.shape, strict=True)] if array.size else []
         low, high = sum(min(0, x) for x in reach), sum(max(0, x) for x in reach)
-        start = array[tuple(n - 1 if s < 0 else 0 for s, n in zip(array.strides, array.shape, strict=True))] if reach else None
+        start = (
+            array[tuple(n - 1 if s < 0 else 0 for s, n in zip(array.strides, array.shape, strict=True))]
+            if reach
+            else None
+        )
         self._first = -low
         if start is None:
             self._flat = np.empty(0, array.dtype)
@@ -43,7 +47,9 @@ class Pointer:
             for axis, stride in enumerate(array.strides):
                 if stride < 0:
                     lowest = np.flip(lowest, axis)
-            self._flat = np.lib.stride_tricks.as_strided(lowest, (high - low + 1,), (item,), writeable=array.flags.writeable)
+            self._flat = np.lib.stride_tricks.as_strided(
+                lowest, (high - low + 1,), (item,), writeable=array.flags.writeable
+            )
 
     def __getitem__(self, index: int) -> Any:
         return self._flat[self._checked(index)]

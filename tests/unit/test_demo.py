@@ -11,7 +11,7 @@ import pytest
 import numba_flash
 from numba_flash import demo
 from numba_flash.demo import passages, story, weights
-from numba_flash.demo.measure import LayerReport, Measured
+from numba_flash.demo.measure import REPEATS, LayerReport, Measured
 from numba_flash.demo.online_softmax import online_softmax
 from numba_flash.demo.picture_text import text_picture
 from numba_flash.demo.plain import plain_attention
@@ -207,11 +207,11 @@ def test_a_wrong_attention_fails_its_layer_only(wrong):
 
     def attention(q, k, v, **options):
         calls.append(q)
-        return plain_attention(q, k, v, **options) + np.float32(wrong if len(calls) > 5 else 0)
+        return plain_attention(q, k, v, **options) + np.float32(wrong if len(calls) > REPEATS else 0)
 
     measured = Measured(attention, plain_attention, plain_attention, layers=2)
     q = np.ones((1, 4, 2, 8), np.float32)
-    for _ in range(2):  # five timed runs each, so the second layer is the wrong one
+    for _ in range(2):  # each runs REPEATS times, so the second layer is the wrong one
         measured(q, q, q, seqlens_k=np.array([3], np.int32), layout="bshd")
     assert [layer.passed for layer in measured.layers] == [True, False]
     assert not LayerReport(difference=math.nan, tolerance=1.0).passed

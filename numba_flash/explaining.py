@@ -1,0 +1,78 @@
+"""explain: which kernel a call would run, with what, and why not another."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from . import launch
+from .api import attention, refuse_what_is_to_come, understand
+from .config import Config
+from .problem import Problem
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `attention` would do with these arguments. str() of it is for people."""
+
+    kernel: str
+    config: Config | None  # None for the rungs that are not compiled for CUDA
+    problem: Problem
+    target: Target
+    blocks: int
+    copies: bool
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [
+            f"kernel {self.kernel!r} on {self.target.name if self.config else 'the CPU'}",
+            f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, seqlen {p.seqlen_q} x {p.seqlen_k}, "
+            f"head_dim {p.head_dim} and {p.head_dim_v}, {p.dtype}, scale {p.scale:.6g}",
+            f"  sees: {_visibility(p)}",
+        ]
+        if self.config:
+            lines.append(
+                f"  grid: {self.blocks} blocks of {self.config.threads} threads, tile {self.config.tile_m} queries x "
+                f"{self.config.tile_n} keys, {self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
+            )
+        if self.copies:
+            lines.append("  copies: the arrays go to the GPU and the result comes back, which is waited for")
+        lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]
+        return "\n".join(lines)
+
+
+def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
+    """What `attention(q, k, v, **options)` would run here, and why each other kernel does not.
+
+    >>> print(numba_flash.explain(q, k, v, causal=True))
+
+    Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
+    allocates nothing and runs nothing.
+    """
+    bound = inspect.signature(attention).bind(q, k, v, **options)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
+    refuse_what_is_to_come(*(arguments.pop(name) for name in to_come))
+    call = understand(**arguments)
+    choice = call.choice
+    return Explanation(
+        kernel=choice.kernel,
+        config=choice.config,
+        problem=call.problem,
+        target=call.target,
+        blocks=launch.grid(choice.config, call.problem) if choice.config else 0,
+        copies=choice.copies,
+        refused=choice.refused,
+    )
+
+
+def _visibility(p: Problem) -> str:
+    start = {"number": str(p.q_offset), "seqlens_k": f"seqlens_k[b] - {p.seqlen_q}", "array": "q_offset[b]"}
+    left = "all before" if p.left is None else f"{p.left} before"
+    right = "all after" if p.right is None else f"{p.right} after"
+    lengths = "seqlens_k[b] keys" if p.has_seqlens_k else f"{p.seqlen_k} keys"
+    return f"{left}, {right} its position i + {start[p.q_offset_source]}, of {lengths}" + (
+        ", where mask" if p.has_mask else ""
+    )

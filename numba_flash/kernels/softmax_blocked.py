@@ -1,0 +1,74 @@
+"""Softmax with one block per row: each thread runs equation 1 on its share, then shares are joined.
+
+Source: "flash attention from math to code", section 1, equation 3. Two sequences B and S, each with
+its maximum and its sum, are together
+
+    A.max = max(B.max, S.max)
+    A.sum = S.sum * e^(S.max - A.max) + B.sum * e^(B.max - A.max)                            (3)
+
+which is what lets FlashAttention join tiles, splits of the keys, and GPUs.
+
+Launch: grid (rows), block (config.threads, a power of two), 2 * threads numbers of shared memory.
+"""
+
+import math
+
+from numba import cuda
+
+from ..ptx import shared
+from .steps import elements
+
+
+def make(config):
+    threads = config.threads
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    minus_inf = compute(-math.inf)
+
+    @cuda.jit
+    def softmax_blocked(x, y, shape, strides):
+        _, n = shape
+        row = cuda.blockIdx.x
+        thread = cuda.threadIdx.x
+        smem = cuda.shared.array(0, compute)
+        m_smem = shared.pointer(smem, 0)  # (threads,)
+        d_smem = shared.pointer(smem, threads)  # (threads,)
+
+        # equation 1 on every threads-th element
+        m = minus_inf
+        d = compute(0)
+        for i in range(thread, n, threads):
+            x_i = load(x, row * strides[0] + i * strides[1])
+            m_new = max(m, x_i)
+            if m_new > minus_inf:
+                d = d * math.exp(m - m_new) + math.exp(x_i - m_new)
+                m = m_new
+            elif x_i != x_i:
+                d = x_i  # NaN makes the row NaN
+        m_smem[thread] = m
+        d_smem[thread] = d
+
+        # equation 3, halving the number of sequences each time
+        half = threads // 2
+        while half > 0:
+            cuda.syncthreads()
+            if thread < half:
+                m_s, d_s = m_smem[thread + half], d_smem[thread + half]
+                m_b, d_b = m_smem[thread], d_smem[thread]
+                m = max(m_b, m_s)
+                if m > minus_inf:  # else both are empty
+                    d_smem[thread] = d_s * math.exp(m_s - m) + d_b * math.exp(m_b - m)
+                else:
+                    d_smem[thread] = d_s + d_b
+                m_smem[thread] = m
+            half = half // 2
+        cuda.syncthreads()
+
+        # equation 2
+        m = m_smem[0]
+        d = d_smem[0]
+        for i in range(thread, n, threads):
+            y_i = math.exp(load(x, row * strides[0] + i * strides[1]) - m) / d
+            store(y, row * strides[2] + i * strides[3], y_i)
+
+    return softmax_blocked

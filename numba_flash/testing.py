@@ -1,0 +1,296 @@
+"""Checking an attention kernel, ours or anyone's: problems, the oracle, and a tolerance that is derived.
+
+    for case in random_cases(100, seed=0):
+        o, lse = my_attention(**case.arguments(), return_lse=True)
+        check(case, o, lse)
+
+A case holds NumPy arrays; `cases()` is the same as a hypothesis strategy, which shrinks what fails.
+
+The tolerance: a kernel may be at most twice as far from the float64 result as a plain computation in
+the same dtype is, plus what rounding the scores and the output once can do. Both are computed from
+the case, so there is nothing to tune. (The rule is FlashAttention's own.)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import api
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask")
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+@dataclass
+class Case:
+    """One problem: arrays in `layout` order and the keyword arguments of attention()."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, move: Callable[[np.ndarray], Any] = lambda x: x) -> dict[str, Any]:
+        """The arguments of attention(); `move` turns each NumPy array into the caller's kind."""
+        moved = {name: move(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        return dict(q=move(self.q), k=move(self.k), v=move(self.v), **moved)
+
+    @property
+    def dtype(self) -> str:
+        return self.q.dtype.name
+
+    def __repr__(self) -> str:
+        def about(x: Any) -> str:
+            return f"{x.dtype}{list(x.shape)} strides {x.strides}" if isinstance(x, np.ndarray) else repr(x)
+
+        options = "".join(f", {name}={about(x)}" for name, x in self.options.items())
+        return f"Case(q={about(self.q)}, k={about(self.k)}, v={about(self.v)}{options})"
+
+
+class _Numbers:
+    """The three questions a case is made from, answered by NumPy's generator (hypothesis answers them too)."""
+
+    def __init__(self, seed: int):
+        self._generator = np.random.default_rng(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self._generator.integers(low, high + 1))
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        return options[self.integer(0, len(options) - 1)]
+
+    def subset(self, options: Sequence[Any]) -> list[Any]:
+        return [x for x in options if self.integer(0, 3) == 0]
+
+
+def random_cases(count: int, seed: int, **limits: Any) -> Iterator[Case]:
+    """`count` cases from a seed; limits are those of `make_case`."""
+    for number in range(count):
+        yield make_case(_Numbers(seed * 1_000_003 + number), **limits)
+
+
+def cases(**limits: Any) -> Any:
+    """A hypothesis strategy of cases; limits are those of `make_case`."""
+    from hypothesis import strategies as st
+
+    class Drawn:
+        def __init__(self, draw: Any):
+            self._draw = draw
+
+        def integer(self, low: int, high: int) -> int:
+            return self._draw(st.integers(low, high))
+
+        def choice(self, options: Sequence[Any]) -> Any:
+            return self._draw(st.sampled_from(list(options)))
+
+        def subset(self, options: Sequence[Any]) -> list[Any]:
+            return self._draw(st.lists(st.sampled_from(list(options)), unique=True)) if options else []
+
+    return st.composite(lambda draw: make_case(Drawn(draw), **limits))()
+
+
+def make_case(
+    numbers: Any,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    features: Sequence[str] = FEATURES,
+    head_dims: Sequence[int] = (1, 7, 8, 16, 32, 59, 64),
+    max_batch: int = 3,
+    max_heads_kv: int = 2,
+    max_seqlen: int = 70,
+    layouts: Sequence[str] = ("bhsd", "bshd"),
+    strange_strides: bool = True,
+) -> Case:
+    """One case from whatever answers `integer`, `choice` and `subset`."""
+    dtype, layout = numbers.choice(dtypes), numbers.choice(layouts)
+    batch, heads_kv, group = numbers.integer(0, max_batch), numbers.integer(1, max_heads_kv), numbers.integer(1, 3)
+    seqlen_q, seqlen_k = numbers.integer(0, max_seqlen), numbers.integer(0, max_seqlen)
+    head_dim, head_dim_v = numbers.choice(head_dims), numbers.choice(head_dims)
+    heads = heads_kv * group
+    generator = np.random.default_rng(numbers.integer(0, 2**32 - 1))
+    size = 1.0 if numbers.integer(0, 3) else 8.0  # now and then scores so large that one key takes all
+
+    def array(heads: int, seqlen: int, dim: int) -> np.ndarray:
+        shape = (batch, heads, seqlen, dim) if layout == "bhsd" else (batch, seqlen, heads, dim)
+        how = numbers.choice(STRIDES) if strange_strides else "plain"
+        return strided(generator.standard_normal(shape) * size, dtype, how)
+
+    q, k, v = (
+        array(heads, seqlen_q, head_dim),
+        array(heads_kv, seqlen_k, head_dim),
+        array(heads_kv, seqlen_k, head_dim_v),
+    )
+    chosen = numbers.subset(features)
+    options: dict[str, Any] = dict(layout=layout)
+    scores = (batch, heads, seqlen_q, seqlen_k)
+    if "causal" in chosen:
+        options["causal"] = True
+    if "window" in chosen:
+        options["window"] = tuple(numbers.choice((None, 0, 1, 5, 40, 1000)) for _ in range(2))
+    if "seqlens_k" in chosen:
+        options["seqlens_k"] = generator.integers(0, seqlen_k + 1, batch).astype(np.int32)
+    if "q_offset" in chosen:
+        number = numbers.integer(-80, 80)
+        per_batch = numbers.integer(0, 1) == 1
+        options["q_offset"] = (number + np.arange(batch)).astype(np.int32) if per_batch else number
+    if "softcap" in chosen:
+        options["softcap"] = numbers.choice((0.5, 5.0, 50.0))
+    if "alibi_slopes" in chosen:
+        shape = (heads,) if numbers.integer(0, 1) else (batch, heads)
+        options["alibi_slopes"] = generator.random(shape).astype(np.float32)
+    if "bias" in chosen:
+        shape = tuple(numbers.choice((1, n)) for n in scores)
+        options["bias"] = generator.standard_normal(shape).astype(numbers.choice(("float32", dtype)))
+    if "mask" in chosen:
+        shape = tuple(numbers.choice((1, n)) for n in scores)
+        options["mask"] = generator.random(shape) < numbers.choice((0.1, 0.5, 0.9))
+    return Case(q, k, v, options)
+
+
+STRIDES = ("plain", "transposed", "sliced", "negative", "broadcast", "fortran")
+
+
+def strided(values: np.ndarray, dtype: str, how: str) -> np.ndarray:
+    """The same values as an array that lies in memory in some unusual way."""
+    values = values.astype(dtype)
+    if how == "transposed":
+        return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    if how == "sliced":  # every second element of a larger array, between elements that would show
+        larger = np.full(tuple(2 * n + 1 for n in values.shape), np.nan, values.dtype)
+        view = larger[tuple(slice(1, None, 2) for _ in values.shape)]
+        view[...] = values
+        return view
+    if how == "negative":
+        return np.ascontiguousarray(values[:, :, ::-1, ::-1])[:, :, ::-1, ::-1]
+    if how == "broadcast" and values.shape[0]:
+        return np.broadcast_to(values[:1], values.shape)
+    if how == "fortran":
+        return np.asfortranarray(values)
+    return values
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse in float64, o in (batch, heads, seqlen_q, head_dim_v) order."""
+
+    def widen(x: np.ndarray) -> np.ndarray:
+        return x if x.dtype == bool or x.dtype.kind in "iu" else x.astype(np.float64)
+
+    result = api.attention(**case.arguments(widen), kernel="reference", return_lse=True)
+    return _heads_first(case, result.o), result.lse
+
+
+def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The formula as one would write it in the case's own dtype: every step's result is rounded to it."""
+    dtype = case.q.dtype
+    compute = np.float64 if case.dtype == "float64" else np.float32
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(compute)
+
+    q, k, v = (_heads_first(case, x).astype(compute) for x in (case.q, case.k, case.v))
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    options, visible, position = case.options, _visible(case), _positions(case)
+    with np.errstate(all="ignore"):
+        s = rounded(compute(options.get("scale") or q.shape[3] ** -0.5) * rounded(q @ k.swapaxes(2, 3)))
+        if options.get("softcap"):
+            s = rounded(compute(options["softcap"]) * np.tanh(s / compute(options["softcap"])))
+        if "alibi_slopes" in options:
+            slopes = options["alibi_slopes"]
+            slopes = (slopes if slopes.ndim == 2 else slopes[None]).astype(compute)
+            distance = np.abs(position[:, None, :, None] - np.arange(k.shape[2]))
+            s = rounded(s - slopes[:, :, None, None] * distance.astype(compute))
+        if "bias" in options:
+            s = rounded(s + options["bias"].astype(compute))
+        s = np.where(visible, s, -np.inf)
+        m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+        m = np.where(m == -np.inf, compute(0), m)
+        p = rounded(np.exp(s - m))
+        l = np.sum(p, axis=-1, keepdims=True, dtype=compute)
+        o = rounded(p / np.where(l == 0, 1, l)) @ np.where(np.isfinite(v), v, 0)
+        lse = np.where(l == 0, -np.inf, m + np.log(l))
+    return rounded(o), lse[..., 0]
+
+
+def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = "attention") -> None:
+    """Raise AssertionError unless o (in the case's layout) and lse agree with the oracle within tolerance."""
+    expected_o, expected_lse = oracle(case)
+    plain_o, plain_lse = plain(case)
+    o = _heads_first(case, np.asarray(o))
+    assert o.dtype == case.q.dtype and o.shape == expected_o.shape, f"{what}: o is {o.dtype} {o.shape} in {case}"
+    compute = "float64" if case.dtype == "float64" else "float32"
+    with np.errstate(invalid="ignore"):
+        finite = np.where(np.isfinite(expected_lse), np.abs(expected_lse), 0)
+    size_s = 1 + np.max(finite, initial=0) + _largest_score(case)
+    size_v = np.max(np.abs(np.where(np.isfinite(case.v), case.v, 0).astype(np.float64)), initial=0)
+    floor = EPS[case.dtype] * np.max(np.abs(expected_o), initial=0) + EPS[compute] * size_s * size_v
+    _compare(f"{what}: o", case, o, expected_o, plain_o, floor)
+    if lse is not None:
+        lse = np.asarray(lse)
+        assert lse.dtype == compute and lse.shape == expected_lse.shape, f"{what}: lse is {lse.dtype} {lse.shape}"
+        _compare(f"{what}: lse", case, lse, expected_lse, plain_lse, EPS[compute] * 2 * size_s)
+
+
+def _compare(
+    what: str, case: Case, got: np.ndarray, expected: np.ndarray, plain_result: np.ndarray, floor: float
+) -> None:
+    got = got.astype(np.float64)
+    strange = ~np.isfinite(expected)
+    assert np.array_equal(got[strange], expected[strange], equal_nan=True), (
+        f"{what}: {got[strange][:5]} where {expected[strange][:5]} belongs, in {case}"
+    )
+    with np.errstate(invalid="ignore"):
+        error = np.abs(np.where(strange, 0, got) - np.where(strange, 0, expected))
+        yardstick = np.abs(np.where(strange, 0, plain_result) - np.where(strange, 0, expected))
+    bound = 2 * np.max(np.where(np.isfinite(yardstick), yardstick, 0), initial=0) + floor
+    worst = np.max(error, initial=0)
+    assert worst <= bound, f"{what}: off by {worst:.3g}, allowed is {bound:.3g}, in {case}"
+
+
+def _largest_score(case: Case) -> float:
+    """An upper bound of |score| before the mask, for the rounding floor."""
+    q, k = (_heads_first(case, x).astype(np.float64) for x in (case.q, case.k))
+    q, k = (np.where(np.isfinite(x), x, 0) for x in (q, k))
+    norms = [np.max(np.linalg.norm(x, axis=-1), initial=0) for x in (q, k)]
+    scale = case.options.get("scale") or q.shape[3] ** -0.5
+    return float(abs(scale) * norms[0] * norms[1])
+
+
+def _heads_first(case: Case, x: np.ndarray) -> np.ndarray:
+    return x if case.options.get("layout", "bhsd") == "bhsd" else x.transpose(0, 2, 1, 3)
+
+
+def _positions(case: Case) -> np.ndarray:
+    """(batch, seqlen_q): where each query stands among the keys."""
+    q, k = _heads_first(case, case.q), _heads_first(case, case.k)
+    offset: Any = case.options.get("q_offset")
+    if offset is None:
+        offset = case.options.get("seqlens_k", np.full(q.shape[0], k.shape[2])).astype(np.int64) - q.shape[2]
+    return np.broadcast_to(np.asarray(offset, np.int64), (q.shape[0],))[:, None] + np.arange(q.shape[2])
+
+
+def _visible(case: Case) -> np.ndarray:
+    """(batch, heads or 1, seqlen_q, seqlen_k), by the words of the contract, apart from the oracle's own code."""
+    options, q_pos = case.options, _positions(case)[:, None, :, None]
+    k_pos = np.arange(_heads_first(case, case.k).shape[2])
+    left, right = options.get("window") or (None, None)
+    lengths = options.get("seqlens_k")
+    visible = np.ones(np.broadcast_shapes(q_pos.shape, k_pos.shape), bool)
+    if lengths is not None:
+        visible &= k_pos < lengths[:, None, None, None]
+    if options.get("causal"):
+        visible &= k_pos <= q_pos
+    if right is not None:
+        visible &= k_pos <= q_pos + right
+    if left is not None:
+        visible &= k_pos >= q_pos - left
+    return visible & options["mask"] if "mask" in options else visible
+
+
+def bfloat16(values: Any) -> np.ndarray:
+    """values as a bfloat16 NumPy array."""
+    return np.asarray(values).astype(ml_dtypes.bfloat16)
