@@ -91,21 +91,23 @@ def understand(
         if len(pair) != (2 if return_lse and isinstance(out, tuple) else 1):
             raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
         given.update((name, arrays.read(name, x)) for name, x in zip(("out", "out_lse"), pair, strict=False))
-    for name, x in (("bias", bias), ("mask", mask), ("alibi_slopes", alibi_slopes), ("seqlens_k", seqlens_k)):
-        if x is not None:
-            given[name] = arrays.read(name, x)
-    if arrays.is_array(q_offset):
+    if bias is not None:
+        given["bias"] = arrays.read("bias", bias)
+    if mask is not None:
+        given["mask"] = arrays.read("mask", mask)
+    if alibi_slopes is not None:
+        given["alibi_slopes"] = arrays.read("alibi_slopes", alibi_slopes)
+    if seqlens_k is not None:
+        given["seqlens_k"] = arrays.read("seqlens_k", seqlens_k)
+    if q_offset is not None and arrays.is_array(q_offset):
         given["q_offset"] = arrays.read("q_offset", q_offset)
         q_offset = given["q_offset"].layout
 
-    def layout_of(name: str) -> Any:
-        return given[name].layout if name in given else None
-
+    layouts = {name: array.layout for name, array in given.items()}
     problem = Problem.of(
-        given["q"].layout, given["k"].layout, given["v"].layout, layout_of("out"), layout_of("out_lse"),
-        bias=layout_of("bias"), mask=layout_of("mask"), alibi_slopes=layout_of("alibi_slopes"),
-        seqlens_k=layout_of("seqlens_k"), q_offset=q_offset, causal=causal, window=window, scale=scale,
-        softcap=softcap, layout=layout, return_lse=return_lse,
+        layouts["q"], layouts["k"], layouts["v"], layouts.get("out"), layouts.get("out_lse"), layouts.get("bias"),
+        layouts.get("mask"), layouts.get("alibi_slopes"), layouts.get("seqlens_k"), q_offset, causal, window, scale,
+        softcap, layout, return_lse,
     )  # fmt: skip
     check_memory(given, problem)
     target = Target.of(given["q"].layout.device)
@@ -114,13 +116,11 @@ def understand(
 
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
-    for name, value, default in (
-        ("score_mod", score_mod, None),
-        ("mask_mod", mask_mod, None),
-        ("aux", aux, ()),
-        ("sinks", sinks, None),
-        ("dropout_p", dropout_p, 0.0),
-        ("seed", seed, None),
-    ):
-        if value is not default and value != default:
-            raise NotImplementedError(f"{name} is not implemented yet, only its default {default!r}, not {value!r}")
+    no_aux = isinstance(aux, tuple) and not aux
+    no_dropout = isinstance(dropout_p, float | int) and dropout_p == 0
+    if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
+        return
+    given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)
+    names = [name for name, value in given.items() if value is not None]
+    names += ["aux"] * (not no_aux) + ["dropout_p"] * (not no_dropout)
+    raise NotImplementedError(f"{', '.join(names)}: not implemented yet; leave out, or pass the default")

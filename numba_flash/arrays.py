@@ -6,15 +6,23 @@ type names its family, and the family's module is then in sys.modules already. N
 """
 
 import ctypes
+import functools
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 
-class Layout(NamedTuple):
-    """What an array is, apart from where its bytes lie: hashable, so that a checked problem is found again."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What an array is, apart from where its bytes lie.
+
+    Equal layouts are one object (`layout` finds it), so that looking up what was decided for a set of
+    layouts compares addresses: a call with small arrays costs less than hashing their shapes would.
+    """
 
     family: str  # "numpy", "cupy", "numba", "torch", "jax", or "foreign" for a bare protocol
     device: int | None  # CUDA device, None = host memory
@@ -34,52 +42,93 @@ class Array(NamedTuple):
     view: Any = None  # a view of it that NumPy or cuda.core made, where one was needed
 
 
+_layouts: dict[tuple, Layout] = {}
+
+
+def layout(
+    family: str,
+    device: int | None,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    unit: int,
+    dtype: Any,
+    readonly: bool,
+) -> Layout:
+    """The one Layout with these facts; dtype is a name, a NumPy dtype or a torch dtype."""
+    key = (family, device, shape, strides, unit, dtype, readonly)
+    found = _layouts.get(key)
+    if found is None:
+        if len(_layouts) > 20_000:  # shapes that change with every call must not pile up
+            _layouts.clear()
+        found = _layouts[key] = Layout(family, device, tuple(shape), tuple(strides), unit, _name(dtype), readonly)
+    return found
+
+
+def _name(dtype: Any) -> str:
+    if isinstance(dtype, np.dtype):
+        # A foreign byte order is another type altogether: ">f4" must not pass as float32.
+        return dtype.name if dtype.isnative else dtype.str
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
 
 
+class _Interface(ctypes.Structure):
+    """NumPy's PyArrayInterface, what x.__array_struct__ points to."""
+
+    _fields_ = [
+        ("two", ctypes.c_int), ("nd", ctypes.c_int), ("typekind", ctypes.c_char), ("itemsize", ctypes.c_int),
+        ("flags", ctypes.c_int), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("data", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_DATA = _Interface.data.offset
+_address_at = ctypes.c_size_t.from_address
+
+
+def _host_pointer(x: np.ndarray) -> int:
+    # A third of the time of x.ctypes.data or x.__array_interface__, three times a call.
+    return _address_at(_capsule_pointer(x.__array_struct__, None) + _DATA).value
+
+
 def _numpy(x: Any) -> Array:
-    interface = x.__array_interface__
-    pointer, readonly = interface["data"]
-    return Array(pointer, Layout("numpy", None, x.shape, x.strides, 1, _numpy_name(x.dtype), readonly), x)
-
-
-def _numpy_name(dtype: np.dtype) -> str:
-    # A foreign byte order is another type altogether: ">f4" must not pass as float32.
-    return dtype.name if dtype.isnative else dtype.str
+    return Array(_host_pointer(x), layout("numpy", None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable), x)
 
 
 def _cupy(x: Any) -> Array:
     data = x.data
-    return Array(data.ptr, Layout("cupy", data.device_id, x.shape, x.strides, 1, _numpy_name(x.dtype), False), x)
+    return Array(data.ptr, layout("cupy", data.device_id, x.shape, x.strides, 1, x.dtype, False), x)
 
 
 def _torch(x: Any) -> Array:
     torch = sys.modules["torch"]
-    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
+    device = x.device
+    if x.layout is not torch.strided or device.type not in ("cpu", "cuda"):
+        raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {device}")
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "a torch tensor that requires grad was given; gradients are not there yet, and detaching it "
             "in silence would lose them: call attention under torch.no_grad(), or pass tensor.detach()"
         )
-    device = (x.device.index or 0) if x.device.type == "cuda" else None
-    dtype = str(x.dtype).removeprefix("torch.")
-    return Array(x.data_ptr(), Layout("torch", device, tuple(x.shape), x.stride(), x.element_size(), dtype, False), x)
+    number = (device.index or 0) if device.type == "cuda" else None
+    return Array(x.data_ptr(), layout("torch", number, x.shape, x.stride(), x.element_size(), x.dtype, False), x)
 
 
 def _jax(x: Any) -> Array:
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
         raise NotImplementedError("a traced JAX array was given; attention cannot run inside jax.jit or jax.grad yet")
-    if next(iter(x.devices())).platform == "cpu":
-        host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
-        return Array(host.__array_interface__["data"][0], _numpy(host).layout._replace(family="jax"), x, host)
-    array = _cuda_interface(x)
-    return Array(array.pointer, array.layout._replace(family="jax", readonly=True), x)
+    if next(iter(x.devices())).platform != "cpu":
+        return _dlpack(x, "jax")
+    host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
+    return Array(_host_pointer(host), layout("jax", None, host.shape, host.strides, 1, host.dtype, True), x, host)
 
 
-def _cuda_interface(x: Any) -> Array:
+def _cuda_interface(x: Any, family: str = "foreign") -> Array:
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise NotImplementedError("an array with a mask in its CUDA Array Interface was given; unmask it first")
@@ -88,28 +137,29 @@ def _cuda_interface(x: Any) -> Array:
     strides = interface.get("strides")
     if strides is None:
         strides = _contiguous_strides(shape, dtype.itemsize)
-    name = _numpy_name(np.dtype(getattr(x, "dtype", dtype)))  # typestr cannot say bfloat16, a dtype can
-    return Array(pointer, Layout("foreign", _device_of(pointer), shape, tuple(strides), 1, name, readonly), x)
+    dtype = np.dtype(getattr(x, "dtype", dtype))  # typestr cannot say bfloat16, a dtype can
+    return Array(pointer, layout(family, _device_of(pointer), shape, tuple(strides), 1, dtype, readonly), x)
 
 
 def _numba(x: Any) -> Array:
-    array = _cuda_interface(x)
-    return Array(array.pointer, array.layout._replace(family="numba"), x)
+    return _cuda_interface(x, "numba")
 
 
-def _dlpack(x: Any) -> Array:
+def _dlpack(x: Any, family: str = "foreign") -> Array:
     if x.__dlpack_device__()[0] == 1:  # kDLCPU
         host = np.from_dlpack(x)
-        return Array(host.__array_interface__["data"][0], _numpy(host).layout._replace(family="foreign"), x, host)
+        readonly = not host.flags.writeable
+        return Array(
+            _host_pointer(host), layout(family, None, host.shape, host.strides, 1, host.dtype, readonly), x, host
+        )
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(x, stream_ptr=1)  # ordered on the legacy default stream
+    view = StridedMemoryView.from_dlpack(x, stream_ptr=1)  # the producer's work is waited for on the default stream
     dtype = np.dtype(view.dtype)
     strides = view.strides or _contiguous_strides(tuple(view.shape), 1)
-    layout = Layout(
-        "foreign", view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype.name, view.readonly
-    )
-    return Array(view.ptr, layout, x, view)
+    readonly = view.readonly or family == "jax"
+    facts = layout(family, view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly)
+    return Array(view.ptr, facts, x, view)
 
 
 def _contiguous_strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -174,11 +224,16 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """A new contiguous array of like's family on like's device."""
     family, device = like.layout.family, like.layout.device
     if family == "numpy":
-        return _numpy(np.empty(shape, _numpy_dtype(dtype)))
+        x = np.empty(shape, _numpy_dtype(dtype))
+        return Array(_host_pointer(x), like.layout, x, x)  # a layout of its own would be looked up for nothing
     if family == "cupy":
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device):
-            return _cupy(cupy.empty(shape, _numpy_dtype(dtype)))
+        if cupy.cuda.runtime.getDevice() == device:
+            x = cupy.empty(shape, _numpy_dtype(dtype))
+        else:
+            with cupy.cuda.Device(device):
+                x = cupy.empty(shape, _numpy_dtype(dtype))
+        return Array(x.data.ptr, like.layout, x)
     if family == "torch":
         torch = sys.modules["torch"]
         return _torch(torch.empty(shape, dtype=getattr(torch, dtype), device=like.owner.device))
@@ -187,21 +242,56 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
 
         with cuda.gpus[device]:
             return _numba(cuda.device_array(shape, _numpy_dtype(dtype)))
-    if family == "jax" and device is None:
-        return _numpy(_aligned(shape, _numpy_dtype(dtype)))
+    if family == "jax":
+        return _numpy(_aligned(shape, _numpy_dtype(dtype))) if device is None else scratch(like, shape, dtype)
     raise TypeError(
         f"q is a {type(like.owner).__module__}.{type(like.owner).__name__}, of which "
         "numba_flash cannot make new ones: pass out= (and with return_lse a pair out=(o, lse))"
     )
 
 
+def scratch(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """New memory beside `like` that no caller gets to see as such: any family has it."""
+    if like.layout.family in ("numpy", "cupy", "torch"):
+        return empty(like, shape, dtype)
+    from cuda.core import LEGACY_DEFAULT_STREAM, Device
+    from cuda.core.utils import StridedMemoryView
+
+    device = Device(like.layout.device or 0)
+    device.set_current()
+    numpy_dtype = _numpy_dtype(dtype)
+    size = math.prod(shape) * numpy_dtype.itemsize
+    buffer = device.allocate(max(size, 1), stream=LEGACY_DEFAULT_STREAM)  # also the stream that frees it
+    view = StridedMemoryView.from_buffer(buffer, shape, itemsize=numpy_dtype.itemsize, dtype=numpy_dtype)
+    return Array(int(buffer.handle), like.layout, buffer, view)
+
+
 def give(like: Array, array: Array) -> Any:
     """The object to hand to the caller for an array that `empty` made."""
-    if like.layout.family == "jax":
-        return sys.modules["jax"].numpy.asarray(array.owner)
-    return array.owner
+    if like.layout.family != "jax" or isinstance(array.owner, type(like.owner)):
+        return array.owner
+    jax = sys.modules["jax"]
+    return jax.numpy.asarray(array.owner) if array.layout.device is None else jax.dlpack.from_dlpack(_Handover(array))
 
 
+class _Handover:
+    """Device memory for another library by DLPack, which says on what stream that library will use it."""
+
+    def __init__(self, array: Array):
+        self._view = array.view
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._view.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        if stream is not None and stream > 2:  # else it is the default stream, where the work is
+            from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+            Stream.from_handle(stream).wait(LEGACY_DEFAULT_STREAM)
+        return self._view.__dlpack__(stream=-1, **options)
+
+
+@functools.cache
 def _numpy_dtype(dtype: str) -> np.dtype:
     if dtype == "bfloat16":
         import ml_dtypes
@@ -223,18 +313,26 @@ def host_view(array: Array) -> np.ndarray:
     for known in (array.view, array.owner):
         if isinstance(known, np.ndarray):
             return known
-    layout = array.layout
-    dtype = _numpy_dtype(layout.dtype)
-    strides = tuple(s * layout.unit for s in layout.strides)
-    low = sum(min(0, s * (n - 1)) for s, n in zip(strides, layout.shape, strict=True) if n)
-    high = sum(max(0, s * (n - 1)) for s, n in zip(strides, layout.shape, strict=True) if n) + dtype.itemsize
-    if 0 in layout.shape:
-        return np.empty(layout.shape, dtype)
+    facts = array.layout
+    dtype = _numpy_dtype(facts.dtype)
+    if 0 in facts.shape:
+        return np.empty(facts.shape, dtype)
+    low, high = byte_bounds(facts)
     memory = (ctypes.c_char * (high - low)).from_address(array.pointer + low)
-    flat = np.frombuffer(memory, np.uint8)
-    view = np.ndarray(layout.shape, dtype, flat, -low, strides)
-    view.flags.writeable = not layout.readonly
+    view = np.ndarray(
+        facts.shape, dtype, np.frombuffer(memory, np.uint8), -low, [s * facts.unit for s in facts.strides]
+    )
+    view.flags.writeable = not facts.readonly
     return view
+
+
+@functools.lru_cache(maxsize=4096)
+def byte_bounds(facts: Layout) -> tuple[int, int]:
+    """The bytes [low, high) that an array's elements cover, counted from its first element."""
+    if 0 in facts.shape:
+        return 0, 0
+    reach = [s * facts.unit * (n - 1) for s, n in zip(facts.strides, facts.shape, strict=True)]
+    return sum(min(0, x) for x in reach), sum(max(0, x) for x in reach) + ITEM_SIZE[facts.dtype]
 
 
 def is_array(x: Any) -> bool:
@@ -249,7 +347,14 @@ def stream_of(like: Array, stream: Any) -> int:
     """
     if like.layout.device is None:
         return 0
-    return _current_stream(like) if stream is None else _stream_address(stream)
+    if stream is None:
+        return _current_stream(like)
+    address = _stream_address(stream)
+    if like.view is not None and address > 2:  # came by DLPack, ordered on the default stream
+        from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+        Stream.from_handle(address).wait(LEGACY_DEFAULT_STREAM)
+    return address
 
 
 def _current_stream(like: Array) -> int:
@@ -258,7 +363,7 @@ def _current_stream(like: Array) -> int:
         return sys.modules["cupy"].cuda.get_current_stream(device).ptr
     if family == "torch":
         return sys.modules["torch"].cuda.current_stream(device).cuda_stream
-    if hasattr(like.owner, "__cuda_array_interface__"):
+    if family in ("numba", "foreign") and hasattr(like.owner, "__cuda_array_interface__"):
         return like.owner.__cuda_array_interface__.get("stream") or 0
     return 0
 

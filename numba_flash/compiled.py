@@ -52,7 +52,7 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     from cuda.core import ObjectCode
 
     arch = architecture(cc)
-    cached = _read_cache(config, arch)
+    cached = read_cache(config, arch)
     if cached is not None:
         # A cubin that passes its checksum and still does not load is as good as none.
         with contextlib.suppress(Exception):
@@ -68,7 +68,7 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     cubin = to_cubin(to_ptx(config, cc), arch)
     if sys.stderr.isatty():
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    _write_cache(config, arch, cubin)
+    write_cache(config, arch, cubin)
     return _opt_in(ObjectCode.from_cubin(cubin).get_kernel(entry_name(config)), config, device)
 
 
@@ -148,9 +148,12 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept: NUMBA_FLASH_CACHE_DIR, or the user's cache folder."""
+    named = os.environ.get("NUMBA_FLASH_CACHE_DIR")
+    if named:
+        return Path(named)
     import platformdirs
 
-    return Path(os.environ.get("NUMBA_FLASH_CACHE_DIR") or platformdirs.user_cache_dir("numba_flash", False))
+    return Path(platformdirs.user_cache_dir("numba_flash", False))
 
 
 @functools.cache
@@ -179,7 +182,7 @@ def _key(config: AnyConfig, arch: str) -> bytes:
     return hashlib.sha256(f"{_fingerprint()} {arch} {config!r}".encode()).digest()
 
 
-def _read_cache(config: AnyConfig, arch: str) -> bytes | None:
+def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     try:
         entry = _store().get(_key(config, arch))
     except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
@@ -190,7 +193,7 @@ def _read_cache(config: AnyConfig, arch: str) -> bytes | None:
     return bytes(entry[:-32])
 
 
-def _write_cache(config: AnyConfig, arch: str, cubin: bytes) -> None:
+def write_cache(config: AnyConfig, arch: str, cubin: bytes) -> None:
     try:
         _store().update({_key(config, arch): cubin + hashlib.sha256(cubin).digest()})
     except Exception as error:

@@ -56,19 +56,17 @@ class Config:
 
     @property
     def v_row(self) -> int:
-        """The same for V and O tiles, whose columns are computed eight at a time."""
-        return (self.head_dim_v + 7) // 8 * 8
+        """The same for V tiles."""
+        return (self.head_dim_v + 3) // 4 * 4
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where the tiles Q_i, K_j, V_j, S and (v2 only) O_i begin in shared memory, and the end, in elements."""
+        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements."""
         sizes = [
             self.tile_m * (self.k_row + self.pad),  # Q_i: each thread reads its own row
             self.tile_n * self.k_row,  # K_j: all threads read the same element, nothing to pad
             self.tile_n * self.v_row,  # V_j: likewise
             self.tile_m * (self.tile_n + self.pad),  # S
         ]
-        if self.kernel == "v2":
-            sizes.append(self.tile_m * (self.v_row + self.pad))  # O_i
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes

@@ -10,32 +10,19 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import cfunc, njit, prange
+from numba import njit, prange
 
-from numba_flash.cpu_kernel import INT, run_tasks_float32, run_tasks_float64
-from numba_flash.cpu_plan import (
+from .arguments import Pointers
+from .cpu_cache import c_function, cached
+from .cpu_kernel import INT, run_tasks_float32, run_tasks_float64
+from .cpu_plan import (
     COUNTERS, FRAME_NUMBERS, PARTS, PLAN, POINTERS, SCRATCH_BYTES, SHARED_BYTES, TASKS, make_plan,
 )  # fmt: skip
-from numba_flash.problem import Problem
-from numba_flash.simd import Shape, call, load, store
+from .problem import Problem
+from .simd import Shape, call, load, store
 
 
-class Pointers(NamedTuple):
-    """Addresses of element [0, 0, 0, 0] of each array; 0 where it is absent."""
-
-    q: int
-    k: int
-    v: int
-    o: int
-    lse: int
-    bias: int
-    mask: int
-    alibi_slopes: int
-    seqlens_k: int
-    q_offset: int
-
-
-@njit(nogil=True, error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def set_up(frame, plan, pointers, shared):
     """Fill a call's frame; the shared memory begins with the counters."""
     store(frame, PLAN, plan)
@@ -48,6 +35,7 @@ def set_up(frame, plan, pointers, shared):
     store(frame, PARTS, shared + (count * 8 + 63) // 64 * 64)
 
 
+@cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on this thread."""
@@ -61,6 +49,7 @@ def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_
     memory[0] = 0  # keeps it alive until here
 
 
+@cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
@@ -83,7 +72,9 @@ SERIAL_WORK = 2_000_000
 @functools.cache
 def _kernel(double):
     function = run_tasks_float64 if double else run_tasks_float32
-    return cfunc("void(int64, int64, int64)", error_model="numpy")(function)
+    name = "float64" if double else "float32"
+    announcement = f"numba_flash: compiling the CPU kernel for {name} (once, about 10 s) ..."
+    return c_function(function, "void(int64, int64, int64)", announcement)
 
 
 class _Plan(NamedTuple):

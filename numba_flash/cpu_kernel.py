@@ -16,18 +16,18 @@ import math
 import numpy as np
 from numba import njit
 
-from numba_flash import ranges
-from numba_flash.cpu_plan import (
+from . import ranges
+from .cpu_plan import (
     ABSENT, ALIBI_DTYPE, ALIBI_STRIDE, BATCH, BFLOAT16, BIAS_DTYPE, BIAS_STRIDE, BY_ROWS, CHUNK_TILES, CHUNKS,
     COUNTERS, DTYPE, FLOAT16, FLOAT32, HAS_MASK, HAS_SEQLENS_K, HAS_SOFTCAP, HEAD_DIM, HEAD_DIM_V, HEADS, HEADS_KV,
     K_STRIDE, LEFT, MASK_STRIDE, O_STRIDE, PARTS, PLAN, POINTERS, Q_OFFSET, Q_OFFSET_SOURCE, Q_OFFSET_STRIDE, Q_STRIDE, RETURN_LSE,
     RIGHT, SCALE, SEQLEN_K, SEQLEN_Q, SEQLENS_K_STRIDE, SOFTCAP, STATE_BYTES, TASKS, TILE_M, TILE_N, TILES, V_STRIDE,
 )  # fmt: skip
-from numba_flash.simd import (
+from .simd import (
     LOG2_E, PANEL_VECTORS, TILE_KEYS, bits_float, fetch_add, float_bits, lanes, load, size_of, store,
 )  # fmt: skip
-from numba_flash.simd_panel import all_finite, pack_rows, score_rows, softmax_panel, value_rows
-from numba_flash.simd_row import dot_rows, softmax_row, value_columns
+from .simd_panel import all_finite, pack_rows, score_rows, softmax_panel, value_rows
+from .simd_row import dot_rows, softmax_row, value_columns
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
 # kernel that everything else is inlined into. The wrappers for Python would be compiled too.
@@ -45,6 +45,7 @@ value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 
 value_column_guarded = value_columns(0, guarded=True)
 
 INT = np.int64(0)
+PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
 INFINITY = math.inf
 
 
@@ -159,40 +160,41 @@ def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
 
 @compiled
 def pack(to, v, v_stride, keys, width, zero):
-    """Column blocks of v (keys, width), each made contiguous: what `values` reads."""
+    """v (keys, width) as column blocks, each contiguous: what `values` reads."""
     size = size_of(zero)
-    at = 0
-    while at + TILE_KEYS <= width:
-        pack_rows_all(to + at * keys * size, v + at * size, v_stride, keys, zero)
-        at += TILE_KEYS
-    while at + 4 <= width:
-        pack_rows_4(to + at * keys * size, v + at * size, v_stride, keys, zero)
-        at += 4
-    if at + 2 <= width:
-        pack_rows_2(to + at * keys * size, v + at * size, v_stride, keys, zero)
-        at += 2
-    if at < width:
-        pack_rows_1(to + at * keys * size, v + at * size, v_stride, keys, zero)
+    pack_rows_all(to, v, v_stride, keys, width, zero)
+    at = width // TILE_KEYS * TILE_KEYS
+    pack_rows_4(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
+    at += (width - at) // 4 * 4
+    pack_rows_2(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
+    at += (width - at) // 2 * 2
+    pack_rows_1(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
 
 
 @compiled
-def values(o, alpha, packed, packed_keys, skip, p, keys, width, zero):
-    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows of those packed, after `skip`."""
+def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows after `skip` others.
+
+    v as it lies (v_stride bytes from row to row, column bytes from column to column), or with v_stride 0 packed.
+    """
     size = size_of(zero)
     row = lanes(zero) * size
     at = 0
     while at + TILE_KEYS <= width:
-        block = packed + (at * packed_keys + skip * TILE_KEYS) * size
-        value_rows_all(o + at * row, alpha, block, TILE_KEYS * size, p, keys, zero)
+        stride = v_stride if v_stride != 0 else TILE_KEYS * size
+        value_rows_all(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += TILE_KEYS
     while at + 4 <= width:
-        value_rows_4(o + at * row, alpha, packed + (at * packed_keys + skip * 4) * size, 4 * size, p, keys, zero)
+        stride = v_stride if v_stride != 0 else 4 * size
+        value_rows_4(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += 4
     if at + 2 <= width:
-        value_rows_2(o + at * row, alpha, packed + (at * packed_keys + skip * 2) * size, 2 * size, p, keys, zero)
+        stride = v_stride if v_stride != 0 else 2 * size
+        value_rows_2(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += 2
     if at < width:
-        value_rows_1(o + at * row, alpha, packed + (at * packed_keys + skip) * size, size, p, keys, zero)
+        stride = v_stride if v_stride != 0 else size
+        value_rows_1(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
 
 
 @compiled
@@ -346,6 +348,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     copy_v = not own_type or v_step != size
     k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
 
+    packs = not by_rows and abs(v_stride) > PACK_STRIDE
     all_first, _ = row_keys(row0 // group + offset, left, right, valid)
     _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for tile in range(tile_first, tile_end):
@@ -357,7 +360,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
         if copy_v:
             gather(v_copy, v_base, v_row, v_step, key0, key_end, head_dim_v, dtype, zero)
             v = v_copy
-        if not by_rows:
+        if packs:
             pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
         for panel in range(panels):
             first_row = row0 + panel * width
@@ -427,7 +430,11 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             elif by_rows:
                 values_of_row(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
             else:
-                values(panel_o, alpha, packed, key_end - key0, first - key0, s, keys, head_dim_v, zero)
+                if packs:
+                    column = (key_end - key0) * size
+                    values(panel_o, alpha, packed, 0, column, first - key0, s, keys, head_dim_v, zero)
+                else:
+                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
     return scale_log2
 
 

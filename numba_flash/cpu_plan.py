@@ -4,9 +4,11 @@ The kernel reads it through its address, number by number, so a call passes a fe
 else. Numbers that are not integers are stored as the bits of a float64.
 """
 
+import os
+
 import numpy as np
 
-from numba_flash.ranges import UNBOUNDED
+from .ranges import UNBOUNDED
 
 # Element types as the kernel knows them.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
@@ -36,8 +38,8 @@ Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 TILE_BYTES = 200_000
 MAX_TILE_N = 192
 # Query rows a task takes, and how many tasks there should be before it takes as many.
-MAX_TILE_M = 64
-ENOUGH_TASKS = 16
+MAX_TILE_M = 128
+ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
 # With no more rows than this a panel would be mostly empty: one row at a time.
 MAX_ROWS_ALONE = 6
 # With no more rows than this for a KV head, the keys are split over tasks, this many a task. Both are

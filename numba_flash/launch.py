@@ -57,12 +57,29 @@ def launch_on_gpu(
 
         run(source(config), blocks, config.threads, config.shared_bytes, operands, scalars)
         return
-    from cuda.core import launch as cuda_launch
-
     kernel = compiled(config, target.device, target.cc or (0, 0))
-    addresses = [array.pointer if array else 0 for array in operands]
-    with current_device(target.device):
-        cuda_launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
+    addresses = [0 if array is None else array.pointer for array in operands]
+    cuda = _cuda()
+    error, current = cuda.current_device()
+    if error or int(current) != target.device:
+        with _switched(target.device, None if error else int(current)):
+            cuda.launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
+    else:
+        cuda.launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
+
+
+class _Cuda(NamedTuple):
+    launch: Any
+    current_device: Any
+
+
+@functools.cache
+def _cuda() -> _Cuda:
+    # An import statement costs microseconds even when there is nothing left to import.
+    from cuda.bindings import driver
+    from cuda.core import launch
+
+    return _Cuda(launch, driver.cuCtxGetDevice)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,9 +101,9 @@ def _workspace(problem: Problem, like: Array) -> Workspace:
     rows = problem.lse_shape
     dtype = problem.compute_dtype
     return Workspace(  # type: ignore[arg-type]
-        arrays.empty(like, (*rows, problem.head_dim_v), dtype),
-        arrays.empty(like, rows, dtype),
-        arrays.empty(like, rows, dtype),
+        arrays.scratch(like, (*rows, problem.head_dim_v), dtype),
+        arrays.scratch(like, rows, dtype),
+        arrays.scratch(like, rows, dtype),
     )
 
 
@@ -107,22 +124,16 @@ def _stream(address: int) -> Any:
 
 
 @contextlib.contextmanager
-def current_device(device: int) -> Iterator[None]:
+def _switched(device: int, before: int | None) -> Iterator[None]:
     """Make `device` current for a launch, and put the caller's device back."""
-    from cuda.bindings import driver
-
-    error, current = driver.cuCtxGetDevice()
-    if error == driver.CUresult.CUDA_SUCCESS and int(current) == device:
-        yield
-        return
     from cuda.core import Device
 
     Device(device).set_current()
     try:
         yield
     finally:
-        if error == driver.CUresult.CUDA_SUCCESS:
-            Device(int(current)).set_current()
+        if before is not None:
+            Device(before).set_current()
 
 
 def _run_reference(problem: Problem, operands: Operands) -> None:

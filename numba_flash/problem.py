@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, ITEM_SIZE, Array, Layout, host_view
+from .arrays import DTYPES, ITEM_SIZE, Array, Layout, byte_bounds, host_view
 
 Strides = tuple[int, int, int, int]
 NO_STRIDES = (0, 0, 0, 0)
@@ -80,21 +80,23 @@ class Problem:
 
     @staticmethod
     def of(
-        q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, *, bias: Layout | None, mask: Layout | None,
-        alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Layout | Any, causal: Any, window: Any,
-        scale: Any, softcap: Any, layout: Any, return_lse: Any,
+        q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
+        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Layout | Any,
+        causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
     ) -> "Problem":  # fmt: skip
         """Check a problem, or find it again: the same layouts and options give the same object."""
-        arguments = (
-            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
-            layout, return_lse,
-        )  # fmt: skip
         try:
-            return _remembered(*arguments)
+            return _remembered(
+                q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
+                layout, return_lse,
+            )  # fmt: skip
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
-            return _checked(*arguments)  # something unhashable was given: say what is wrong with it
+        return _checked(  # something unhashable was given: say what is wrong with it
+            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
+            layout, return_lse,
+        )  # fmt: skip
 
 
 def _checked(
@@ -109,8 +111,8 @@ def _checked(
     _check_bool("return_lse", return_lse)
     offsets = q_offset if isinstance(q_offset, Layout) else None
     named = {
-        "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes,
-        "seqlens_k": seqlens_k, "q_offset": offsets,
+        "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
+        "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": offsets,
     }  # fmt: skip
     given = {name: array for name, array in named.items() if array is not None}
     _check_one_place(given)
@@ -119,7 +121,8 @@ def _checked(
 
     if q.dtype not in DTYPES:
         raise TypeError(
-            f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, e.g. q.astype('float32')"
+            f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as "
+            "with q.astype('float32')"
         )
     for name, other in (("k", k), ("v", v)):
         if other.dtype != q.dtype:
@@ -352,13 +355,14 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 def check_memory(given: dict[str, Array], problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
     for name, array in given.items():
-        check_alignment(name, array)
-    for written in ("out", "out_lse"):
-        if written in given:
-            check_overlap(written, given[written], {name: x for name, x in given.items() if name != written})
-    lengths = given.get("seqlens_k")
-    if lengths is not None and lengths.layout.device is None and problem.batch:
-        values = host_view(lengths)  # on a device the kernels clamp them instead: reading them would mean waiting
+        if array.pointer & 7:  # no element is larger than that
+            check_alignment(name, array)
+    if "out" in given:
+        for written in ("out", "out_lse"):
+            if written in given:
+                check_overlap(written, given[written], {name: x for name, x in given.items() if name != written})
+    if "seqlens_k" in given and given["seqlens_k"].layout.device is None and problem.batch:
+        values = host_view(given["seqlens_k"])  # on a device the kernels clamp them: reading them would mean waiting
         if values.min() < 0 or values.max() > problem.seqlen_k:
             raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
 
@@ -387,6 +391,9 @@ def check_output(name: str, out: Array, like: Array) -> None:
 
 
 def _share_memory(one: Array, other: Array) -> bool:
+    (low, high), (other_low, other_high) = byte_bounds(one.layout), byte_bounds(other.layout)
+    if one.pointer + high <= other.pointer + other_low or other.pointer + other_high <= one.pointer + low:
+        return False  # wholly apart, as nearly always; else look at the elements
     try:
         return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)
     except np.exceptions.TooHardError:

@@ -135,7 +135,7 @@ def loop(b, begin, end, step, carried, body):
     phis = [b.phi(x.type) for x in carried]
     for phi, x in zip(phis, carried):
         phi.add_incoming(x, before)
-    results = body(i, phis)
+    results = body(i, list(phis))
     tail, following = b.block, b.add(i, step)
     i.add_incoming(following, tail)
     for phi, x in zip(phis, results):
@@ -298,21 +298,23 @@ def _exp2_terms(shape):
 
 
 def exp2_vectors(b, shape, xs):
-    """2^x of each x <= 0; exactly 0 below the smallest normal number and for -inf; NaN stays NaN.
+    """2^x of each x <= 0; exactly 0 far below the smallest normal number and for -inf; NaN stays NaN.
 
     Several vectors go through each step together: one chain alone would wait for its own results.
     """
+    # At the lower end the fraction is 0, the polynomial 1.0, and taking the whole bias off its exponent
+    # leaves the bits of 0.0. Between there and the smallest normal number results are of its size or less.
+    lowest = shape.const(-127.0 if shape.bytes == 4 else -1023.0)
     magic = shape.const(1.5 * 2.0**shape.mantissa_bits)  # adding it rounds to an integer, in the low bits
+    xs = [shape.max(b, lowest, x) for x in xs]
     shifted = [b.fadd(x, magic) for x in xs]
     fractions = [b.fsub(x, b.fsub(rounded, magic)) for x, rounded in zip(xs, shifted)]
     terms = _exp2_terms(shape)
     ys = [shape.const(terms[0])] * len(xs)
     for term in terms[1:]:
         ys = [shape.fma(b, y, fraction, shape.const(term)) for y, fraction in zip(ys, fractions)]
-    smallest = shape.const(-126.0 if shape.bytes == 4 else -1022.0)
     results = []
-    for x, y, rounded in zip(xs, ys, shifted):
+    for y, rounded in zip(ys, shifted):
         exponent = b.shl(b.bitcast(rounded, shape.int_vector), shape.int_const(shape.mantissa_bits))
-        y = b.bitcast(b.add(b.bitcast(y, shape.int_vector), exponent), shape.vector)
-        results.append(b.select(b.fcmp_unordered(">=", x, smallest), y, shape.const(0.0)))
+        results.append(b.bitcast(b.add(b.bitcast(y, shape.int_vector), exponent), shape.vector))
     return results

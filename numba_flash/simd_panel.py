@@ -6,7 +6,10 @@ whatever the other rows, so its bits do not depend on what it is packed with.
 
 from llvmlite import ir
 
-from numba_flash.simd import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
+from .simd import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
+
+
+TOG = 2
 
 
 def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
@@ -76,24 +79,35 @@ def value_rows(rows, guarded=False):
 
 
 def pack_rows(rows):
-    """to (keys, rows), contiguous, = a column block of v: an intrinsic (to, v, v_stride, keys, zero).
+    """v's columns in whole blocks of `rows`: an intrinsic (to, v, v_stride, keys, width, zero).
 
     value_rows goes through a block once per panel. In place, a row of v is a cache line of its own, and lines
     that lie a power of two apart drive each other out of the first-level cache.
     """
 
-    def build(b, shape, to, v, v_stride, keys):
+    def build(b, shape, to, v, v_stride, keys, width):
+        """to (blocks, keys, rows) = v (keys, width), as many blocks as are whole."""
         kind = ir.VectorType(shape.scalar, rows).as_pointer()
+        size = shape.bytes
+        whole = b.mul(b.sdiv(width, I64(rows)), I64(rows))
 
-        def body(i, _):
-            x = b.load(b.inttoptr(b.add(v, b.mul(v_stride, i)), kind), align=shape.bytes)
-            b.store(x, b.inttoptr(b.add(to, b.mul(i, I64(rows * shape.bytes))), kind), align=shape.bytes)
+        def row(i, _):
+            source = b.add(v, b.mul(v_stride, i))
+            target = b.add(to, b.mul(i, I64(rows * size)))
+
+            def block(at, _):
+                x = b.load(b.inttoptr(b.add(source, b.mul(at, I64(size))), kind), align=size)
+                place = b.add(target, b.mul(b.mul(at, keys), I64(size)))
+                b.store(x, b.inttoptr(place, kind), align=size)
+                return []
+
+            loop(b, I64(0), whole, I64(rows), [], block)
             return []
 
-        loop(b, I64(0), keys, I64(1), [], body)
+        loop(b, I64(0), keys, I64(1), [], row)
 
     build.__name__ = f"pack_rows_{rows}"
-    return vector_function("iiii")(build)
+    return vector_function("iiiii")(build)
 
 
 @vector_function("iixiii")
@@ -143,8 +157,8 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
 
         return body
 
-    pairs = b.mul(b.and_(keys, I64(-2)), step)
-    sums = loop(b, I64(0), pairs, I64(2 * shape.lanes), [shape.const(0.0)] * PANEL_VECTORS, weights(2))
+    pairs = b.mul(b.and_(keys, I64(-TOG)), step)
+    sums = loop(b, I64(0), pairs, I64(TOG * shape.lanes), [shape.const(0.0)] * PANEL_VECTORS, weights(TOG))
     sums = loop(b, pairs, end, step, sums, weights(1))
     for x, total, rescale in zip(at, sums, rescales):
         shape.store(b, shape.fma(b, shape.load(b, l, x), rescale, total), l, x)

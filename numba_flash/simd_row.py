@@ -5,7 +5,7 @@ For a few rows (decoding) a panel would be mostly empty; here nothing is, and K 
 
 from llvmlite import ir
 
-from numba_flash.simd import I64, exp2_vectors, loop, vector_function
+from .simd import I64, exp2_vectors, loop, vector_function
 
 
 def dot_rows(rows):

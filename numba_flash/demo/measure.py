@@ -54,15 +54,17 @@ class Measured:
         difference, plain_difference = largest(o - exact), largest(plain_o - exact)
         report.difference = float(np.maximum(report.difference, difference))
         report.plain_difference = float(np.maximum(report.plain_difference, plain_difference))
-        report.tolerance = max(report.tolerance, tolerance(plain_difference, v))
+        report.tolerance = max(report.tolerance, tolerance(plain_difference, q, k, v))
         batch, seqlen_q, heads, _ = q.shape
         self.score_bytes = max(self.score_bytes, batch * heads * seqlen_q * k.shape[1] * q.itemsize)
         return o
 
 
-def tolerance(plain_difference: float, v: np.ndarray) -> float:
-    """Twice the plain formula's own error, and four roundings of the largest value."""
-    return 2 * plain_difference + 4 * float(np.finfo(v.dtype).eps) * largest(v)
+def tolerance(plain_difference: float, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> float:
+    """Twice the plain formula's own error, and what rounding the scores once can do; as in `testing`."""
+    longest_q, longest_k = (np.linalg.norm(x, axis=3).max() for x in (q, k))
+    score = longest_q * longest_k * q.shape[3] ** -0.5  # no score is larger
+    return 2 * plain_difference + float(np.finfo(v.dtype).eps * (1 + score)) * largest(v)
 
 
 def largest(x: np.ndarray) -> float:

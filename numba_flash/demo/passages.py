@@ -31,7 +31,8 @@ def project_passages() -> list[Passage]:
         if package / "demo" in path.parents:  # or the demo would find its own words
             continue
         for line, text in docstrings(path.read_text(encoding="utf-8")):
-            found += split(text, path.relative_to(root).as_posix(), line)
+            if len(text.split()) >= MIN_WORDS:
+                found += split(text, path.relative_to(root).as_posix(), line)
     return found
 
 

@@ -22,8 +22,9 @@ class Screen:
         self.line(f"\n{text}\n{'-' * len(text)}")
 
     def say(self, text: str, indent: str = "") -> None:
-        options = {"initial_indent": indent, "subsequent_indent": indent}
-        for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False, **options):
+        # Paths stay whole, so that they can be copied.
+        wrapper = textwrap.TextWrapper(WIDTH, indent, indent, break_on_hyphens=False, break_long_words=False)
+        for line in wrapper.wrap(text):
             self.line(line)
 
     def progress(self, items: Sequence[T], what: str) -> Iterable[T]:

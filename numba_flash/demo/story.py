@@ -5,6 +5,7 @@ import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from numba_flash.demo.plain import plain_attention
 from numba_flash.demo.scene import make_scene
 from numba_flash.demo.screen import Screen
 from numba_flash.demo.search import QUESTIONS, Answer, search
-from numba_flash.demo.weights import installed_model, load, missing_readers, random_model
+from numba_flash.demo.weights import MODEL_PACKAGE, installed_model, load, missing_readers, random_model
 
 
 def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool) -> bool:
@@ -29,7 +30,7 @@ def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool)
     )
     minilm = open_model(model, screen)
     passages = open_documents(minilm, screen)
-    compile_kernel(minilm, screen)
+    prepare_kernel(minilm, screen)
     measured = Measured(
         numba_flash.attention,
         plain_attention,
@@ -53,9 +54,9 @@ def open_model(model: str | None, screen: Screen) -> MiniLM:
     screen.title("The model")
     folder = Path(model) if model else installed_model()
     if folder is None or (model is None and missing_readers()):
-        lacking = missing_readers() or ["the model package"]
+        lacking = missing_readers() or [MODEL_PACKAGE]
         screen.say(
-            f"The weights are missing ({', '.join(lacking)} not installed), so random weights of MiniLM-L6's "
+            f"The weights are missing (not installed: {', '.join(lacking)}), so random weights of MiniLM-L6's "
             "shapes stand in. The answers below are meaningless; the checks of attention still hold."
         )
         minilm = random_model()
@@ -80,13 +81,20 @@ def open_documents(minilm: MiniLM, screen: Screen) -> list[Passage]:
     return passages
 
 
-def compile_kernel(minilm: MiniLM, screen: Screen) -> None:
-    """The first call compiles, once for small problems and once for large ones: here, not in the times below."""
+def prepare_kernel(minilm: MiniLM, screen: Screen) -> None:
+    """Say what will run, and compile it: once for small problems and once for large ones."""
+    screen.title("The kernel")
     begin = time.perf_counter()
-    for batch, tokens in screen.progress([(1, 8), (BATCH, 64)], "Compiling the kernel"):
+    for batch, tokens in screen.progress([(1, 8), (BATCH, 64)], "Compiling"):
         q = np.zeros((batch, tokens, minilm.heads, minilm.hidden // minilm.heads), np.float32)
-        numba_flash.attention(q, q, q, seqlens_k=np.full(batch, tokens, np.int32), layout="bshd")
-    screen.say(f"The first calls compile the kernel for this machine; that took {time.perf_counter() - begin:.1f} s.")
+        options: dict[str, Any] = {"seqlens_k": np.full(batch, tokens, np.int32), "layout": "bshd"}
+        explanation = numba_flash.explain(q, q, q, **options)
+        if explanation.target.simulated:
+            raise ValueError("NUMBA_ENABLE_CUDASIM is set, and simulated the demo would take hours; unset it")
+        numba_flash.attention(q, q, q, **options)
+    screen.say(f"Compiled in {time.perf_counter() - begin:.1f} s. For a batch, numba_flash.explain says:")
+    for line in str(explanation).splitlines():
+        screen.line(f"  {line}")
 
 
 def show_answers(answers: Sequence[Answer], screen: Screen) -> None:
@@ -104,7 +112,7 @@ def show_layers(measured: Measured, screen: Screen) -> bool:
     screen.title("Each layer over the whole text: exactness and time")
     screen.say(
         "Error: the largest difference from the oracle, the formula in float64. Plain NumPy, the formula in "
-        "float32, has one too: allowed is twice that, and four roundings of the largest value."
+        "float32, has one too: allowed is twice that, and what rounding the scores once can do."
     )
     screen.line()
     screen.line(f"{'':5}  {'numba_flash.attention':^34}  {'plain NumPy':^23}")

@@ -29,15 +29,14 @@ key_tiles = cuda.jit(device=True)(ranges.key_tiles)
 
 # Rows of K and V are padded with zeros to whole steps, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of K
-COLUMNS = 8  # outputs of one row computed side by side, so that one read of p serves eight
 
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, k_at, v_at, s_at, o_at, _ = config.shared_offsets()
+    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
-    q_row, s_row, o_row = k_row + config.pad, tile_n + config.pad, v_row + config.pad
+    q_row, s_row = k_row + config.pad, tile_n + config.pad
     keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves eight
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -65,9 +64,8 @@ def make(config):
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
-        o_smem = shared.pointer(smem, o_at)  # (tile_m, o_row)
-        s_part = cuda.local.array(keys_at_once, compute)
-        o_part = cuda.local.array(COLUMNS, compute)
+        s_part = cuda.local.array(keys_at_once, compute)  # (keys_at_once,)
+        o_k = cuda.local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
         # line 2: load Q_i
         first_row = i * tile_m
@@ -79,11 +77,11 @@ def make(config):
         q_index = first_row + thread
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
-        q_k, s_k, o_k = thread * q_row, thread * s_row, thread * o_row  # where row k begins in Q_i, S and O_i
+        q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
         m = minus_inf
         l = compute(0)
         for x in range(v_row):
-            o_smem[o_k + x] = compute(0)
+            o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
@@ -133,16 +131,13 @@ def make(config):
                     l = alpha * l + sum_tmp
                     m = m_new
                     # lines 20 to 27: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j, step 3
-                    for x0 in range(0, v_row, COLUMNS):
-                        for u in range(COLUMNS):
-                            o_part[u] = compute(0)
-                        for y in range(tile_n):
-                            p = s_smem[s_k + y]
-                            if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
-                                for u in range(COLUMNS):
-                                    o_part[u] += p * v_smem[y * v_row + x0 + u]
-                        for u in range(COLUMNS):
-                            o_smem[o_k + x0 + u] = alpha * o_smem[o_k + x0 + u] + o_part[u]
+                    for x in range(v_row):
+                        o_k[x] *= alpha
+                    for y in range(tile_n):
+                        p = s_smem[s_k + y]
+                        if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
+                            for x in range(v_row):
+                                o_k[x] += p * v_smem[y * v_row + x]
 
         # line 29, after the one division of step 4; a row without keys is zero and its lse -inf
         if q_index < seqlen_q:
@@ -153,7 +148,7 @@ def make(config):
                 row_lse = m + math.log(l)
             o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
             for x in range(head_dim_v):
-                store(o, o_base + x * o_strides[3], o_smem[o_k + x] * inverse)
+                store(o, o_base + x * o_strides[3], o_k[x] * inverse)
             if write_lse:
                 lse[(b * heads + h) * seqlen_q + q_index] = row_lse
 

@@ -236,7 +236,7 @@ def test_main_without_model_or_packages(nothing_installed, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert demo.main([]) == 0
     said = capsys.readouterr().out
-    assert "tokenizers, safetensors not installed" in said
+    assert "not installed: tokenizers, safetensors" in said
     assert "random weights" in said and "meaningless" in said
     assert "All checks held." in said and "FAIL" not in said
     assert not list(tmp_path.iterdir())  # no matplotlib, no picture

@@ -1,0 +1,348 @@
+"""The contract of attention(), line by line, for whatever kernel the fixture `rung` holds.
+
+Each tier has its own `rung` (reference and cpu; v1 and v2 simulated; v1 and v2 on a GPU) and takes
+these tests over with one import. Random problems are compared with the oracle; the other tests state
+one promise each, and compare bits wherever the promise is about bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import numba_flash
+from numba_flash import testing
+from numba_flash.testing import Case
+
+
+def identity(x):
+    return x
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A kernel and the arrays it takes."""
+
+    kernel: str
+    move: Callable[[np.ndarray], Any] = identity
+    back: Callable[[Any], np.ndarray] = identity
+    small: bool = False  # in the simulator every row is a Python thread
+
+    def __call__(self, case, **options):
+        """(o, lse) of a case as NumPy arrays."""
+        o, lse = numba_flash.attention(**case.arguments(self.move) | options, kernel=self.kernel, return_lse=True)
+        return self.back(o), self.back(lse)
+
+    def check(self, case, **options):
+        case.options |= options
+        testing.check(case, *self(case), self.kernel)
+
+    @property
+    def limits(self):
+        """Of random cases: seqlens over several tiles, head dims that no tile divides."""
+        if self.small:
+            return dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))
+        return dict(max_seqlen=150)
+
+
+def problem(
+    seqlen_q=20, seqlen_k=30, *, batch=2, heads=4, heads_kv=2, head_dim=8, head_dim_v=None, dtype="float32", seed=0,
+    size=1.0, **options,
+):  # fmt: skip
+    """A case with plain strides in layout bhsd."""
+    generator = np.random.default_rng(seed)
+
+    def array(*shape):
+        return testing.strided(generator.standard_normal(shape) * size, dtype, "plain")
+
+    q = array(batch, heads, seqlen_q, head_dim)
+    k = array(batch, heads_kv, seqlen_k, head_dim)
+    v = array(batch, heads_kv, seqlen_k, head_dim if head_dim_v is None else head_dim_v)
+    return Case(q, k, v, options)
+
+
+def same_bits(one, other):
+    one, other = (np.ascontiguousarray(x) for x in (one, other))
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+@given(st.data())
+def test_random_problems_agree_with_the_oracle(rung, data):
+    rung.check(data.draw(testing.cases(**rung.limits)))
+
+
+# Every dtype that is taken, each with all that changes a score.
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_all_options_at_once(rung, dtype):
+    generator = np.random.default_rng(1)
+    rung.check(
+        problem(17, 33, dtype=dtype, head_dim_v=5),
+        causal=True,
+        window=(20, 3),
+        seqlens_k=np.array([33, 12], np.int32),
+        q_offset=np.array([16, -2], np.int32),
+        softcap=3.0,
+        scale=0.7,
+        alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32),
+        bias=generator.standard_normal((2, 1, 17, 33)).astype(dtype),
+        mask=generator.random((1, 4, 17, 33)) < 0.7,
+    )
+
+
+# The default, none, one that turns the order around, and one by which a single key takes all.
+@pytest.mark.parametrize("scale", [None, 0, -0.5, 1e4])
+def test_scale(rung, scale):
+    case = problem(scale=scale)
+    o, lse = rung(case)
+    if scale == 0:
+        assert np.allclose(o, np.repeat(case.v.mean(2, keepdims=True), 2, 1), rtol=0, atol=1e-6)
+        assert np.allclose(lse, np.log(30), rtol=1e-6)
+    else:
+        testing.check(case, o, lse, rung.kernel)
+
+
+# The types whose largest number is near: 65504, and 3e38 with few digits.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_beyond_the_range_of_the_inputs_dtype(rung, dtype):
+    case = problem(dtype=dtype, size=200.0, scale=1.0)
+    assert np.abs(case.q.astype(np.float64)[0, 0] @ case.k.astype(np.float64)[0, 0].T).max() > 65504
+    o, lse = rung(case)
+    assert np.isfinite(o.astype(np.float64)).all()
+    testing.check(case, o, lse, rung.kernel)
+
+
+# One element; odd and prime, which no vector or tile divides; past 256, the limit of most kernels;
+# DeepSeek's 576.
+@pytest.mark.parametrize("head_dim", [1, 7, 59, 257, 576])
+def test_any_head_dim(rung, head_dim):
+    rung.check(problem(5, 9, batch=1, heads=2, heads_kv=1, head_dim=head_dim))
+
+
+# Either may be the larger one, by less and by more than a tile.
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 9), (33, 1), (3, 70)])
+def test_head_dim_v_may_differ(rung, head_dim, head_dim_v):
+    rung.check(problem(6, 11, batch=1, head_dim=head_dim, head_dim_v=head_dim_v))
+
+
+# One query head a KV head, a group that is no power of two, and multi-query attention.
+@pytest.mark.parametrize(("heads", "heads_kv"), [(3, 3), (6, 2), (8, 1)])
+def test_query_head_h_reads_kv_head_h_over_group(rung, heads, heads_kv):
+    case = problem(4, 10, batch=1, heads=heads, heads_kv=heads_kv)
+    case.v[:] = np.arange(heads_kv)[None, :, None, None]
+    expected = np.arange(heads) // (heads // heads_kv)
+    assert np.allclose(rung(case)[0], expected[None, :, None, None], rtol=1e-6)
+
+
+# Below, at and above the tile sizes of all kernels (multiples of 4 and 6), and lengths of one.
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 1), (1, 40), (40, 1), (15, 17), (16, 16), (17, 15), (33, 47), (3, 64)]
+)
+def test_lengths_need_be_no_multiple(rung, seqlen_q, seqlen_k):
+    rung.check(problem(seqlen_q, seqlen_k, batch=1), causal=True)
+
+
+# Each extent that may be 0, alone.
+@pytest.mark.parametrize("nothing", ["batch", "seqlen_q", "seqlen_k", "heads"])
+def test_nothing_is_defined(rung, nothing):
+    extents = dict(batch=2, seqlen_q=5, seqlen_k=6) | {nothing: 0}
+    if nothing == "heads":
+        extents["heads_kv"] = 0
+    case = problem(**extents)
+    o, lse = rung(case)
+    assert o.shape == (*case.q.shape[:3], 8) and lse.shape == case.q.shape[:3]
+    assert (o == 0).all() and (lse == -np.inf).all()
+
+
+# Every way in which a row can come to see no key. Rows 0 and 3 of each batch entry are hidden, others not.
+HIDING = {
+    "mask": dict(mask=(np.arange(6) % 3 != 0)[None, None, :, None]),
+    "causal": dict(causal=True, q_offset=-2),
+    "window": dict(window=(0, 0), q_offset=np.array([-4, 4], np.int32)),
+    "seqlens_k": dict(seqlens_k=np.array([0, 3], np.int32)),
+    "bias": dict(bias=np.where(np.arange(6) % 3 != 0, 0, -np.inf).astype(np.float32)[None, None, :, None]),
+}
+
+
+# Every way, with v finite and not: 0 is stored, never computed.
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+@pytest.mark.parametrize("how", HIDING)
+def test_a_row_that_sees_no_key_is_zero(rung, how, value):
+    case = problem(6, 7)
+    visible = np.broadcast_to(testing._visible(Case(case.q, case.k, case.v, HIDING[how])), (2, 4, 6, 7)).any(-1)
+    if how == "bias":
+        visible = np.broadcast_to(np.arange(6) % 3 != 0, visible.shape)
+    assert visible.any() and not visible.all()
+    case.v[...] = value
+    o, lse = rung(case, **{name: rung.move(x) if isinstance(x, np.ndarray) else x for name, x in HIDING[how].items()})
+    assert (o[~visible] == 0).all() and (lse[~visible] == -np.inf).all()
+    assert np.array_equal(o[visible], np.full_like(o[visible], value), equal_nan=True) or value == 1.0
+    assert np.isfinite(lse[visible]).all()
+
+
+# What hides key 13 from some queries, from all of the 20, or from one batch entry.
+BLINDS = {
+    "causal": dict(causal=True, q_offset=0),
+    "causal, all rows": dict(causal=True, q_offset=-8),
+    "left": dict(window=(4, None), q_offset=0),
+    "right": dict(window=(None, 2), q_offset=0),
+    "both": dict(window=(3, 2), q_offset=0),
+    "seqlens_k": dict(seqlens_k=np.array([13, 30], np.int32)),
+    "mask": dict(mask=np.random.default_rng(5).random((2, 4, 20, 30)) < 0.5),
+    "causal and bias": dict(causal=True, q_offset=0, bias=np.zeros((1, 1, 20, 30), np.float32)),
+    "mask and softcap": dict(mask=(np.arange(30) != 13)[None, None, None], softcap=2.0),
+}
+
+
+# NaN, both infinities, and a number whose product overflows; each type that is converted differently.
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 6e4])
+@pytest.mark.parametrize("where", ["k", "v", "bias"])
+@pytest.mark.parametrize("how", BLINDS)
+def test_what_is_hidden_never_reaches_o(rung, how, where, poison):
+    dtype = "float16" if poison == 6e4 else "float32"
+    case, poisoned = (problem(dtype=dtype, **BLINDS[how]) for _ in range(2))
+    visible = np.broadcast_to(testing._visible(case), (2, 4, 20, 30))[..., 13]
+    assert not visible.all()
+    if where == "bias":
+        for each in (case, poisoned):
+            each.options["bias"] = np.zeros((2, 4, 20, 30), np.float32)
+        poisoned.options["bias"][..., 13] = poison
+    else:
+        getattr(poisoned, where)[:, :, 13] = poison
+    (clean_o, clean_lse), (o, lse) = rung(case), rung(poisoned)
+    assert same_bits(o[~visible], clean_o[~visible]) and same_bits(lse[~visible], clean_lse[~visible])
+    if np.isnan(poison):
+        assert np.isnan(o[visible]).all()
+        assert where == "v" or np.isnan(lse[visible]).all()
+
+
+def test_padding_of_a_cache_is_never_read(rung):
+    case = problem(3, 40, seqlens_k=np.array([7, 25], np.int32))
+    clean = rung(case)
+    for b, length in enumerate((7, 25)):
+        case.k[b, :, length:] = np.nan
+        case.v[b, :, length:] = np.nan
+    assert all(same_bits(x, y) for x, y in zip(rung(case), clean, strict=True))
+
+
+def test_nan_in_q_stays_in_its_row(rung):
+    case = problem()
+    clean_o, _ = rung(case)
+    case.q[0, 1, 5, 3] = np.nan
+    o, lse = rung(case)
+    struck = np.zeros(o.shape[:3], bool)
+    struck[0, 1, 5] = True
+    assert np.isnan(o[struck]).all() and np.isnan(lse[struck]).all()
+    assert same_bits(o[~struck], clean_o[~struck])
+
+
+# Every dtype: its own conversions, accumulators and tiles.
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_equal_calls_give_equal_bits(rung, dtype):
+    case = problem(dtype=dtype, causal=True)
+    first = rung(case)
+    for _ in range(3):
+        assert all(same_bits(x, y) for x, y in zip(rung(case), first, strict=True))
+
+
+# Few queries, where keys may be split over tasks, and many.
+@pytest.mark.parametrize("seqlen_q", [1, 7, 40])
+def test_bits_do_not_depend_on_batch_neighbours(rung, seqlen_q):
+    case = problem(seqlen_q, 45, batch=3, causal=True)
+    o, lse = rung(case)
+    for b in range(3):
+        alone = Case(case.q[b : b + 1], case.k[b : b + 1], case.v[b : b + 1], case.options)
+        assert all(same_bits(x, y[b : b + 1]) for x, y in zip(rung(alone), (o, lse), strict=True))
+
+
+# Both layouts; each dtype that lse is computed in.
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("dtype", "lse_dtype"), [("float16", "float32"), ("float64", "float64")])
+def test_what_is_returned(rung, layout, dtype, lse_dtype):
+    case = problem(5, 6, heads=4, head_dim_v=3, dtype=dtype)
+    q, k, v = (rung.move(x if layout == "bhsd" else x.transpose(0, 2, 1, 3)) for x in (case.q, case.k, case.v))
+    o = numba_flash.attention(q, k, v, layout=layout, kernel=rung.kernel)
+    assert type(o) is type(q) and o.dtype == q.dtype
+    assert o.shape == ((2, 4, 5, 3) if layout == "bhsd" else (2, 5, 4, 3))
+    both = numba_flash.attention(q, k, v, layout=layout, kernel=rung.kernel, return_lse=True)
+    assert isinstance(both, numba_flash.AttentionOutput) and type(both.lse) is type(q)
+    assert both.lse.shape == (2, 4, 5) and both.lse.dtype == lse_dtype
+    assert same_bits(rung.back(both.o), rung.back(o))
+
+
+def test_layouts_are_the_same_function(rung):
+    case = problem(causal=True)
+    turned = Case(*(np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in (case.q, case.k, case.v)), dict(causal=True))
+    o, lse = rung(turned, layout="bshd")
+    expected_o, expected_lse = rung(case)
+    assert same_bits(o.transpose(0, 2, 1, 3), expected_o) and same_bits(lse, expected_lse)
+
+
+# A fresh array, every second element of one, and one whose heads and queries are swapped.
+@pytest.mark.parametrize("how", ["contiguous", "sliced", "transposed", "negative"])
+def test_out_is_written_and_returned(rung, how):
+    case = problem()
+    expected, expected_lse = rung(case)
+    base = {
+        "contiguous": rung.move(np.full((2, 4, 20, 8), np.nan, np.float32)),
+        "sliced": rung.move(np.full((2, 4, 40, 16), np.nan, np.float32))[:, :, ::2, ::2],
+        "transposed": rung.move(np.full((2, 20, 4, 8), np.nan, np.float32)).transpose(0, 2, 1, 3),
+        "negative": rung.move(np.full((2, 4, 20, 8), np.nan, np.float32))[:, :, ::-1],
+    }[how]
+    arguments = case.arguments(rung.move)
+    assert numba_flash.attention(**arguments, out=base, kernel=rung.kernel) is base
+    assert same_bits(rung.back(base), expected)
+    lse = rung.move(np.full((2, 4, 20), np.nan, np.float32))
+    both = numba_flash.attention(**arguments, out=(base, lse), kernel=rung.kernel, return_lse=True)
+    assert both.o is base and both.lse is lse
+    assert same_bits(rung.back(lse), expected_lse)
+    only_o = numba_flash.attention(**arguments, out=base, kernel=rung.kernel, return_lse=True)
+    assert only_o.o is base and same_bits(rung.back(only_o.lse), expected_lse)
+
+
+def test_nothing_is_written_around_out(rung):
+    case = problem()
+    larger = rung.move(np.full((2, 4, 22, 10), 7, np.float32))
+    numba_flash.attention(**case.arguments(rung.move), out=larger[:, :, 1:-1, 1:-1], kernel=rung.kernel)
+    around = rung.back(larger).copy()
+    assert same_bits(around[:, :, 1:-1, 1:-1], rung(case)[0])
+    around[:, :, 1:-1, 1:-1] = 7
+    assert (around == 7).all()
+
+
+def test_inputs_are_left_alone(rung):
+    case = problem(
+        causal=True,
+        seqlens_k=np.array([30, 4], np.int32),
+        bias=np.ones((1, 1, 20, 30), np.float32),
+        mask=np.ones((1, 1, 20, 30), bool),
+        alibi_slopes=np.ones(4, np.float32),
+    )
+    moved = case.arguments(rung.move)
+    before = {name: rung.back(x).copy() for name, x in moved.items() if hasattr(x, "shape")}
+    numba_flash.attention(**moved, kernel=rung.kernel)
+    assert all(same_bits(rung.back(moved[name]), x) for name, x in before.items())
+
+
+# Every unusual stride that the testing kit knows, for all three arrays at once.
+@pytest.mark.parametrize("how", testing.STRIDES)
+def test_any_strides(rung, how):
+    case = problem(9, 14)
+    rung.check(Case(*(testing.strided(x, "float32", how) for x in (case.q, case.k, case.v))))
+
+
+# All that broadcasting allows: a number, missing axes, each axis of one element.
+@pytest.mark.parametrize(
+    "shape", [(), (14,), (9, 14), (4, 1, 14), (1, 4, 9, 1), (2, 1, 1, 14), (2, 1, 9, 14), (2, 4, 9, 14)]
+)
+def test_bias_and_mask_are_broadcast(rung, shape):
+    generator = np.random.default_rng(3)
+    bias, mask = generator.standard_normal(shape).astype(np.float32), np.asarray(generator.random(shape) < 0.8)
+    bias, mask = np.asarray(bias), np.asarray(mask)
+    whole = (2, 4, 9, 14)
+    case = problem(9, 14, bias=bias, mask=mask)
+    same = problem(9, 14, bias=np.broadcast_to(bias, whole).copy(), mask=np.broadcast_to(mask, whole).copy())
+    assert all(same_bits(x, y) for x, y in zip(rung(case), rung(same), strict=True))

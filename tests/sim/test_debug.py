@@ -1,0 +1,194 @@
+"""stop_at: a real pdb inside a simulated kernel, its answers read back."""
+
+import ast
+import bdb
+import inspect
+import io
+import pdb
+import threading
+
+import numpy as np
+import pytest
+
+import numba_flash
+from numba_flash import toolchain
+from numba_flash.compiled import MODULES, source
+from numba_flash.config import SoftmaxConfig
+from numba_flash.debug import stop_at
+
+pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
+
+rng = np.random.default_rng(0)
+# Two query tiles and two key tiles of 16 in the simulator.
+q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
+x = rng.standard_normal((2, 6), dtype=np.float32)
+ALPHA = "alpha = math.exp"
+
+
+class Session:
+    """Makes debuggers that all read on in one list of commands."""
+
+    def __init__(self, *commands):
+        self.input = io.StringIO("\n".join(commands) + "\n")
+        self.output = io.StringIO()
+
+    def __call__(self):
+        return pdb.Pdb(stdin=self.input, stdout=self.output, nosigint=True, readrc=False)
+
+    @property
+    def answers(self):
+        """What was printed before the first prompt, then after each command."""
+        return [answer.strip() for answer in self.output.getvalue().split("(Pdb) ")]
+
+    def values(self):
+        """The answers that are Python literals."""
+        return [ast.literal_eval(answer) for answer in self.answers if answer.startswith(("(", "["))]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """Whatever a test does: hooks, breakpoints and the switch to the simulator are as before."""
+
+    def hook(*arguments):
+        return None
+
+    threading.settrace(hook)
+    try:
+        yield
+        assert threading.gettrace() is hook
+    finally:
+        threading.settrace(None)
+    assert not bdb.Breakpoint.bplist
+    np.testing.assert_allclose(numba_flash.softmax(x, kernel="online").sum(axis=-1), 1, rtol=1e-6)
+
+
+def attend(**options):
+    return numba_flash.attention(q, k, v, kernel="v2", **options)
+
+
+def test_stops_once_per_key_tile_in_the_named_thread_and_block():
+    where = "p cuda.threadIdx.x, cuda.blockIdx.x, int(q_index)"
+    state = "p float(m), float(l)"
+    session = Session(where, state, "c", where, state, "c")
+    with stop_at("v2", ALPHA, thread=3, block=1, debugger=session):
+        o = attend()
+    assert ALPHA in session.answers[0]
+    scores = q[0, 0, 19] @ k[0, 0].T / 2  # (24,), of query 16 + 3
+    at_first, at_second = session.output.getvalue().count("(3, 1, 19)"), session.answers[5]
+    assert at_first == 2 and session.answers[2] == "(-inf, 0.0)"
+    m, l = ast.literal_eval(at_second)
+    assert m == pytest.approx(scores[:16].max(), rel=1e-5)
+    assert l == pytest.approx(np.exp(scores[:16] - m).sum(), rel=1e-5)
+    np.testing.assert_allclose(o, attend(), rtol=0, atol=0)
+
+
+def test_the_row_of_scores_can_be_seen():
+    session = Session("p s_smem[s_k : s_k + tile_n].tolist()", "c", "c")
+    with stop_at("v2", ALPHA, (5,), (0, 0, 0), debugger=session):
+        attend()
+    (row,) = session.values()
+    np.testing.assert_allclose(row, q[0, 0, 5] @ k[0, 0, :16].T / 2, rtol=1e-5)
+
+
+def test_next_over_a_barrier_shows_what_other_threads_wrote():
+    lines, first = inspect.getsourcelines(_function("v2"))
+    barriers = [first + n for n, line in enumerate(lines) if line.strip().startswith("cuda.syncthreads()")]
+    session = Session("n", "p k_smem[:64].tolist()", "c", "c")
+    with stop_at("v2", barriers[1], thread=2, debugger=session):  # K and V are loaded before it
+        attend()
+    assert "syncthreads" in session.answers[0] and "syncthreads" not in session.answers[1]
+    (tile,) = session.values()
+    np.testing.assert_array_equal(np.reshape(tile, (16, 4)), k[0, 0, :16])  # one thread writes 4 of these 64
+
+
+def test_quitting_gives_the_launch_up():
+    with pytest.raises(bdb.BdbQuit, match=r"kernel 'v2', which did not finish: tid=\[3, 0, 0\] ctaid=\[1, 0, 0\]"):
+        with stop_at("v2", ALPHA, thread=3, block=1, debugger=Session("q")):
+            attend()
+    np.testing.assert_allclose(attend(), numba_flash.attention(q, k, v, kernel="reference"), atol=1e-6)
+
+
+def test_a_cleared_breakpoint_does_not_stop_again():
+    session = Session(f"cl {bdb.Breakpoint.next}", "c")
+    with stop_at("v2", ALPHA, debugger=session):
+        attend()
+        attend()
+    assert session.output.getvalue().count(ALPHA) == 1
+
+
+def test_every_launch_is_stopped_in():
+    session = Session(*["c"] * 4)
+    with stop_at("v2", ALPHA, debugger=session):
+        attend()
+        attend()
+    assert session.output.getvalue().count(ALPHA) == 4
+
+
+def test_stepping_past_the_end_does_not_enter_the_simulator():
+    session = Session("w", "n", "n", "n", "n", "n")
+    with stop_at("v2", "if write_lse:", debugger=session):
+        attend()
+    assert "--Return--" in session.output.getvalue()
+    assert "simulator" not in session.output.getvalue()
+
+
+@pytest.mark.parametrize("kernel", MODULES)
+def test_every_kernel(kernel):
+    session = Session("n", "c")
+    with stop_at(kernel, "cuda.blockIdx.x" if kernel == "blocked" else "cuda.threadIdx.x", debugger=session) \
+            if kernel in ("v1", "v2", "blocked") else stop_at(kernel, "cuda.grid(1)", debugger=session):  # fmt: skip
+        if kernel in ("v1", "v2"):
+            numba_flash.attention(q, k, v, kernel=kernel)
+        else:
+            numba_flash.softmax(x, kernel=kernel)
+    assert len(session.answers) == 3
+
+
+def test_an_error_in_the_body_comes_out():
+    with pytest.raises(KeyError), stop_at("v2", ALPHA):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (dict(thread=99), r"no thread \(99, 0, 0\) of block \(0, 0, 0\) ran kernel 'v2'"),
+        (dict(block=(0, 1)), r"no thread \(0, 0, 0\) of block \(0, 1, 0\) ran kernel 'v2'"),
+        (dict(thread=15, block=1), r"no thread \(15, 0, 0\) of block \(1, 0, 0\) came to .*v2\.py:\d+"),  # no query 31
+    ],
+)
+def test_warns_when_it_never_stopped(where, message):
+    with pytest.warns(RuntimeWarning, match=message) as caught, stop_at("v2", ALPHA, **where):
+        attend()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("v9", 1), "knows the kernels v1, v2, safe, online, blocked, not 'v9'"),
+        (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
+        (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
+        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = "),
+        (("v2", "tile_m, tile_n = config"), "no line of the kernel"),  # of make, not of the kernel
+        (("v2", "def flash_attention_v2"), "no line of the kernel"),
+        (("v2", 10**6), r"line 1000000 of .*v2.py is not code of the kernel$"),
+        (("v2", ALPHA, -1), "thread must be an int or a tuple of up to three, from 0 on, not -1"),
+        (("v2", ALPHA, 0, (1, 2, 3, 4)), "block must be"),
+        (("v2", ALPHA, "0"), "thread must be"),
+    ],
+)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message), stop_at(*arguments):
+        pass
+
+
+def test_without_the_simulator(monkeypatch):
+    monkeypatch.setattr(toolchain, "simulated", lambda: False)
+    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"), stop_at("v2", ALPHA):
+        pass
+
+
+def _function(kernel):
+    config = numba_flash.explain(q, k, v, kernel=kernel).config
+    return source(config).fn

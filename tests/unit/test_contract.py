@@ -1,0 +1,39 @@
+"""The contract on the oracle and on the CPU rung."""
+
+import numpy as np
+import pytest
+from contract import *  # noqa: F403
+from hypothesis import given
+
+from numba_flash import testing
+
+
+@given(testing.cases(dtypes=("float64",), max_seqlen=30))
+def test_the_oracle_agrees_with_a_second_writing_of_the_formula(case):
+    o, lse = testing.oracle(case)
+    plain_o, plain_lse = testing.plain(case)
+    assert np.allclose(o, plain_o, rtol=1e-10, atol=1e-10)
+    assert np.allclose(lse, plain_lse, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("wrong", ["o", "lse", "nan", "shape", "dtype"])  # each thing that check looks at
+def test_the_check_can_fail(wrong):
+    case = next(testing.random_cases(1, 3, dtypes=("float32",), max_batch=2, features=()))
+    while not case.q.size or not case.k.size:
+        case = next(testing.random_cases(1, 4))
+    o, lse = testing.oracle(case)
+    o, lse = o.astype(np.float32), lse.astype(np.float32)
+    o = o if case.options["layout"] == "bhsd" else o.transpose(0, 2, 1, 3)
+    testing.check(case, o, lse)
+    if wrong == "o":
+        o = o + np.float32(1e-3)
+    elif wrong == "lse":
+        lse = lse * np.float32(np.log2(np.e))  # base 2, the commonest slip
+    elif wrong == "nan":
+        o[0, 0, 0, 0] = np.nan
+    elif wrong == "shape":
+        o = o[..., None]
+    else:
+        o = o.astype(np.float64)
+    with pytest.raises(AssertionError):
+        testing.check(case, o, lse)
