@@ -25,7 +25,9 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
-SOURCES = ("cpu.py", "cpu_kernel.py", "cpu_plan.py", "ranges.py", "simd.py", "simd_panel.py", "simd_row.py")
+SOURCES = (
+    "cpu.py", "cpu_kernel.py", "cpu_plan.py", "ranges.py", "simd.py", "simd_panel.py", "simd_row.py", "simd_scores.py",
+)  # fmt: skip
 
 
 def cache_folder() -> Path:

@@ -27,6 +27,9 @@ from .simd import (
     LOG2_E, PANEL_VECTORS, TILE_KEYS, bits_float, fetch_add, float_bits, lanes, load, size_of, store,
 )  # fmt: skip
 from .simd_panel import all_finite, pack_rows, score_rows, softmax_panel, value_rows
+from .simd_scores import (
+    cap_scores, copy_row, scale_scores, slope_scores, widen_bfloat, widen_half,
+)  # fmt: skip
 from .simd_row import dot_rows, softmax_row, value_columns
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
@@ -225,51 +228,71 @@ def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
 
 
 @compiled
-def features(s, step, keys, key0, i, head, b, q_pos, plan, pointers, zero):
-    """Scale, softcap, ALiBi, bias and mask of one row: s[j * step] for keys key0 + j."""
-    kind = type(zero)
-    scale = kind(abs(load(plan, SCALE, 0.0)))
-    for j in range(keys):
-        store(s, j * step, load(s, j * step, zero) * scale)
-    if load(plan, HAS_SOFTCAP, INT):
-        cap = kind(load(plan, SOFTCAP, 0.0))
+def add_bias(s, step, keys, bias, stride, dtype, zero):
+    """s[j * step] += bias[j], the bias's elements stride bytes apart."""
+    if dtype == FLOAT32:
         for j in range(keys):
-            store(s, j * step, cap * math.tanh(load(s, j * step, zero) / cap))
-    dtype = load(plan, ALIBI_DTYPE, INT)
-    if dtype != ABSENT:
-        at = b * load(plan, ALIBI_STRIDE, INT) + head * load(plan, ALIBI_STRIDE + 1, INT)
-        slope = get(load(pointers, 7, INT) + at * bytes_of(dtype), dtype, zero)
-        for j in range(keys):
-            store(s, j * step, load(s, j * step, zero) - slope * kind(abs(q_pos - key0 - j)))
-    dtype = load(plan, BIAS_DTYPE, INT)
-    if dtype != ABSENT:
-        stride = load(plan, BIAS_STRIDE + 3, INT) * bytes_of(dtype)
-        bias = (
-            load(pointers, 5, INT)
-            + bytes_of(dtype)
-            * (
-                b * load(plan, BIAS_STRIDE, INT)
-                + head * load(plan, BIAS_STRIDE + 1, INT)
-                + i * load(plan, BIAS_STRIDE + 2, INT)
-            )
-            + key0 * stride
-        )
+            store(s, j * step, load(s, j * step, zero) + type(zero)(load(bias + j * stride, 0, np.float32(0))))
+    else:
         for j in range(keys):
             store(s, j * step, load(s, j * step, zero) + get(bias + j * stride, dtype, zero))
-    if load(plan, HAS_MASK, INT):
-        stride = load(plan, MASK_STRIDE + 3, INT)
-        mask = (
-            load(pointers, 6, INT)
-            + (
-                b * load(plan, MASK_STRIDE, INT)
-                + head * load(plan, MASK_STRIDE + 1, INT)
-                + i * load(plan, MASK_STRIDE + 2, INT)
-            )
-            + key0 * stride
-        )
-        for j in range(keys):
-            if load(mask, j * stride, np.uint8(0)) == 0:
-                store(s, j * step, kind(-INFINITY))
+
+
+@compiled
+def apply_mask(s, step, keys, mask, stride, zero):
+    """s[j * step] = -inf where the mask is 0."""
+    for j in range(keys):
+        x = load(s, j * step, zero)
+        store(s, j * step, type(zero)(-INFINITY) if load(mask, j * stride, np.uint8(0)) == 0 else x)
+
+
+@compiled
+def features(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """Scale, softcap, ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
+
+    alibi is room for two numbers a row.
+    """
+    kind, size = type(zero), size_of(zero)
+    group = load(plan, HEADS, INT) // load(plan, HEADS_KV, INT)
+    vector = lanes(zero) // PANEL_VECTORS
+    count = (keys * width + vector - 1) // vector * vector
+    scale_scores(s, count, kind(abs(load(plan, SCALE, 0.0))), zero)
+    if load(plan, HAS_SOFTCAP, INT):
+        cap_scores(s, count, kind(load(plan, SOFTCAP, 0.0)), zero)
+    dtype = load(plan, ALIBI_DTYPE, INT)
+    if dtype != ABSENT:
+        slopes = load(pointers, 7, INT) + b * load(plan, ALIBI_STRIDE, INT) * bytes_of(dtype)
+        step = load(plan, ALIBI_STRIDE + 1, INT) * bytes_of(dtype)
+        for r in range(width):
+            row = first_row + min(r, rows - 1)
+            slope = get(slopes + (kv_head * group + row % group) * step, dtype, zero)
+            store(alibi, r, slope)
+            store(alibi, width + r, kind(row // group + offset - key0))
+        if width > 1:
+            slope_scores(s, keys, alibi, alibi + width * size, zero)
+        else:
+            slope, distance = load(alibi, 0, zero), load(alibi, 1, zero)
+            for j in range(keys):
+                store(s, j, load(s, j, zero) - slope * abs(distance - kind(j)))
+    dtype = load(plan, BIAS_DTYPE, INT)
+    has_mask = load(plan, HAS_MASK, INT)
+    if dtype == ABSENT and not has_mask:
+        return
+    for r in range(rows):
+        i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
+        if dtype != ABSENT:
+            at = (
+                b * load(plan, BIAS_STRIDE, INT) + head * load(plan, BIAS_STRIDE + 1, INT)
+                + i * load(plan, BIAS_STRIDE + 2, INT) + key0 * load(plan, BIAS_STRIDE + 3, INT)
+            )  # fmt: skip
+            bias, stride = load(pointers, 5, INT) + at * bytes_of(dtype), load(plan, BIAS_STRIDE + 3, INT)
+            add_bias(s + r * size, width, keys, bias, stride * bytes_of(dtype), dtype, zero)
+        if has_mask:
+            at = (
+                b * load(plan, MASK_STRIDE, INT) + head * load(plan, MASK_STRIDE + 1, INT)
+                + i * load(plan, MASK_STRIDE + 2, INT) + key0 * load(plan, MASK_STRIDE + 3, INT)
+            )  # fmt: skip
+            apply_mask(s + r * size, width, keys, load(pointers, 6, INT) + at, load(plan, MASK_STRIDE + 3, INT), zero)
 
 
 @compiled
@@ -287,12 +310,20 @@ def fill(to, count, value):
         store(to, i, value)
 
 
-@inlined
-def gather(to, source, stride_row, stride, first, end, width, dtype, zero):
-    """Rows [first, end) of a key tile, made contiguous and converted: to (end - first, width)."""
-    for row in range(first, end):
-        at = to + (row - first) * width * size_of(zero)
-        copy_in(at, 1, source + row * stride_row, stride, width, dtype, type(zero)(1), zero)
+@compiled
+def gather(to, source, row_stride, stride, rows, width, dtype, zero):
+    """to (rows, width) = rows of k or v, made contiguous and converted."""
+    size = size_of(zero)
+    for row in range(rows):
+        at, element = to + row * width * size, source + row * row_stride
+        if size == 4 and stride == 2 and dtype == BFLOAT16:
+            widen_bfloat(at, element, width, zero)
+        elif size == 4 and stride == 2 and dtype == FLOAT16:
+            widen_half(at, element, width, zero)
+        elif stride == size and dtype >= FLOAT32:
+            copy_row(at, element, width, zero)
+        else:
+            copy_in(at, 1, element, stride, width, dtype, type(zero)(1), zero)
 
 
 @inlined
@@ -322,7 +353,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     q = scratch
     s = q + panels * head_dim * width * size
     alpha = s + tile_n * lanes(zero) * size
-    k_copy = alpha + lanes(zero) * size
+    alibi = alpha + lanes(zero) * size
+    k_copy = alibi + 2 * lanes(zero) * size
     v_copy = k_copy + tile_n * head_dim * size
     packed = v_copy + tile_n * head_dim_v * size
     fill(o, panels * width * head_dim_v, zero)
@@ -355,10 +387,10 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
         key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
         if copy_k:
-            gather(k_copy, k_base, k_row, k_step, key0, key_end, head_dim, dtype, zero)
+            gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
             k = k_copy
         if copy_v:
-            gather(v_copy, v_base, v_row, v_step, key0, key_end, head_dim_v, dtype, zero)
+            gather(v_copy, v, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
             v = v_copy
         if packs:
             pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
@@ -385,21 +417,10 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 zero,
             )
             if featured:
-                for r in range(first_row, last_row + 1):
-                    i = r // group
-                    features(
-                        s + (r - first_row) * size,
-                        width,
-                        keys,
-                        first,
-                        i,
-                        kv_head * group + r % group,
-                        b,
-                        i + offset,
-                        plan,
-                        pointers,
-                        zero,
-                    )
+                features(
+                    s, alibi, keys, first, first_row, last_row + 1 - first_row, width, kv_head, b, offset, plan,
+                    pointers, zero,
+                )
             if free > first or cut < end:
                 for r in range(first_row, last_row + 1):
                     row_first, row_end = row_keys(r // group + offset, left, right, valid)

@@ -100,9 +100,9 @@ def make_plan(problem, panel_rows):
     plan[BY_ROWS] = rows <= MAX_ROWS_ALONE
     tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
-    # o, m and l; beside them q, scores, what o is rescaled by, and a key tile converted and packed.
+    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
-    work = (tile_m * p.head_dim + (tile_n + 1) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
+    work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
     plan[TASKS] = tasks
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64

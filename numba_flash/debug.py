@@ -67,15 +67,15 @@ def stop_at(
     wanted = _index("thread", thread), _index("block", block)
     came = False
 
-    def at_call(frame: types.FrameType, event: str, arg: Any) -> Any:
+    def at_call(frame: types.FrameType, event: Any, arg: Any) -> Any:
         """The trace function of every thread started meanwhile; the first call in `file` is the kernel's."""
         nonlocal came
         if frame.f_code.co_filename != file:
             return None
         simulated = threading.current_thread()
         if wanted != (tuple(simulated.threadIdx), tuple(simulated.blockIdx)):  # type: ignore[attr-defined]
-            sys.settrace(None)
-            return None
+            sys.settrace(before)  # left to whoever traced it anyway: a debugger, coverage
+            return before and before(frame, event, arg)
         came = True
         return _attach(debugger(), frame)
 
@@ -87,7 +87,7 @@ def stop_at(
     except bdb.BdbQuit as quit:  # without the simulator's traceback, which says nothing more
         raise bdb.BdbQuit(f"left the debugger in kernel {kernel!r}, which did not finish: {quit}") from None
     finally:
-        threading.settrace(before)  # type: ignore[arg-type] - None is what it was
+        threading.settrace(before)  # type: ignore[arg-type]  # None takes the hook away
         if bdb.Breakpoint.bpbynumber[stop.number] is stop:
             stop.deleteMe()
     if not stop.hits:
@@ -133,7 +133,7 @@ def _find_line(make: types.CodeType, line: int | str) -> int:
 
 def _lines_inside(make: types.CodeType) -> list[int]:
     """The lines with code of every function inside `make`."""
-    lines = set()
+    lines: set[int] = set()
     for code in make.co_consts:
         if isinstance(code, types.CodeType):
             # A function's first entry is its `def`, which runs in make.

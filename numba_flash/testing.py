@@ -252,12 +252,12 @@ def _compare(
 
 
 def _largest_score(case: Case) -> float:
-    """An upper bound of |score| before the mask, for the rounding floor."""
+    """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
     q, k = (_heads_first(case, x).astype(np.float64) for x in (case.q, case.k))
     q, k = (np.where(np.isfinite(x), x, 0) for x in (q, k))
-    norms = [np.max(np.linalg.norm(x, axis=-1), initial=0) for x in (q, k)]
+    s = q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3)
     scale = case.options.get("scale") or q.shape[3] ** -0.5
-    return float(abs(scale) * norms[0] * norms[1])
+    return float(abs(scale) * np.max(np.abs(s), initial=0))
 
 
 def _heads_first(case: Case, x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_flash.demo.minilm import Attention
 
-REPEATS = 5
+REPEATS = 3
 
 
 @dataclass

@@ -30,7 +30,7 @@ def save_picture(scene: Scene, path: str) -> None:
 
 def draw_weights(axes: Axes, scene: Scene) -> None:
     count = len(scene.tokens)
-    image = axes.imshow(scene.weights, cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(scene.weights, cmap="Blues", vmin=0)
     axes.figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
     axes.set_xticks(range(count), scene.tokens, rotation=60, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(count), scene.tokens)
@@ -39,7 +39,7 @@ def draw_weights(axes: Axes, scene: Scene) -> None:
     axes.set_title("What each token takes from each other one; a row sums to 1")
     axes.add_patch(Rectangle((-0.5, scene.row - 0.5), count, 1, fill=False, ec=ORANGE, lw=2))
     for key, weight in enumerate(scene.weights[scene.row]):
-        shade = "white" if weight > 0.5 else "black"
+        shade = "white" if weight > scene.weights.max() / 2 else "black"
         axes.text(key, scene.row, f"{weight:.2f}", ha="center", va="center", fontsize=8, color=shade)
     draw_borders(axes, scene)
 
@@ -52,7 +52,7 @@ def draw_scores(axes: Axes, scene: Scene) -> None:
         label = "m" if number == 0 else ""
         axes.hlines(step.m, step.begin - 0.5, step.end - 0.5, color=ORANGE, lw=2.5, label=label)
         if number and step.alpha < 1:
-            text = f"m grows: the sums so far shrink\nby alpha = exp(m_old - m) = {step.alpha:.2f}"
+            text = f"m grows: the sums so far are multiplied\nby alpha = exp(m_old - m) = {step.alpha:.2f}"
             axes.text(step.begin - 0.4, step.m, text, va="bottom", fontsize=9, color=ORANGE, linespacing=1.4)
     axes.set_ylim(top=scene.s.max() + 0.4 * np.ptp(scene.s))
     axes.set_ylabel("s, m")

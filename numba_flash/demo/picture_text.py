@@ -15,6 +15,7 @@ def text_picture(scene: Scene) -> list[str]:
 def heat_map(scene: Scene) -> list[str]:
     width = max(map(len, scene.tokens))
     count = len(scene.tokens)
+    strongest = scene.weights.max()
     tiles = [f"tile {i + 1}" for i in range(len(scene.steps))]
     lines = [
         f"Layer {scene.layer + 1}, head {scene.head + 1} reads: {SENTENCE}",
@@ -26,7 +27,8 @@ def heat_map(scene: Scene) -> list[str]:
         cells = ""
         for begin in range(0, count, TILE):
             for weight in scene.weights[row, begin : begin + TILE]:
-                cells += 2 * SHADES[round(float(weight) ** 0.5 * (len(SHADES) - 1))]
+                # The root shows small weights that would be white.
+                cells += 2 * SHADES[round(float(weight / strongest) ** 0.5 * (len(SHADES) - 1))]
             cells += "│"
         lines.append(f"{'>' if row == scene.row else ' '} {token:>{width}} {cells}")
     return lines

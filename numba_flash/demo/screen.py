@@ -1,8 +1,8 @@
 """What the demo writes to the terminal: paragraphs, and a bar or a line while something takes its time."""
 
 import importlib.util
+import sys
 import textwrap
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -28,15 +28,19 @@ class Screen:
             self.line(line)
 
     def progress(self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The items, one by one, with a bar that goes away at the end; without rich, two lines."""
-        if self.quiet or importlib.util.find_spec("rich") is None:
-            return self.timed(items, what)
+        """The items, one by one, with a bar that goes away at the end; in a file or a pipe only a line."""
+        if self.quiet or not sys.stdout.isatty():
+            self.line(f"{what} ...")
+            return items
+        if importlib.util.find_spec("rich") is None:
+            return counted(items, what)
         from rich.progress import track
 
         return track(items, what, transient=True)
 
-    def timed(self, items: Sequence[T], what: str) -> Iterator[T]:
-        self.line(f"{what} ...")
-        begin = time.perf_counter()
-        yield from items
-        self.line(f"{what}: done in {time.perf_counter() - begin:.1f} s")
+
+def counted(items: Sequence[T], what: str) -> Iterator[T]:
+    for number, item in enumerate(items, 1):
+        print(f"\r{what}: {number} of {len(items)} ", end="", flush=True)
+        yield item
+    print()

@@ -9,9 +9,9 @@ from numba_flash.demo.passages import Passage
 
 QUESTIONS = (
     "Which rows come out as zero because no key is visible to them?",
-    "How can I step through a kernel with a debugger?",
-    "Which kernel runs on a machine without a GPU?",
-    "Why is the matrix of scores never stored?",
+    "How do I stop inside a kernel with a debugger?",
+    "How can attention over parts of the keys be put together?",
+    "Where is compiled code kept?",
 )
 
 

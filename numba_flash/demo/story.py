@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,10 @@ def prepare_kernel(minilm: MiniLM, screen: Screen) -> None:
         if explanation.target.simulated:
             raise ValueError("NUMBA_ENABLE_CUDASIM is set, and simulated the demo would take hours; unset it")
         numba_flash.attention(q, q, q, **options)
-    screen.say(f"Compiled in {time.perf_counter() - begin:.1f} s. For a batch, numba_flash.explain says:")
+    seconds = time.perf_counter() - begin
+    screen.say(
+        f"Compiled, or found compiled by an earlier run, in {seconds:.1f} s. numba_flash.explain says of a batch:"
+    )
     for line in str(explanation).splitlines():
         screen.line(f"  {line}")
 
@@ -133,6 +137,11 @@ def show_layers(measured: Measured, screen: Screen) -> bool:
         f"Times: the median of {REPEATS} runs of each call, added up. Ours is {ratio} here. The plain "
         f"formula held a score matrix of up to {measured.score_bytes / 1e6:.0f} MB; ours holds none."
     )
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load > 1.5 * cores:  # the demo alone keeps every core busy
+        screen.say(
+            f"This machine is doing other things, too (load {load:.1f} on {cores} cores): do not trust the times."
+        )
     return all(layer.passed for layer in measured.layers)
 
 

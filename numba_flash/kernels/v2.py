@@ -37,6 +37,8 @@ def make(config):
     q_at, k_at, v_at, s_at, _ = config.shared_offsets()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
     q_row, s_row = k_row + config.pad, tile_n + config.pad
+    wide = (8, 4) if config.dtype == "float64" else (16, 8, 4)
+    columns = next(c for c in wide if v_row % c == 0)  # outputs side by side: one read of p serves them all
     keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves eight
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -65,6 +67,7 @@ def make(config):
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
         s_part = cuda.local.array(keys_at_once, compute)  # (keys_at_once,)
+        o_part = cuda.local.array(columns, compute)  # (columns,)
         o_k = cuda.local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
         # line 2: load Q_i
@@ -131,13 +134,16 @@ def make(config):
                     l = alpha * l + sum_tmp
                     m = m_new
                     # lines 20 to 27: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j, step 3
-                    for x in range(v_row):
-                        o_k[x] *= alpha
-                    for y in range(tile_n):
-                        p = s_smem[s_k + y]
-                        if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
-                            for x in range(v_row):
-                                o_k[x] += p * v_smem[y * v_row + x]
+                    for x0 in range(0, v_row, columns):
+                        for x in range(columns):
+                            o_part[x] = compute(0)  # summed by itself: short sums round less than one long one
+                        for y in range(tile_n):
+                            p = s_smem[s_k + y]
+                            if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
+                                for x in range(columns):
+                                    o_part[x] += p * v_smem[y * v_row + x0 + x]
+                        for x in range(columns):
+                            o_k[x0 + x] = alpha * o_k[x0 + x] + o_part[x]
 
         # line 29, after the one division of step 4; a row without keys is zero and its lse -inf
         if q_index < seqlen_q:

@@ -13,7 +13,6 @@ import pytest
 import numba_flash
 from numba_flash import toolchain
 from numba_flash.compiled import MODULES, source
-from numba_flash.config import SoftmaxConfig
 from numba_flash.debug import stop_at
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -73,10 +72,10 @@ def test_stops_once_per_key_tile_in_the_named_thread_and_block():
     with stop_at("v2", ALPHA, thread=3, block=1, debugger=session):
         o = attend()
     assert ALPHA in session.answers[0]
+    assert session.answers[1] == session.answers[4] == "(3, 1, 19)"
+    assert session.answers[2] == "(-inf, 0.0)"
+    m, l = ast.literal_eval(session.answers[5])
     scores = q[0, 0, 19] @ k[0, 0].T / 2  # (24,), of query 16 + 3
-    at_first, at_second = session.output.getvalue().count("(3, 1, 19)"), session.answers[5]
-    assert at_first == 2 and session.answers[2] == "(-inf, 0.0)"
-    m, l = ast.literal_eval(at_second)
     assert m == pytest.approx(scores[:16].max(), rel=1e-5)
     assert l == pytest.approx(np.exp(scores[:16] - m).sum(), rel=1e-5)
     np.testing.assert_allclose(o, attend(), rtol=0, atol=0)
@@ -91,7 +90,7 @@ def test_the_row_of_scores_can_be_seen():
 
 
 def test_next_over_a_barrier_shows_what_other_threads_wrote():
-    lines, first = inspect.getsourcelines(_function("v2"))
+    lines, first = inspect.getsourcelines(source(numba_flash.explain(q, k, v, kernel="v2").config).fn)
     barriers = [first + n for n, line in enumerate(lines) if line.strip().startswith("cuda.syncthreads()")]
     session = Session("n", "p k_smem[:64].tolist()", "c", "c")
     with stop_at("v2", barriers[1], thread=2, debugger=session):  # K and V are loaded before it
@@ -102,9 +101,10 @@ def test_next_over_a_barrier_shows_what_other_threads_wrote():
 
 
 def test_quitting_gives_the_launch_up():
-    with pytest.raises(bdb.BdbQuit, match=r"kernel 'v2', which did not finish: tid=\[3, 0, 0\] ctaid=\[1, 0, 0\]"):
-        with stop_at("v2", ALPHA, thread=3, block=1, debugger=Session("q")):
-            attend()
+    message = r"kernel 'v2', which did not finish: tid=\[3, 0, 0\] ctaid=\[1, 0, 0\]"
+    stop = stop_at("v2", ALPHA, thread=3, block=1, debugger=Session("q"))
+    with pytest.raises(bdb.BdbQuit, match=message), stop:
+        attend()
     np.testing.assert_allclose(attend(), numba_flash.attention(q, k, v, kernel="reference"), atol=1e-6)
 
 
@@ -132,16 +132,24 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
     assert "simulator" not in session.output.getvalue()
 
 
+FIRST_LINES = {
+    "v1": "thread = cuda.threadIdx.x",
+    "v2": "thread = cuda.threadIdx.x",
+    "safe": "row = cuda.grid(1)",
+    "online": "row = cuda.grid(1)",
+    "blocked": "row = cuda.blockIdx.x",
+}
+
+
 @pytest.mark.parametrize("kernel", MODULES)
 def test_every_kernel(kernel):
     session = Session("n", "c")
-    with stop_at(kernel, "cuda.blockIdx.x" if kernel == "blocked" else "cuda.threadIdx.x", debugger=session) \
-            if kernel in ("v1", "v2", "blocked") else stop_at(kernel, "cuda.grid(1)", debugger=session):  # fmt: skip
+    with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
         else:
             numba_flash.softmax(x, kernel=kernel)
-    assert len(session.answers) == 3
+    assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
 
 
 def test_an_error_in_the_body_comes_out():
@@ -187,8 +195,3 @@ def test_without_the_simulator(monkeypatch):
     monkeypatch.setattr(toolchain, "simulated", lambda: False)
     with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"), stop_at("v2", ALPHA):
         pass
-
-
-def _function(kernel):
-    config = numba_flash.explain(q, k, v, kernel=kernel).config
-    return source(config).fn

@@ -1,0 +1,66 @@
+"""ranges.py against counting keys one by one."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from numba_flash.ranges import UNBOUNDED, key_tiles, row_keys
+
+SIDES = st.one_of(st.integers(0, 25), st.just(UNBOUNDED), st.just(2**31 - 1))
+POSITIONS = st.integers(-60, 60)
+
+
+def seen(q_pos, left, right, seqlen_k):
+    return {j for j in range(seqlen_k) if q_pos - left <= j <= q_pos + right}
+
+
+@given(POSITIONS, SIDES, SIDES, st.integers(0, 40))
+def test_row_keys_are_the_visible_ones(q_pos, left, right, seqlen_k):
+    first, end = row_keys(q_pos, left, right, seqlen_k)
+    assert set(range(first, end)) == seen(q_pos, left, right, seqlen_k)
+    assert 0 <= first <= seqlen_k and 0 <= end <= seqlen_k
+
+
+@given(POSITIONS, st.integers(1, 20), SIDES, SIDES, st.integers(0, 40), st.integers(1, 16))
+@example(0, 4, 0, 0, 0, 4)  # no key at all
+@example(-50, 4, 3, 0, 20, 4)  # every row stands before the first key
+@example(55, 4, 3, 0, 20, 4)  # every row stands past the last key
+@example(-3, 8, UNBOUNDED, 0, 20, 4)  # only the later rows see keys
+def test_key_tiles_cover_and_classify(first_pos, rows, left, right, seqlen_k, tile_n):
+    positions = range(first_pos, first_pos + rows)
+    top, bottom = (row_keys(p, left, right, seqlen_k) for p in (positions[0], positions[-1]))
+    begin, free, cut, end = key_tiles(*top, *bottom, tile_n)
+    assert 0 <= begin <= free <= cut <= end
+
+    each = [seen(p, left, right, seqlen_k) for p in positions]
+    visited = set(range(begin * tile_n, end * tile_n))
+    assert set.union(*each) <= visited, "a visible key lies in no visited tile"
+    for tile in range(free, cut):
+        keys = set(range(tile * tile_n, (tile + 1) * tile_n))
+        assert all(keys <= row for row in each), "a free tile would need a mask"
+    if begin < end:  # no tile is visited for nothing at either end
+        assert any(row & set(range(begin * tile_n, (begin + 1) * tile_n)) for row in each) or not set.union(*each)
+        assert (end - 1) * tile_n < seqlen_k
+
+
+@given(POSITIONS, st.integers(1, 20), SIDES, SIDES, st.integers(0, 40), st.integers(1, 16))
+def test_every_tile_that_all_rows_see_whole_is_free(first_pos, rows, left, right, seqlen_k, tile_n):
+    """The hot loop gets all it can: what is not free really needs its mask."""
+    positions = range(first_pos, first_pos + rows)
+    top, bottom = (row_keys(p, left, right, seqlen_k) for p in (positions[0], positions[-1]))
+    begin, free, cut, end = key_tiles(*top, *bottom, tile_n)
+    common = set.intersection(*(seen(p, left, right, seqlen_k) for p in positions))
+    for tile in range(begin, end):
+        if set(range(tile * tile_n, (tile + 1) * tile_n)) <= common:
+            assert free <= tile < cut
+
+
+# Positions as far out as an offset may be, with every combination of bounds: an int64 must hold all sums.
+@pytest.mark.parametrize("q_pos", [2**31 - 1, -(2**31) + 1, 2**32])
+@pytest.mark.parametrize("left", [0, 2**31 - 1, UNBOUNDED])
+@pytest.mark.parametrize("right", [0, 2**31 - 1, UNBOUNDED])
+def test_huge_positions(q_pos, left, right):
+    for seqlen_k in (0, 1, 100, 2**31 - 1):
+        first, end = row_keys(q_pos, left, right, seqlen_k)
+        assert first == min(max(q_pos - left, 0), seqlen_k) and 0 <= end <= seqlen_k
+        assert abs(q_pos) + max(left, right) + 1 < 2**63
