@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from . import arrays, copies
-from .arrays import Array
-from .launch import Operands, launch
+from .arrays import Operands
+from .launch import launch
 from .problem import Problem, check_memory
 from .select import Choice, select
 from .target import Target
@@ -20,7 +20,7 @@ class AttentionOutput(NamedTuple):
 class Call(NamedTuple):
     """A call as it was understood: what came, what is to be computed, where and by what."""
 
-    given: dict[str, Array]
+    given: Operands  # o and lse are what came in out=, or None
     problem: Problem
     target: Target
     choice: Choice
@@ -52,32 +52,81 @@ def attention(
     stream: Any = None,
     kernel: str = "auto",
 ) -> Any:
-    """Exact attention, softmax(scale * q @ k.T) @ v, in memory proportional to the inputs."""
+    """Exact attention, softmax(scale * q @ k.T) @ v, in memory proportional to the inputs.
+
+    >>> o = numba_flash.attention(q, k, v, causal=True)
+    >>> o, lse = numba_flash.attention(q, k, v, window=(127, 0), return_lse=True)
+
+    For query i of a batch entry, at position p = i + q_offset, over the keys j that it sees:
+
+        s_j = softcap(scale * q_i . k_j) - slope * |p - j| + bias_ij,    softcap(x) = cap * tanh(x / cap)
+        o_i = sum_j e^(s_j - lse_i) v_j,                                 lse_i = log sum_j e^(s_j)
+
+    Key j is seen when it is one of the first seqlens_k keys, p - left <= j <= p + right, and mask_ij.
+
+    q: (batch, heads, seqlen_q, head_dim); k: (batch, heads_kv, seqlen_k, head_dim);
+    v: (batch, heads_kv, seqlen_k, head_dim_v). With layout="bshd" heads and seqlen change places, in
+    out= and in the result too. float16, bfloat16, float32 or float64, all three alike; sums are in
+    float32, for float64 in float64. Any strides (transposed, sliced, broadcast, negative), any lengths,
+    also 0, any head_dim, head_dim_v apart from it. Query head h reads KV head h // (heads // heads_kv),
+    so grouped and multi-query attention need no flag. NumPy, CuPy, torch, JAX and Numba device arrays,
+    and anything with DLPack or the CUDA Array Interface; all in one place and of one kind, which is
+    also what is returned. Nothing is cast or copied (one exception, which `explain` shows: NumPy arrays
+    with a GPU kernel named).
+
+    causal: a query sees no key after its own position; the same as a right window of 0.
+    window: (left, right), how many keys before and after its position a query sees, both inclusive;
+        None is unbounded. A bare number is refused, because it means three things elsewhere.
+    q_offset: the position of query 0 among the keys. None = seqlen_k - seqlen_q, or with seqlens_k
+        seqlens_k[b] - seqlen_q: the last query stands at the last key ("bottom-right", flash-attn's). 0 is
+        "top-left" (torch's and JAX's). A whole number, or int32 (batch,).
+    seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory its values
+        are checked; on a device they are clamped to 0 .. seqlen_k, since reading them would mean waiting.
+    scale: a finite number; None = head_dim ** -0.5.
+    softcap: above 0; None = no cap.
+    alibi_slopes: (heads,) or (batch, heads), float32 or q's dtype.
+    bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
+        -inf removes a key, as the mask does.
+    mask: bool, True = attend, broadcastable likewise.
+    score_mod, mask_mod, aux, sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
+        float64), natural logarithm, ready for `merge`.
+    out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
+    stream: a stream of CuPy, torch, Numba or cuda.core, or an address; None = the one that the arrays'
+        library is working on. Work is enqueued there, and the host does not wait. After a first call
+        with the same shapes it can be captured in a CUDA graph.
+    kernel: "auto", or "reference", "v1", "v2", "cpu" by name; `explain` tells which runs and why.
+
+    A query that sees no key gives o = 0 and lse = -inf, never NaN. What lies in positions that
+    seqlens_k, window, causal or mask remove never reaches o, even NaN and Inf. The same call gives the
+    same bits, and a row's bits do not depend on its batch neighbours.
+
+    Raises TypeError or ValueError for arguments that make no sense, naming the argument, what came and
+    what is allowed, and NotImplementedError for what no kernel here can compute, with the reason.
+
+    Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
+    """
     refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
     given, problem, target, choice = understand(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
         out, stream, kernel,
     )  # fmt: skip
-    q_array, o, lse = given["q"], given.get("out"), given.get("out_lse")
+    like, _, _, o, lse, *options = given
     if o is None:
-        o = arrays.empty(q_array, problem.o_shape, problem.dtype)
+        o = arrays.empty(like, problem.o_shape, problem.dtype)
     if lse is None and return_lse:
-        lse = arrays.empty(q_array, problem.lse_shape, problem.compute_dtype)
+        lse = arrays.empty(like, problem.lse_shape, problem.compute_dtype)
+    operands = Operands(like, given.k, given.v, o, lse, *options)
     if choice.copies:
-        inputs = {name: array for name, array in given.items() if name not in ("out", "out_lse")}
-        options = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
-        if "q_offset" not in given:
-            options["q_offset"] = q_offset
-        copies.through_gpu(attention, inputs, [o] if lse is None else [o, lse], options)
+        keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
+        if given.q_offset is None:
+            keywords["q_offset"] = q_offset
+        copies.through_gpu(attention, operands, keywords)
     else:
-        operands = Operands(
-            q_array, given["k"], given["v"], o, lse, given.get("bias"), given.get("mask"), given.get("alibi_slopes"),
-            given.get("seqlens_k"), given.get("q_offset"),
-        )  # fmt: skip
-        launch(choice, problem, target, operands, arrays.stream_of(q_array, stream))
+        launch(choice, problem, target, operands, arrays.stream_of(like, stream))
     if lse is None:
-        return arrays.give(q_array, o)
-    return AttentionOutput(arrays.give(q_array, o), arrays.give(q_array, lse))
+        return arrays.give(like, o)
+    return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
 
 
 def understand(
@@ -85,33 +134,33 @@ def understand(
     alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
 ) -> Call:  # fmt: skip
     """Everything before memory is allocated or anything runs; what `explain` reports."""
-    given = {"q": arrays.read("q", q), "k": arrays.read("k", k), "v": arrays.read("v", v)}
+    read = arrays.read
+    o = lse = None
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
         if len(pair) != (2 if return_lse and isinstance(out, tuple) else 1):
             raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
-        given.update((name, arrays.read(name, x)) for name, x in zip(("out", "out_lse"), pair, strict=False))
-    if bias is not None:
-        given["bias"] = arrays.read("bias", bias)
-    if mask is not None:
-        given["mask"] = arrays.read("mask", mask)
-    if alibi_slopes is not None:
-        given["alibi_slopes"] = arrays.read("alibi_slopes", alibi_slopes)
-    if seqlens_k is not None:
-        given["seqlens_k"] = arrays.read("seqlens_k", seqlens_k)
+        o = read("out", pair[0])
+        lse = read("out_lse", pair[1]) if len(pair) == 2 else None
+    offsets = None
     if q_offset is not None and arrays.is_array(q_offset):
-        given["q_offset"] = arrays.read("q_offset", q_offset)
-        q_offset = given["q_offset"].layout
-
-    layouts = {name: array.layout for name, array in given.items()}
+        offsets, q_offset = read("q_offset", q_offset), None
+    given = Operands(
+        read("q", q), read("k", k), read("v", v), o, lse,
+        None if bias is None else read("bias", bias),
+        None if mask is None else read("mask", mask),
+        None if alibi_slopes is None else read("alibi_slopes", alibi_slopes),
+        None if seqlens_k is None else read("seqlens_k", seqlens_k),
+        offsets,
+    )  # fmt: skip
     problem = Problem.of(
-        layouts["q"], layouts["k"], layouts["v"], layouts.get("out"), layouts.get("out_lse"), layouts.get("bias"),
-        layouts.get("mask"), layouts.get("alibi_slopes"), layouts.get("seqlens_k"), q_offset, causal, window, scale,
-        softcap, layout, return_lse,
+        *[None if array is None else array.layout for array in given], q_offset, causal, window, scale, softcap,
+        layout, return_lse,
     )  # fmt: skip
     check_memory(given, problem)
-    target = Target.of(given["q"].layout.device)
-    return Call(given, problem, target, select(problem, target, kernel, given["q"].layout.family, stream is not None))
+    place = given.q.layout
+    target = Target.of(place.device)
+    return Call(given, problem, target, select(problem, target, kernel, place.family, stream is not None))
 
 
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:

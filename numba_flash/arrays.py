@@ -42,6 +42,21 @@ class Array(NamedTuple):
     view: Any = None  # a view of it that NumPy or cuda.core made, where one was needed
 
 
+class Operands(NamedTuple):
+    """The arrays of one attention call; None where there is none. The order is that of the kernels' pointers."""
+
+    q: Array
+    k: Array
+    v: Array
+    o: Array | None
+    lse: Array | None
+    bias: Array | None
+    mask: Array | None
+    alibi_slopes: Array | None
+    seqlens_k: Array | None
+    q_offset: Array | None
+
+
 _layouts: dict[tuple, Layout] = {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, host_view
+from .arrays import Operands, host_view
 
 
 class DeviceCopy:
@@ -41,18 +41,17 @@ class DeviceCopy:
         return {"shape": self.shape, "typestr": typestr, "data": (int(self._buffer.handle), False), "version": 3}
 
 
-def through_gpu(
-    attention: Callable[..., Any], inputs: dict[str, Array], outputs: list[Array], options: dict[str, Any]
-) -> None:
-    """Call `attention` on copies of the inputs and copy what it wrote into the outputs."""
+def through_gpu(attention: Callable[..., Any], operands: Operands, keywords: dict[str, Any]) -> None:
+    """Call `attention` on copies of the operands and copy what it wrote into o and lse."""
     from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
     Device(0).set_current()
     stream = LEGACY_DEFAULT_STREAM
-    there = {name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in inputs.items()}
-    views = [host_view(array) for array in outputs]
+    given = {name: array for name, array in operands._asdict().items() if array is not None}
+    views = [host_view(given.pop(name)) for name in ("o", "lse") if name in given]
+    there = {name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()}
     written = [DeviceCopy(np.empty(view.shape, view.dtype), stream, upload=False) for view in views]
-    attention(**there, **options, out=tuple(written) if len(written) > 1 else written[0], return_lse=len(written) > 1)
+    attention(**there, **keywords, out=tuple(written) if len(written) > 1 else written[0], return_lse=len(written) > 1)
     for view, copy in zip(views, written, strict=True):
         result = np.empty(view.shape, view.dtype)
         copy.into(result)

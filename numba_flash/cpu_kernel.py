@@ -418,8 +418,19 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             )
             if featured:
                 features(
-                    s, alibi, keys, first, first_row, last_row + 1 - first_row, width, kv_head, b, offset, plan,
-                    pointers, zero,
+                    s,
+                    alibi,
+                    keys,
+                    first,
+                    first_row,
+                    last_row + 1 - first_row,
+                    width,
+                    kv_head,
+                    b,
+                    offset,
+                    plan,
+                    pointers,
+                    zero,
                 )
             if free > first or cut < end:
                 for r in range(first_row, last_row + 1):

@@ -71,8 +71,10 @@ def stop_at(
         """The trace function of every thread started meanwhile; the first call in `file` is the kernel's."""
         nonlocal came
         if frame.f_code.co_filename != file:
-            return None
+            return None  # before asking for the thread: one that is ending has no name any more
         simulated = threading.current_thread()
+        if not hasattr(simulated, "threadIdx"):
+            return None  # a thread that launches kernels
         if wanted != (tuple(simulated.threadIdx), tuple(simulated.blockIdx)):  # type: ignore[attr-defined]
             sys.settrace(before)  # left to whoever traced it anyway: a debugger, coverage
             return before and before(frame, event, arg)

@@ -9,27 +9,12 @@ import numpy as np
 
 from . import arrays, reference
 from .arguments import Pointers, Scalars, Workspace, scalars
-from .arrays import Array
+from .arrays import Array, Operands
 from .compiled import AnyConfig, compiled, source
 from .config import Config
 from .problem import Problem
 from .select import Choice
 from .target import Target
-
-
-class Operands(NamedTuple):
-    """The arrays of one call, in the order of `arguments.Pointers`; None where the problem has none."""
-
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array | None
-    bias: Array | None
-    mask: Array | None
-    alibi_slopes: Array | None
-    seqlens_k: Array | None
-    q_offset: Array | None
 
 
 def launch(choice: Choice, problem: Problem, target: Target, operands: Operands, stream: int) -> None:

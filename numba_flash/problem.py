@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, ITEM_SIZE, Array, Layout, byte_bounds, host_view
+from .arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, byte_bounds, host_view
 
 Strides = tuple[int, int, int, int]
 NO_STRIDES = (0, 0, 0, 0)
@@ -81,38 +81,40 @@ class Problem:
     @staticmethod
     def of(
         q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
-        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Layout | Any,
-        causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
+        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
+        q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
     ) -> "Problem":  # fmt: skip
-        """Check a problem, or find it again: the same layouts and options give the same object."""
+        """Check a problem, or find it again: the same layouts and options give the same object.
+
+        q_offsets is the layout of an array given as q_offset; q_offset is then None.
+        """
         try:
             return _remembered(
-                q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
-                layout, return_lse,
+                q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
+                softcap, layout, return_lse,
             )  # fmt: skip
         except TypeError as error:
             if "unhashable" not in str(error):
                 raise
         return _checked(  # something unhashable was given: say what is wrong with it
-            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offset, causal, window, scale, softcap,
-            layout, return_lse,
+            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
+            softcap, layout, return_lse,
         )  # fmt: skip
 
 
 def _checked(
     q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None,
     bias: Layout | None, mask: Layout | None,
-    alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offset: Any, causal: Any, window: Any,
-    scale: Any, softcap: Any, layout: Any, return_lse: Any,
+    alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any, causal: Any,
+    window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
 ) -> Problem:  # fmt: skip
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
     _check_bool("causal", causal)
     _check_bool("return_lse", return_lse)
-    offsets = q_offset if isinstance(q_offset, Layout) else None
     named = {
         "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
-        "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": offsets,
+        "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
     }  # fmt: skip
     given = {name: array for name, array in named.items() if array is not None}
     _check_one_place(given)
@@ -157,7 +159,9 @@ def _checked(
 
     score_shape = (batch, heads, seqlen_q, seqlen_k)
     left, right = _window(window, causal)
-    number, source = _q_offset(q_offset, batch, seqlen_q, seqlen_k, seqlens_k is not None)
+    number, source = 0, "array"
+    if q_offsets is None:
+        number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
     o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
     contiguous = _contiguous(o_shape)
     o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
@@ -175,7 +179,7 @@ def _checked(
     for name, array in (("bias", bias), ("alibi_slopes", alibi_slopes)):
         if array is not None and array.dtype not in float_dtypes:
             raise TypeError(f"{name} must be {' or '.join(float_dtypes)} beside q of {q.dtype}, not {array.dtype}")
-    for name, array in (("seqlens_k", seqlens_k), ("q_offset", offsets)):
+    for name, array in (("seqlens_k", seqlens_k), ("q_offset", q_offsets)):
         if array is not None and (array.dtype != "int32" or array.shape != (batch,)):
             raise (TypeError if array.dtype != "int32" else ValueError)(
                 f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
@@ -190,7 +194,7 @@ def _checked(
         q_offset_source=source,
         has_seqlens_k=seqlens_k is not None,
         seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
-        q_offset_stride=_elements(offsets)[0] if offsets is not None else 0,
+        q_offset_stride=_elements(q_offsets)[0] if q_offsets is not None else 0,
         softcap=_softcap(softcap),
         alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
         alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
@@ -289,9 +293,7 @@ def _window_side(name: str, side: Any) -> int | None:
     return min(value, MAX_EXTENT)
 
 
-def _q_offset(q_offset: Any, batch: int, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
-    if isinstance(q_offset, Layout):
-        return 0, "array"
+def _q_offset(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
     if q_offset is None:  # bottom-right: the last query stands at the last valid key
         return (-seqlen_q, "seqlens_k") if has_seqlens_k else (seqlen_k - seqlen_q, "number")
     if isinstance(q_offset, bool | np.bool_):
@@ -352,17 +354,18 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
     return (strides[0], strides[1], strides[2], strides[3])
 
 
-def check_memory(given: dict[str, Array], problem: Problem) -> None:
+def check_memory(given: Operands, problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
-    for name, array in given.items():
-        if array.pointer & 7:  # no element is larger than that
+    for name, array in zip(given._fields, given, strict=True):
+        if array is not None and array.pointer & 7:  # no element is larger than that
             check_alignment(name, array)
-    if "out" in given:
-        for written in ("out", "out_lse"):
-            if written in given:
-                check_overlap(written, given[written], {name: x for name, x in given.items() if name != written})
-    if "seqlens_k" in given and given["seqlens_k"].layout.device is None and problem.batch:
-        values = host_view(given["seqlens_k"])  # on a device the kernels clamp them: reading them would mean waiting
+    if given.o is not None:
+        named = {name: array for name, array in given._asdict().items() if array is not None}
+        for written in ("o", "lse"):
+            if written in named:
+                check_overlap("out", named[written], {name: x for name, x in named.items() if name != written})
+    if given.seqlens_k is not None and given.seqlens_k.layout.device is None and problem.batch:
+        values = host_view(given.seqlens_k)  # on a device the kernels clamp them: reading them would mean waiting
         if values.min() < 0 or values.max() > problem.seqlen_k:
             raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
 
