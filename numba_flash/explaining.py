@@ -8,6 +8,7 @@ from . import launch
 from .api import attention, refuse_what_is_to_come, understand
 from .config import Config
 from .problem import Problem
+from .select import Choice
 from .target import Target
 
 
@@ -22,6 +23,11 @@ class Explanation:
     blocks: int
     copies: bool
     refused: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
+        blocks = launch.grid(choice.config, problem) if choice.config else 0
+        return Explanation(choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused)
 
     def __str__(self) -> str:
         p = self.problem
@@ -56,16 +62,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
     refuse_what_is_to_come(*(arguments.pop(name) for name in to_come))
     call = understand(**arguments)
-    choice = call.choice
-    return Explanation(
-        kernel=choice.kernel,
-        config=choice.config,
-        problem=call.problem,
-        target=call.target,
-        blocks=launch.grid(choice.config, call.problem) if choice.config else 0,
-        copies=choice.copies,
-        refused=choice.refused,
-    )
+    return Explanation.of(call.problem, call.target, call.choice)
 
 
 def _visibility(p: Problem) -> str:

@@ -226,7 +226,7 @@ def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = 
     with np.errstate(invalid="ignore"):
         finite = np.where(np.isfinite(expected_lse), np.abs(expected_lse), 0)
     size_s = 1 + np.max(finite, initial=0) + _largest_score(case)
-    size_v = np.max(np.abs(np.where(np.isfinite(case.v), case.v, 0).astype(np.float64)), initial=0)
+    size_v = np.max(np.abs(_finite(case.v)), initial=0)
     floor = EPS[case.dtype] * np.max(np.abs(expected_o), initial=0) + EPS[compute] * size_s * size_v
     _compare(f"{what}: o", case, o, expected_o, plain_o, floor)
     if lse is not None:
@@ -253,11 +253,15 @@ def _compare(
 
 def _largest_score(case: Case) -> float:
     """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
-    q, k = (_heads_first(case, x).astype(np.float64) for x in (case.q, case.k))
-    q, k = (np.where(np.isfinite(x), x, 0) for x in (q, k))
+    q, k = (_finite(_heads_first(case, x)) for x in (case.q, case.k))
     s = q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3)
     scale = case.options.get("scale") or q.shape[3] ** -0.5
     return float(abs(scale) * np.max(np.abs(s), initial=0))
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return np.where(np.isfinite(wide), wide, 0)
 
 
 def _heads_first(case: Case, x: np.ndarray) -> np.ndarray:

@@ -132,17 +132,21 @@ def show_layers(measured: Measured, screen: Screen) -> bool:
     plain = sum(layer.plain_seconds for layer in measured.layers)
     screen.line(f"total  {ours * 1e3:>35.1f} ms  {plain * 1e3:>19.1f} ms")
     screen.line()
-    ratio = f"{plain / ours:.1f} times as fast" if ours < plain else f"{ours / plain:.1f} times slower"
     screen.say(
-        f"Times: the median of {REPEATS} runs of each call, added up. Ours is {ratio} here. The plain "
+        f"Times: the median of {REPEATS} runs of each call, added up. {comparison(ours, plain)} The plain "
         f"formula held a score matrix of up to {measured.score_bytes / 1e6:.0f} MB; ours holds none."
     )
-    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
-    if load > 1.5 * cores:  # the demo alone keeps every core busy
-        screen.say(
-            f"This machine is doing other things, too (load {load:.1f} on {cores} cores): do not trust the times."
-        )
     return all(layer.passed for layer in measured.layers)
+
+
+def comparison(ours: float, plain: float) -> str:
+    """Who was faster, if that can be told: with other programs on its cores, NumPy's BLAS all but stands still."""
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load > 1.5 * cores:  # the demo alone keeps every core busy, and no more
+        return f"Do not trust them: other programs run here, too (load {load:.1f} on {cores} cores)."
+    if ours < plain:
+        return f"Ours is {plain / ours:.1f} times as fast here."
+    return f"Ours is {ours / plain:.1f} times slower here."
 
 
 def show_pictures(minilm: MiniLM, picture: str, screen: Screen) -> bool:

@@ -1,0 +1,244 @@
+"""python -m numba_flash demo | info | explain"""
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+
+# Opted-in shared memory of one block, KB, by compute capability (CUDA Programming Guide).
+SHARED_KB = {
+    (7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
+    (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0 done, 1 the demo's checks failed, 2 it cannot be done as asked."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:  # has options of its own
+        from . import demo
+
+        return demo.main(arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    return explain(parsed) if parsed.command == "explain" else info()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m numba_flash", description="Exact attention in pure Python.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | info | explain")
+    commands.add_parser("demo", help="a language model answers questions with our attention", add_help=False)
+    commands.add_parser("info", help="versions, GPUs, the cache, and which kernels are usable here")
+    add = commands.add_parser(
+        "explain",
+        help="which kernel a problem would get, and why not the others",
+        description="For arrays on GPU 0 where there is one, else for NumPy arrays.",
+    ).add_argument
+    add("--batch", type=int, default=1)
+    add("--heads", type=int, default=8)
+    add("--heads-kv", type=int, metavar="HEADS", help="default: --heads")
+    add("--seqlen-q", type=int, default=1024, metavar="N")
+    add("--seqlen-k", type=int, metavar="N", help="default: --seqlen-q")
+    add("--head-dim", type=int, default=128, metavar="D")
+    add("--head-dim-v", type=int, metavar="D", help="default: --head-dim")
+    add("--dtype", default="float16", choices=("float16", "bfloat16", "float32", "float64"))
+    add("--layout", default="bhsd", choices=("bhsd", "bshd"))
+    add("--causal", action="store_true")
+    add("--window", nargs=2, type=bound, metavar=("LEFT", "RIGHT"), help="a number, or none for no bound")
+    add("--kernel", default="auto", help="the one that would be asked for")
+    add("--cc", type=capability, metavar="8.6", help="arrays on a GPU of this compute capability, not on this machine")
+    add("--shared-kb", type=int, metavar="KB", help="with --cc: shared memory that a block can have there")
+    return parser
+
+
+def bound(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
+def capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def explain(asked: argparse.Namespace) -> int:
+    """Print `explain` of a problem that is only described: no array of its size is made."""
+    import ml_dtypes  # noqa: F401 - tells NumPy what bfloat16 is
+    import numpy as np
+
+    from . import explaining, toolchain
+    from .select import select
+    from .target import Target
+
+    heads_kv, seqlen_k, head_dim_v = asked.heads_kv, asked.seqlen_k, asked.head_dim_v
+    heads_kv = asked.heads if heads_kv is None else heads_kv
+    seqlen_k = asked.seqlen_q if seqlen_k is None else seqlen_k
+    head_dim_v = asked.head_dim if head_dim_v is None else head_dim_v
+
+    def array(heads: int, seqlen: int, dim: int) -> Any:
+        inner = (heads, seqlen) if asked.layout == "bhsd" else (seqlen, heads)
+        return np.broadcast_to(np.zeros((), asked.dtype), (asked.batch, *inner, dim))
+
+    try:
+        problem = explaining.explain(
+            array(asked.heads, asked.seqlen_q, asked.head_dim),
+            array(heads_kv, seqlen_k, asked.head_dim),
+            array(heads_kv, seqlen_k, head_dim_v),
+            causal=asked.causal,
+            window=asked.window and tuple(asked.window),
+            layout=asked.layout,
+            kernel="reference",  # runs anywhere; the choice is made below
+        ).problem
+        if asked.cc:
+            target = _made_up(asked.cc, asked.shared_kb)
+        else:
+            target = Target.of(None if toolchain.simulated() or toolchain.unusable() else 0)
+        choice = select(problem, target, asked.kernel, "numpy" if target.arrays_on_host else "cupy")
+    except (TypeError, ValueError, NotImplementedError) as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 2
+    print(explaining.Explanation.of(problem, target, choice))
+    return 0
+
+
+def _made_up(cc: tuple[int, int], shared_kb: int | None) -> Any:
+    from .target import Target
+
+    name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
+    kb = SHARED_KB.get(cc) if shared_kb is None else shared_kb
+    if kb is None:
+        raise ValueError(f"how much shared memory {name} has is not known here: say it with --shared-kb")
+    return Target(arrays_on_host=False, cc=cc, shared_bytes=kb * 1024, name=name)
+
+
+def info() -> int:
+    """Print what somebody who helps would ask for first."""
+    _print("Versions", _versions())
+    _print("GPU", _gpus())
+    _print("CPU", _cpu())
+    _print("Cache of compiled kernels", _cache())
+    _print("Kernels, for NumPy arrays of float16 with head_dim 128", _kernels())
+    return 0
+
+
+Rows = Iterator[tuple[str, str]]
+
+
+def _versions() -> Rows:
+    """Read without importing: one package that does not load must not hide the others."""
+    yield "numba_flash", __version__
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    for name, distributions in {
+        "NumPy": ("numpy",),
+        "Numba": ("numba",),
+        "numba-cuda": ("numba-cuda",),
+        "cuda-core": ("cuda-core",),
+        "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "torch": ("torch",),
+        "jax": ("jax",),
+    }.items():
+        found = [version for version in map(_version, distributions) if version]
+        yield name, found[0] if found else "not installed"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> Rows:
+    from . import toolchain
+    from .target import Target
+
+    simulated = toolchain.simulated()
+    yield "simulator", "on" if simulated else "off; NUMBA_ENABLE_CUDASIM=1 before Python starts turns it on"
+    reason = "the simulator is on, so none is looked for" if simulated else toolchain.unusable()
+    if reason is not None:
+        yield "devices", f"none: {reason}"
+        return
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    yield "driver", f"CUDA {version // 1000}.{version % 1000 // 10}"
+    _, count = driver.cuDeviceGetCount()
+    for device in range(count):
+        gpu = Target.of(device)
+        assert gpu.cc is not None
+        yield (
+            f"device {device}",
+            f"{gpu.name}, compute capability {gpu.cc[0]}.{gpu.cc[1]}, {gpu.multiprocessors} multiprocessors, "
+            f"{gpu.shared_bytes // 1024} KB of shared memory for a block",
+        )
+
+
+def _cpu() -> Rows:
+    import numba
+
+    threads = numba.get_num_threads()  # starts them, so that their layer is known
+    yield "threads", f"{threads}, {numba.threading_layer()}"
+
+
+def _cache() -> Rows:
+    from .compiled import cache_folder
+
+    folder = cache_folder()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    yield "folder", f"{folder} (NUMBA_FLASH_CACHE_DIR names another)"
+    yield "holds", f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
+    yield "can be written", _can_be_written(folder)
+
+
+def _can_be_written(folder: Path) -> str:
+    """Tried, not asked: permissions say nothing about a file system that is read-only or full."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"no: {error}"
+    return "yes" if there == folder else "yes, and will be made"
+
+
+def _kernels() -> Rows:
+    import numpy as np
+
+    from .explaining import explain
+    from .select import KERNELS, refusal
+    from .target import Target
+
+    x = np.zeros((1, 1, 1, 128), np.float16)
+    problem = explain(x, x, x, kernel="reference").problem
+    for name in KERNELS:
+        yield name, refusal(name, problem, Target.of(None)) or "usable"
+
+
+def _print(title: str, rows: Rows) -> None:
+    """A table of two columns; rich breaks long lines within the second one, where it is installed."""
+    table = dict(rows)
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            grid = Table.grid("", "", padding=(0, 2))
+            for row in table.items():
+                grid.add_row(*row)
+            console = Console(markup=False)
+            console.print(title, style="bold")
+            console.print(grid)
+            return
+    print(title)
+    for name, value in table.items():
+        print(f"  {name:<14}  {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
