@@ -66,7 +66,7 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
 
 _launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
 # Multiplications and additions, below which waking threads costs more than it saves.
-SERIAL_WORK = 2_000_000
+SERIAL_WORK = 8_000_000
 
 
 @functools.cache
