@@ -13,8 +13,9 @@ from .target import Target
 KERNELS = ("reference", "v1", "v2", "cpu")
 
 # (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last query.
-# H200, v2, float32, head_dim 64, seqlen 4096, 16 heads, 2026-11-20, in TFLOP/s: 256 x 16 13.5, 256 x 32 13.0,
-# 192 x 16 12.8, 160 x 16 12.5, 128 x 16 12.0, 128 x 32 11.7, 64 x 16 10.4, 64 x 32 10.0 (CuPy's formula: 9.3).
+# H200, v2, seqlen 4096, 16 heads, 2026-11-21, in TFLOP/s: float32, head_dim 64: 256 x 16 11.4, 256 x 32 11.3,
+# 128 x 16 11.0, 128 x 32 10.5, 64 x 16 9.6, 256 x 8 9.5, 64 x 32 9.3, 192 x 16 7.7, 160 x 16 5.7 (CuPy's formula 9.1);
+# float16, head_dim 64: 11.9, 128 x 16 11.5, 64 x 16 10.1; float32, head_dim 128: 13.6, 128 x 16 12.9, 64 x 16 10.9.
 SEED_TILES = ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -30,12 +31,18 @@ class Choice:
     refused: tuple[tuple[str, str], ...]  # (kernel, why it does not run), in the order they were asked
 
 
-@functools.lru_cache(maxsize=4096)
 def select(problem: Problem, target: Target, kernel: str, family: str = "numpy", stream: bool = False) -> Choice:
     """The kernel by name, or for "auto" the fastest one that can compute the problem exactly here.
 
     family: the kind of arrays that came; stream: whether a stream was named, which only a GPU has.
     """
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):  # before it is looked up: it may be anything
+        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
+    return _selected(problem, target, kernel, family, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _selected(problem: Problem, target: Target, kernel: str, family: str, stream: bool) -> Choice:
     if stream and target.arrays_on_host:
         raise ValueError("stream was given, but the arrays are in host memory, where there are no streams")
     if target.simulated and family != "numpy" and kernel not in ("cpu", "reference"):
@@ -43,8 +50,6 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
             f"the simulator (NUMBA_ENABLE_CUDASIM) takes NumPy arrays only, and {family} arrays were given; "
             "unset NUMBA_ENABLE_CUDASIM, or pass NumPy arrays"
         )
-    if kernel != "auto" and kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
     wanted = _by_preference(target) if kernel == "auto" else (kernel,)
     refused = [(name, _not_asked(name, kernel, target)) for name in KERNELS if name not in wanted]
     for index, name in enumerate(wanted):

@@ -12,6 +12,7 @@ Three things can go wrong between `pip install` and the first compile, and all t
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -37,8 +38,9 @@ def numpy_names() -> Iterator[None]:
 
 def simulated() -> bool:
     """Whether Numba's CUDA simulator is on (NUMBA_ENABLE_CUDASIM=1 before Numba is imported)."""
-    if "numba" in sys.modules:
-        return bool(sys.modules["numba"].config.ENABLE_CUDASIM)
+    numba_config = getattr(sys.modules.get("numba"), "config", None)  # absent too while another thread imports Numba
+    if numba_config is not None:
+        return bool(numba_config.ENABLE_CUDASIM)
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 
 
@@ -63,11 +65,20 @@ def cuda() -> ModuleType:
 
 @functools.cache
 def unusable() -> str | None:
-    """Why no GPU can be used here, or None when device 0 can."""
+    """Why no GPU can be used here, or None when device 0 can.
+
+    Numba itself is not imported: a kernel that is in the disk cache runs without it.
+    """
     if simulated():
         return None
+    for package in ("numba_cuda", "cuda.core"):
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"{package} is not installed: pip install 'numba-flash[cu13]', or [cu12], after your driver's CUDA"
     try:
-        cuda()
         from cuda.core import Device
 
         Device(0).compute_capability  # noqa: B018 - asks the driver
