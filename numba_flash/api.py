@@ -141,7 +141,7 @@ def understand(
         if len(pair) != (2 if return_lse and isinstance(out, tuple) else 1):
             raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
         o = read("out", pair[0])
-        lse = read("out_lse", pair[1]) if len(pair) == 2 else None
+        lse = read("the lse of out", pair[1]) if len(pair) == 2 else None
     offsets = None
     if q_offset is not None and arrays.is_array(q_offset):
         offsets, q_offset = read("q_offset", q_offset), None

@@ -17,7 +17,6 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +165,8 @@ def _store() -> Any:
 @functools.cache
 def _fingerprint() -> str:
     """Changes with anything but the Config that could change the code: sources and compilers."""
+    from importlib import metadata  # 20 ms
+
     package = Path(__file__).parent
     files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
     files += [package / name for name in ("ranges.py", "config.py", "arguments.py", "compiled.py")]

@@ -1,8 +1,11 @@
 """The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads it is given.
 
 Here is the host's part: what is memoised per problem, whether to use threads, and the launch. The
-kernel is in cpu_kernel.py, its vector loops in simd*.py, where compiled code is kept in cpu_cache.py.
+kernel is in cpu_kernel.py, over cpu_panel.py, cpu_elements.py and the vector loops of simd*.py; what it
+is told of a problem in cpu_plan.py; where compiled code is kept in cpu_cache.py.
 """
+
+# mypy: ignore-errors
 
 import functools
 import threading
@@ -12,12 +15,11 @@ import numba
 import numpy as np
 from numba import njit, prange
 
+from . import cpu_plan as slot
 from .arguments import Pointers
 from .cpu_cache import c_function, cached
-from .cpu_kernel import INT, run_tasks_float32, run_tasks_float64
-from .cpu_plan import (
-    COUNTERS, FRAME_NUMBERS, PARTS, PLAN, POINTERS, SCRATCH_BYTES, SHARED_BYTES, TASKS, make_plan,
-)  # fmt: skip
+from .cpu_elements import INT
+from .cpu_kernel import run_tasks_float32, run_tasks_float64
 from .problem import Problem
 from .simd import Shape, call, load, store
 
@@ -25,24 +27,24 @@ from .simd import Shape, call, load, store
 @njit(error_model="numpy", inline="always")
 def set_up(frame, plan, pointers, shared):
     """Fill a call's frame; the shared memory begins with the counters."""
-    store(frame, PLAN, plan)
+    store(frame, slot.PLAN, plan)
     for n in range(10):
-        store(frame, POINTERS + n, pointers[n])
-    count = 1 + load(plan, TASKS, INT)
+        store(frame, slot.POINTERS + n, pointers[n])
+    count = 1 + load(plan, slot.TASKS, INT)
     for n in range(count):
         store(shared, n, INT)
-    store(frame, COUNTERS, shared)
-    store(frame, PARTS, shared + (count * 8 + 63) // 64 * 64)
+    store(frame, slot.COUNTERS, shared)
+    store(frame, slot.PARTS, shared + (count * 8 + 63) // 64 * 64)
 
 
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on this thread."""
-    shared, scratch = load(plan, SHARED_BYTES, INT), load(plan, SCRATCH_BYTES, INT)
-    memory = np.empty((64 + FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
+    shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
+    memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
-    at = frame + FRAME_NUMBERS * 8
+    at = frame + slot.FRAME_NUMBERS * 8
     set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
@@ -53,10 +55,10 @@ def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
-    shared, scratch = load(plan, SHARED_BYTES, INT), load(plan, SCRATCH_BYTES, INT)
-    memory = np.empty((64 + FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
+    shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
+    memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
-    at = frame + FRAME_NUMBERS * 8
+    at = frame + slot.FRAME_NUMBERS * 8
     set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
     store(at, 0, workers)
     for worker in prange(workers):
@@ -89,7 +91,7 @@ class _Plan(NamedTuple):
 def _plan(problem):
     p = problem
     double = p.dtype == "float64"
-    numbers = make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
+    numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
     work = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     nothing = p.batch * p.heads * p.seqlen_q == 0
     return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, work < SERIAL_WORK, nothing)

@@ -20,13 +20,14 @@ from typing import Any
 import llvmlite
 import numba
 import platformdirs
-from numba.core.ccallback import CFunc
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
 SOURCES = (
-    "cpu.py", "cpu_kernel.py", "cpu_plan.py", "ranges.py", "simd.py", "simd_panel.py", "simd_row.py", "simd_scores.py",
+    "cpu.py", "cpu_elements.py", "cpu_kernel.py", "cpu_panel.py", "cpu_plan.py", "ranges.py",
+    "simd.py", "simd_panel.py", "simd_row.py", "simd_scores.py",
 )  # fmt: skip
 
 
@@ -46,23 +47,23 @@ def source_stamp() -> str:
 
 
 class _Locator(_CacheLocator):
-    def get_cache_path(self):
+    def get_cache_path(self) -> str:
         return str(cache_folder())
 
-    def get_source_stamp(self):
-        return source_stamp()
+    def get_source_stamp(self) -> str:
+        return ""  # it is in the entry's name; asked for here, sources that are not on disk would stop the import
 
-    def get_disambiguator(self):
+    def get_disambiguator(self) -> str:
         return "numba_flash"
 
     @classmethod
-    def from_function(cls, py_func, py_file):
+    def from_function(cls, py_func: Any, py_file: str) -> "_Locator":
         return cls()
 
 
 class _Impl(CompileResultCacheImpl):
-    def __init__(self, py_func):
-        self._locator_classes = [_Locator]
+    def __init__(self, py_func: Any) -> None:
+        self._locator_classes: Any = [_Locator]
         super().__init__(py_func)
         self._locator = _Locator()  # whatever NUMBA_CACHE_LOCATOR_CLASSES says
 
@@ -128,7 +129,7 @@ def cached(dispatcher: Any) -> Any:
 
 def c_function(function: Any, signature: str, announcement: str) -> Any:
     """`function` compiled for calls through its address, with the cache above."""
-    made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+    made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
     made._cache = Cache(function, announcement)
     made.compile()
     return made

@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 
+from .problem import Problem
 from .ranges import UNBOUNDED
 
 # Element types as the kernel knows them.
@@ -23,7 +24,7 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE = 56  # two, in elements: batch, head; those of bias and mask are in elements too
+ALIBI_STRIDE = 56  # two, in bytes: batch, head
 NUMBERS = 58
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
@@ -37,7 +38,7 @@ Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 # a panel, which should stay in the first.
 TILE_BYTES = 200_000
 MAX_TILE_N = 192
-# Query rows a task takes, and how many tasks there should be before it takes as many.
+# Query rows a task takes at most, a multiple of every panel's, and the tasks there should be before it does.
 MAX_TILE_M = 128
 ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
 # With no more rows than this a panel would be mostly empty: one row at a time.
@@ -48,13 +49,13 @@ MAX_ROWS_SPLIT = 64
 CHUNK_KEYS = 1024
 
 
-def tile_keys(head_dim, head_dim_v, itemsize):
+def tile_keys(head_dim: int, head_dim_v: int, itemsize: int) -> int:
     """Keys of a tile: whole register tiles (6 or 12 keys), at least two of them."""
     fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
     return max(12, min(fit // 12 * 12, MAX_TILE_N * 4 // itemsize))
 
 
-def make_plan(problem, panel_rows):
+def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     """The numbers of a problem; panel_rows is the number of rows of a panel in its compute type."""
     p = problem
     plan = np.zeros(NUMBERS, np.int64)
@@ -80,9 +81,9 @@ def make_plan(problem, panel_rows):
                         (O_STRIDE, p.o_strides)):  # fmt: skip
         plan[at : at + 4] = np.multiply(strides, size)
     if p.alibi_dtype is not None:
-        plan[ALIBI_STRIDE : ALIBI_STRIDE + 2] = p.alibi_strides
+        plan[ALIBI_STRIDE : ALIBI_STRIDE + 2] = np.multiply(p.alibi_strides, ITEMSIZES[plan[ALIBI_DTYPE]])
     if p.bias_dtype is not None:
-        plan[BIAS_STRIDE : BIAS_STRIDE + 4] = p.bias_strides
+        plan[BIAS_STRIDE : BIAS_STRIDE + 4] = np.multiply(p.bias_strides, ITEMSIZES[plan[BIAS_DTYPE]])
     if p.has_mask:
         plan[MASK_STRIDE : MASK_STRIDE + 4] = p.mask_strides
 
@@ -92,12 +93,14 @@ def make_plan(problem, panel_rows):
     chunks = 1
     if rows <= MAX_ROWS_SPLIT:
         chunks = max(1, -(-p.seqlen_k // (tile_n * chunk_tiles)))
-    tile_m = max(MAX_TILE_M, panel_rows)
-    while tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
-        tile_m //= 2
-    tiles = -(-rows // tile_m)
+    by_rows = rows <= MAX_ROWS_ALONE
+    # A tile is whole panels, and no larger than the rows there are: of every chunk its state is kept.
+    tile_m = rows if by_rows else min(-(-rows // panel_rows) * panel_rows, MAX_TILE_M)
+    while not by_rows and tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
+        tile_m = -(-tile_m // 2 // panel_rows) * panel_rows
+    tiles = -(-rows // max(tile_m, 1))
     plan[TILE_M : CHUNK_TILES + 1] = tile_m, tile_n, tiles, chunks, chunk_tiles
-    plan[BY_ROWS] = rows <= MAX_ROWS_ALONE
+    plan[BY_ROWS] = by_rows
     tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
     # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, and a key tile converted and packed.

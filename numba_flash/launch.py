@@ -27,6 +27,10 @@ def launch(choice: Choice, problem: Problem, target: Target, operands: Operands,
         cpu.forward(problem, Pointers(*(array.pointer if array else 0 for array in operands)))
     elif problem.batch * problem.heads * problem.seqlen_q:
         assert choice.config is not None
+        if target.simulated:
+            from .sim.launch import warn_if_long
+
+            warn_if_long(problem)
         every: tuple[Array | None, ...] = operands
         if choice.kernel == "v1":
             every += _workspace(problem, operands.q)

@@ -47,7 +47,7 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
         share = xp.expand_dims(weight / divisor, axis=-1)
         share = xp.permute_dims(share, (0, 2, 1, 3)) if layout == "bshd" else share
         wide = xp.astype(o, compute)
-        term = xp.where(share == 0, xp.zeros_like(wide), share * wide)
+        term = share * xp.where(share == 0, xp.zeros_like(wide), wide)  # 0 * NaN must not count
         merged = term if merged is None else merged + term
     lse = xp.where(nothing, lse_max, reference + xp.log(divisor))
     return AttentionOutput(xp.astype(merged, outputs[0].dtype), lse)

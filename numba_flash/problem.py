@@ -11,9 +11,13 @@ import numpy as np
 from .arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, byte_bounds, host_view
 
 Strides = tuple[int, int, int, int]
+Window = tuple[int | None, int | None]
 NO_STRIDES = (0, 0, 0, 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 MAX_EXTENT = 2**31 - 1
+OPERAND_NAMES = [
+    {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
+]  # as callers know them
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Problem:
 
         q_offsets is the layout of an array given as q_offset; q_offset is then None.
         """
+        if window is not None:
+            window = _window_sides(window)  # checked before it is a key: (1.0, 0) and (1, 0) would be the same one
         try:
             return _remembered(
                 q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
@@ -106,7 +112,7 @@ def _checked(
     q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None,
     bias: Layout | None, mask: Layout | None,
     alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any, causal: Any,
-    window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
+    window: Window | None, scale: Any, softcap: Any, layout: Any, return_lse: Any,
 ) -> Problem:  # fmt: skip
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
@@ -158,7 +164,9 @@ def _checked(
         raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
 
     score_shape = (batch, heads, seqlen_q, seqlen_k)
-    left, right = _window(window, causal)
+    left, right = window or (None, None)
+    if causal:
+        right = 0  # no window reaches less far
     number, source = 0, "array"
     if q_offsets is None:
         number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
@@ -263,34 +271,29 @@ def _check_output(name: str, out: Layout, shape: tuple[int, ...], dtype: str, wh
         reach += stride * out.unit * (extent - 1)
 
 
-def _window(window: Any, causal: Any) -> tuple[int | None, int | None]:
-    left = right = None
-    if window is not None:
-        if isinstance(window, int | np.integer | float):
-            raise ValueError(
-                f"window must be a pair (left, right), not {window!r}: a bare number means three things. A query at "
-                "position p sees keys p-left to p+right, both included, so flash-attn's (w, w) and Mistral's "
-                f"'w tokens' in Transformers are window=({window}, 0) and ({window} - 1, 0) with causal, and JAX's "
-                f"symmetric local window is ({window}, {window}); None is unbounded"
-            )
-        if not isinstance(window, tuple | list) or len(window) != 2:
-            raise ValueError(f"window must be a pair (left, right), not {window!r}")
-        left, right = (_window_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
+def _window_sides(window: Any) -> Window:
+    if isinstance(window, int | np.integer | float):
+        raise ValueError(
+            f"window must be a pair (left, right), not {window!r}: a bare number means three things. A query at "
+            "position p sees keys p-left to p+right, both included, so flash-attn's (w, w) and Mistral's "
+            f"'w tokens' in Transformers are window=({window}, 0) and ({window} - 1, 0) with causal, and JAX's "
+            f"symmetric local window is ({window}, {window}); None is unbounded"
+        )
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window must be a pair (left, right), not {window!r}")
+    return _window_side("left", window[0]), _window_side("right", window[1])
 
 
 def _window_side(name: str, side: Any) -> int | None:
     if side is None:
         return None
     try:
-        value = operator.index(side)
+        value = operator.index(None if isinstance(side, bool) else side)
     except TypeError:
         raise TypeError(f"window: {name} must be a whole number or None, not {side!r}") from None
     if value < 0:
         raise ValueError(f"window: {name} must be at least 0, not {value}; unbounded is None (flash-attn's -1)")
-    return min(value, MAX_EXTENT)
+    return value if value <= 4 * MAX_EXTENT else None  # no two positions lie that far apart
 
 
 def _q_offset(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
@@ -312,7 +315,10 @@ def _number(name: str, value: Any, default: float) -> float:
         return default
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number or None, not {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
     return number
@@ -356,7 +362,7 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 
 def check_memory(given: Operands, problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
-    for name, array in zip(given._fields, given, strict=True):
+    for name, array in zip(OPERAND_NAMES, given, strict=True):
         if array is not None and array.pointer & 7:  # no element is larger than that
             check_alignment(name, array)
     if given.o is not None:

@@ -14,6 +14,8 @@ LLVM vectors. Conventions shared by all of them:
   registers whatever the caller looks like and is compiled once per module.
 """
 
+# mypy: ignore-errors
+
 import math
 
 from llvmlite import ir
@@ -39,12 +41,13 @@ def _host_shape():
     Accumulators take keys * vectors registers, next to the panel's vectors and one broadcast: 15 of 16
     registers with AVX or SSE, 27 of 32 with AVX-512 (broadcasts come from memory there) and NEON.
     """
-    features = set(cpu_target.target_context.codegen()._tm_features.split(","))
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    features = set(features.split(","))
     if "+avx512f" in features:
         return 64, 2, 12, True
     if "+avx" in features:
         return 32, 2, 6, "+fma" in features
-    if "+neon" in features:
+    if triple.startswith(("aarch64", "arm64")):
         return 16, 4, 6, True
     return 16, 2, 6, False
 
@@ -133,17 +136,17 @@ def loop(b, begin, end, step, carried, body):
     i = b.phi(I64)
     i.add_incoming(begin, before)
     phis = [b.phi(x.type) for x in carried]
-    for phi, x in zip(phis, carried):
+    for phi, x in zip(phis, carried, strict=True):
         phi.add_incoming(x, before)
     results = body(i, list(phis))
     tail, following = b.block, b.add(i, step)
     i.add_incoming(following, tail)
-    for phi, x in zip(phis, results):
+    for phi, x in zip(phis, results, strict=True):
         phi.add_incoming(x, tail)
     b.cbranch(b.icmp_signed("<", following, end), head, after)
     b.position_at_end(after)
     out = [b.phi(x.type) for x in carried]
-    for phi, x, y in zip(out, carried, results):
+    for phi, x, y in zip(out, carried, results, strict=True):
         phi.add_incoming(x, before)
         phi.add_incoming(y, tail)
     return out
@@ -308,13 +311,13 @@ def exp2_vectors(b, shape, xs):
     magic = shape.const(1.5 * 2.0**shape.mantissa_bits)  # adding it rounds to an integer, in the low bits
     xs = [shape.max(b, lowest, x) for x in xs]
     shifted = [b.fadd(x, magic) for x in xs]
-    fractions = [b.fsub(x, b.fsub(rounded, magic)) for x, rounded in zip(xs, shifted)]
+    fractions = [b.fsub(x, b.fsub(rounded, magic)) for x, rounded in zip(xs, shifted, strict=True)]
     terms = _exp2_terms(shape)
     ys = [shape.const(terms[0])] * len(xs)
     for term in terms[1:]:
-        ys = [shape.fma(b, y, fraction, shape.const(term)) for y, fraction in zip(ys, fractions)]
+        ys = [shape.fma(b, y, fraction, shape.const(term)) for y, fraction in zip(ys, fractions, strict=True)]
     results = []
-    for y, rounded in zip(ys, shifted):
+    for y, rounded in zip(ys, shifted, strict=True):
         exponent = b.shl(b.bitcast(rounded, shape.int_vector), shape.int_const(shape.mantissa_bits))
         results.append(b.bitcast(b.add(b.bitcast(y, shape.int_vector), exponent), shape.vector))
     return results

@@ -4,12 +4,13 @@ The rows lie along the vector. Row r of a panel is computed by the same operatio
 whatever the other rows, so its bits do not depend on what it is packed with.
 """
 
+# mypy: ignore-errors
+
 from llvmlite import ir
 
 from .simd import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
 
-
-TOG = 2
+TOGETHER = 2  # keys that softmax takes at once: two chains of operations a vector hide each other's latency
 
 
 def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
@@ -33,7 +34,7 @@ def _product(b, shape, rows, depth, scalar_at, panel, store, guarded=False):
         return results
 
     sums = loop(b, I64(0), depth, I64(1), [zero] * len(tile), body)
-    for (row, v), total in zip(tile, sums):
+    for (row, v), total in zip(tile, sums, strict=True):
         store(row, v, total)
 
 
@@ -111,14 +112,14 @@ def pack_rows(rows):
 
 
 @vector_function("iixiii")
-def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
+def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
     """One online softmax step over scores s (keys, lanes), in place: s becomes p = exp2(c * (s - m)).
 
     m, l and alpha are (lanes,): m, the maximum so far in units of s, and l, the sum so far, are
     updated; alpha, by which o has to be multiplied, is written. A row that has seen nothing but -inf
     keeps m = -inf and l = 0 and gets p = 0.
     """
-    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))  # noqa: E741
+    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))
     scale = shape.splat(b, scale_log2)
     infinity = shape.const(float("-inf"))
     at = [I64(v * shape.width) for v in range(PANEL_VECTORS)]
@@ -132,15 +133,15 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
         end,
         step,
         m_old,
-        lambda i, best: [shape.max(b, shape.load(b, s, b.add(i, x)), y) for x, y in zip(at, best)],
+        lambda i, best: [shape.max(b, shape.load(b, s, b.add(i, x)), y) for x, y in zip(at, best, strict=True)],
     )
     shifts, rescales = [], []
-    for old, new in zip(m_old, m_new):
+    for old, new in zip(m_old, m_new, strict=True):
         shift = b.select(b.fcmp_ordered("==", new, infinity), shape.const(0.0), b.fmul(new, scale))
         shifts.append(b.fneg(shift))
         rescales.append(b.fsub(b.fmul(old, scale), shift))
     rescales = exp2_vectors(b, shape, rescales)
-    for x, new, rescale in zip(at, m_new, rescales):
+    for x, new, rescale in zip(at, m_new, rescales, strict=True):
         shape.store(b, rescale, alpha, x)
         shape.store(b, new, m, x)
 
@@ -150,17 +151,17 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
                       for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
             xs = [shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
                   for n, place in enumerate(places)]  # fmt: skip
-            for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs))):
+            for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs), strict=True)):
                 shape.store(b, p, s, place)
                 sums[n % PANEL_VECTORS] = b.fadd(sums[n % PANEL_VECTORS], p)
             return sums
 
         return body
 
-    pairs = b.mul(b.and_(keys, I64(-TOG)), step)
-    sums = loop(b, I64(0), pairs, I64(TOG * shape.lanes), [shape.const(0.0)] * PANEL_VECTORS, weights(TOG))
+    pairs = b.mul(b.and_(keys, I64(-TOGETHER)), step)
+    sums = loop(b, I64(0), pairs, I64(TOGETHER * shape.lanes), [shape.const(0.0)] * PANEL_VECTORS, weights(TOGETHER))
     sums = loop(b, pairs, end, step, sums, weights(1))
-    for x, total, rescale in zip(at, sums, rescales):
+    for x, total, rescale in zip(at, sums, rescales, strict=True):
         shape.store(b, shape.fma(b, shape.load(b, l, x), rescale, total), l, x)
 
 

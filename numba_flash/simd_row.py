@@ -3,6 +3,8 @@
 For a few rows (decoding) a panel would be mostly empty; here nothing is, and K and V are read once a row.
 """
 
+# mypy: ignore-errors
+
 from llvmlite import ir
 
 from .simd import I64, exp2_vectors, loop, vector_function
@@ -19,11 +21,11 @@ def dot_rows(rows):
 
         def vectors(i, sums):
             x = shape.load(b, q, i)
-            return [shape.fma(b, shape.load(b, key, i), x, total) for key, total in zip(keys, sums)]
+            return [shape.fma(b, shape.load(b, key, i), x, total) for key, total in zip(keys, sums, strict=True)]
 
         def scalars(i, sums):
             x = b.load(b.gep(q, [i]))
-            return [shape.fma(b, b.load(b.gep(key, [i])), x, total) for key, total in zip(keys, sums)]
+            return [shape.fma(b, b.load(b.gep(key, [i])), x, total) for key, total in zip(keys, sums, strict=True)]
 
         sums = loop(b, I64(0), whole, I64(shape.width), [shape.const(0.0)] * rows, vectors)
         sums = [shape.across(b, "fadd", total) for total in sums]
@@ -36,12 +38,12 @@ def dot_rows(rows):
 
 
 @vector_function("iixiii")
-def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):  # noqa: E741
+def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
     """softmax_panel for one row: s is (keys,), and m, l and alpha are one number each.
 
     Owed by the caller: -inf in s behind the last key, up to a whole vector.
     """
-    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))  # noqa: E741
+    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))
     infinity = ir.Constant(shape.scalar, float("-inf"))
     zero = ir.Constant(shape.scalar, 0.0)
     m_old = b.load(m)
@@ -88,18 +90,18 @@ def value_columns(vectors, guarded=False):
             weight = b.load(b.gep(p, [i]))
             if vectors:
                 x = shape.splat(b, weight)
-                new = [shape.fma(b, x, shape.load(b, row, at), t) for at, t in zip(columns, sums)]
+                new = [shape.fma(b, x, shape.load(b, row, at), t) for at, t in zip(columns, sums, strict=True)]
             else:
                 new = [shape.fma(b, weight, b.load(row), sums[0])]
             if guarded:
                 seen = b.fcmp_unordered("!=", weight, zero)
-                new = [b.select(seen, y, old) for y, old in zip(new, sums)]
+                new = [b.select(seen, y, old) for y, old in zip(new, sums, strict=True)]
             return new
 
         if vectors:
             sums = loop(b, I64(0), keys, I64(1), [shape.const(0.0)] * vectors, body)
             x = shape.splat(b, rescale)
-            for at, total in zip(columns, sums):
+            for at, total in zip(columns, sums, strict=True):
                 shape.store(b, shape.fma(b, shape.load(b, o, at), x, total), o, at)
         else:
             (total,) = loop(b, I64(0), keys, I64(1), [zero], body)

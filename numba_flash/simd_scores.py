@@ -1,8 +1,10 @@
 """What happens to scores before softmax, and to 16-bit elements before anything, as LLVM vectors (see simd.py)."""
 
+# mypy: ignore-errors
+
 from llvmlite import ir
 
-from .simd import I16, I32, I64, LOG2_E, PANEL_VECTORS, declare, exp2_vectors, loop, vector_function
+from .simd import I8, I16, I32, I64, LOG2_E, PANEL_VECTORS, declare, exp2_vectors, loop, vector_function
 
 # Cephes' tanh below 0.625: x + x z P(z) / Q(z), z = x^2; float32 needs no Q.
 TANH_LIMIT = 0.625
@@ -69,11 +71,31 @@ def slope_scores(b, shape, s, keys, slopes, distances):
 
     def body(key, _):
         number = shape.splat(b, b.sitofp(key, shape.scalar))
-        for x, slope, start in zip(at, negative, starts):
+        for x, slope, start in zip(at, negative, starts, strict=True):
             place = b.add(b.mul(key, I64(shape.lanes)), x)
             distance = b.call(fabs, [b.fsub(start, number)])
             # Rounded twice, as a plain formula does it.
             shape.store(b, b.fadd(shape.load(b, s, place), b.fmul(slope, distance)), s, place)
+        return []
+
+    loop(b, I64(0), keys, I64(1), [], body)
+
+
+@vector_function("iiiii")
+def mask_scores(b, shape, s, step, keys, mask, stride):
+    """s[key * step] = -inf where the mask's byte is 0; mask's bytes lie `stride` apart.
+
+    In plain arithmetic: of a comparison LLVM makes a jump, which costs more than the scores if the mask is random.
+    """
+    s = b.inttoptr(s, shape.int.as_pointer())
+    infinity = b.bitcast(ir.Constant(shape.scalar, float("-inf")), shape.int)
+
+    def body(key, _):
+        place = b.gep(s, [b.mul(key, step)])
+        kept = b.load(b.inttoptr(b.add(mask, b.mul(key, stride)), I8.as_pointer()))
+        is_kept = b.lshr(b.add(b.zext(kept, shape.int), shape.int(255)), shape.int(8))  # 0 or 1
+        keep = b.neg(is_kept)
+        b.store(b.or_(b.and_(b.load(place), keep), b.and_(infinity, b.not_(keep))), place)
         return []
 
     loop(b, I64(0), keys, I64(1), [], body)
@@ -94,7 +116,7 @@ def _widen(b, bits, half):
         count = bits.type.count
         ints, floats = ir.VectorType(I32, count), ir.VectorType(floats, count)
 
-        def const(kind, value):  # noqa: F811
+        def const(kind, value):
             return ir.Constant(kind, [value] * count)
 
     bits = b.zext(bits, ints)

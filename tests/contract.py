@@ -50,10 +50,10 @@ class Rung:
 
 
 def problem(
-    seqlen_q=20, seqlen_k=30, *, batch=2, heads=4, heads_kv=2, head_dim=8, head_dim_v=None, dtype="float32", seed=0,
+    seqlen_q=20, seqlen_k=30, *, batch=2, heads=2, heads_kv=1, head_dim=4, head_dim_v=None, dtype="float32", seed=0,
     size=1.0, **options,
 ):  # fmt: skip
-    """A case with plain strides in layout bhsd."""
+    """A case with plain strides in layout bhsd; small, but over several tiles of the simulator."""
     generator = np.random.default_rng(seed)
 
     def array(*shape):
@@ -87,9 +87,9 @@ def test_all_options_at_once(rung, dtype):
         q_offset=np.array([16, -2], np.int32),
         softcap=3.0,
         scale=0.7,
-        alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32),
+        alibi_slopes=np.array([0.5, 0.125], np.float32),
         bias=generator.standard_normal((2, 1, 17, 33)).astype(dtype),
-        mask=generator.random((1, 4, 17, 33)) < 0.7,
+        mask=generator.random((1, 2, 17, 33)) < 0.7,
     )
 
 
@@ -99,7 +99,7 @@ def test_scale(rung, scale):
     case = problem(scale=scale)
     o, lse = rung(case)
     if scale == 0:
-        assert np.allclose(o, np.repeat(case.v.mean(2, keepdims=True), 2, 1), rtol=0, atol=1e-6)
+        assert np.allclose(o, case.v.mean(2, keepdims=True), rtol=0, atol=1e-6)
         assert np.allclose(lse, np.log(30), rtol=1e-6)
     else:
         testing.check(case, o, lse, rung.kernel)
@@ -108,7 +108,7 @@ def test_scale(rung, scale):
 # The types whose largest number is near: 65504, and 3e38 with few digits.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scores_beyond_the_range_of_the_inputs_dtype(rung, dtype):
-    case = problem(dtype=dtype, size=200.0, scale=1.0)
+    case = problem(dtype=dtype, size=300.0, scale=1.0)
     assert np.abs(case.q.astype(np.float64)[0, 0] @ case.k.astype(np.float64)[0, 0].T).max() > 65504
     o, lse = rung(case)
     assert np.isfinite(o.astype(np.float64)).all()
@@ -153,7 +153,7 @@ def test_nothing_is_defined(rung, nothing):
         extents["heads_kv"] = 0
     case = problem(**extents)
     o, lse = rung(case)
-    assert o.shape == (*case.q.shape[:3], 8) and lse.shape == case.q.shape[:3]
+    assert o.shape == (*case.q.shape[:3], 4) and lse.shape == case.q.shape[:3]
     assert (o == 0).all() and (lse == -np.inf).all()
 
 
@@ -172,7 +172,7 @@ HIDING = {
 @pytest.mark.parametrize("how", HIDING)
 def test_a_row_that_sees_no_key_is_zero(rung, how, value):
     case = problem(6, 7)
-    visible = np.broadcast_to(testing._visible(Case(case.q, case.k, case.v, HIDING[how])), (2, 4, 6, 7)).any(-1)
+    visible = np.broadcast_to(testing._visible(Case(case.q, case.k, case.v, HIDING[how])), (2, 2, 6, 7)).any(-1)
     if how == "bias":
         visible = np.broadcast_to(np.arange(6) % 3 != 0, visible.shape)
     assert visible.any() and not visible.all()
@@ -191,32 +191,43 @@ BLINDS = {
     "right": dict(window=(None, 2), q_offset=0),
     "both": dict(window=(3, 2), q_offset=0),
     "seqlens_k": dict(seqlens_k=np.array([13, 30], np.int32)),
-    "mask": dict(mask=np.random.default_rng(5).random((2, 4, 20, 30)) < 0.5),
-    "causal and bias": dict(causal=True, q_offset=0, bias=np.zeros((1, 1, 20, 30), np.float32)),
+    "mask": dict(mask=np.random.default_rng(5).random((2, 2, 20, 30)) < 0.5),
     "mask and softcap": dict(mask=(np.arange(30) != 13)[None, None, None], softcap=2.0),
 }
 
 
-# NaN, both infinities, and a number whose product overflows; each type that is converted differently.
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 6e4])
-@pytest.mark.parametrize("where", ["k", "v", "bias"])
-@pytest.mark.parametrize("how", BLINDS)
-def test_what_is_hidden_never_reaches_o(rung, how, where, poison):
-    dtype = "float16" if poison == 6e4 else "float32"
-    case, poisoned = (problem(dtype=dtype, **BLINDS[how]) for _ in range(2))
-    visible = np.broadcast_to(testing._visible(case), (2, 4, 20, 30))[..., 13]
+def poisoned(how, *places, value, dtype="float32"):
+    """(case, the same with `value` at key 13 in each of the places, which rows see it)."""
+    cases = [problem(dtype=dtype, **BLINDS[how]) for _ in range(2)]
+    for case in cases:
+        case.options["bias"] = np.zeros((2, 2, 20, 30), np.float32)
+    arrays = dict(k=cases[1].k, v=cases[1].v, bias=cases[1].options["bias"].swapaxes(2, 3))
+    for name in places:
+        arrays[name][:, :, 13] = value
+    visible = np.broadcast_to(testing._visible(cases[0]), (2, 2, 20, 30))[..., 13]
     assert not visible.all()
-    if where == "bias":
-        for each in (case, poisoned):
-            each.options["bias"] = np.zeros((2, 4, 20, 30), np.float32)
-        poisoned.options["bias"][..., 13] = poison
-    else:
-        getattr(poisoned, where)[:, :, 13] = poison
-    (clean_o, clean_lse), (o, lse) = rung(case), rung(poisoned)
+    return *cases, visible
+
+
+# NaN, both infinities, and a number whose product overflows, in everything that belongs to a key at once.
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 6e4])
+@pytest.mark.parametrize("how", BLINDS)
+def test_what_is_hidden_never_reaches_o(rung, how, value):
+    dtype = "float16" if value == 6e4 else "float32"
+    clean, strange, visible = poisoned(how, "k", "v", "bias", value=value, dtype=dtype)
+    (clean_o, clean_lse), (o, lse) = rung(clean), rung(strange)
     assert same_bits(o[~visible], clean_o[~visible]) and same_bits(lse[~visible], clean_lse[~visible])
-    if np.isnan(poison):
-        assert np.isnan(o[visible]).all()
-        assert where == "v" or np.isnan(lse[visible]).all()
+
+
+# Each place alone: one that shows must not make up for one that is swallowed.
+@pytest.mark.parametrize("where", ["k", "v", "bias"])
+@pytest.mark.parametrize("how", ["causal", "mask"])
+def test_nan_that_is_seen_does_reach_o(rung, how, where):
+    _, strange, visible = poisoned(how, where, value=np.nan)
+    assert visible.any()
+    o, lse = rung(strange)
+    assert np.isnan(o[visible]).all() and not np.isnan(o[~visible]).any()
+    assert where == "v" or np.isnan(lse[visible]).all()
 
 
 def test_padding_of_a_cache_is_never_read(rung):
@@ -287,15 +298,15 @@ def test_out_is_written_and_returned(rung, how):
     case = problem()
     expected, expected_lse = rung(case)
     base = {
-        "contiguous": rung.move(np.full((2, 4, 20, 8), np.nan, np.float32)),
-        "sliced": rung.move(np.full((2, 4, 40, 16), np.nan, np.float32))[:, :, ::2, ::2],
-        "transposed": rung.move(np.full((2, 20, 4, 8), np.nan, np.float32)).transpose(0, 2, 1, 3),
-        "negative": rung.move(np.full((2, 4, 20, 8), np.nan, np.float32))[:, :, ::-1],
+        "contiguous": rung.move(np.full((2, 2, 20, 4), np.nan, np.float32)),
+        "sliced": rung.move(np.full((2, 2, 40, 8), np.nan, np.float32))[:, :, ::2, ::2],
+        "transposed": rung.move(np.full((2, 20, 2, 4), np.nan, np.float32)).transpose(0, 2, 1, 3),
+        "negative": rung.move(np.full((2, 2, 20, 4), np.nan, np.float32))[:, :, ::-1],
     }[how]
     arguments = case.arguments(rung.move)
     assert numba_flash.attention(**arguments, out=base, kernel=rung.kernel) is base
     assert same_bits(rung.back(base), expected)
-    lse = rung.move(np.full((2, 4, 20), np.nan, np.float32))
+    lse = rung.move(np.full((2, 2, 20), np.nan, np.float32))
     both = numba_flash.attention(**arguments, out=(base, lse), kernel=rung.kernel, return_lse=True)
     assert both.o is base and both.lse is lse
     assert same_bits(rung.back(lse), expected_lse)
@@ -305,7 +316,7 @@ def test_out_is_written_and_returned(rung, how):
 
 def test_nothing_is_written_around_out(rung):
     case = problem()
-    larger = rung.move(np.full((2, 4, 22, 10), 7, np.float32))
+    larger = rung.move(np.full((2, 2, 22, 6), 7, np.float32))
     numba_flash.attention(**case.arguments(rung.move), out=larger[:, :, 1:-1, 1:-1], kernel=rung.kernel)
     around = rung.back(larger).copy()
     assert same_bits(around[:, :, 1:-1, 1:-1], rung(case)[0])
@@ -319,7 +330,7 @@ def test_inputs_are_left_alone(rung):
         seqlens_k=np.array([30, 4], np.int32),
         bias=np.ones((1, 1, 20, 30), np.float32),
         mask=np.ones((1, 1, 20, 30), bool),
-        alibi_slopes=np.ones(4, np.float32),
+        alibi_slopes=np.ones(2, np.float32),
     )
     moved = case.arguments(rung.move)
     before = {name: rung.back(x).copy() for name, x in moved.items() if hasattr(x, "shape")}
@@ -336,13 +347,13 @@ def test_any_strides(rung, how):
 
 # All that broadcasting allows: a number, missing axes, each axis of one element.
 @pytest.mark.parametrize(
-    "shape", [(), (14,), (9, 14), (4, 1, 14), (1, 4, 9, 1), (2, 1, 1, 14), (2, 1, 9, 14), (2, 4, 9, 14)]
+    "shape", [(), (14,), (9, 14), (2, 1, 14), (1, 2, 9, 1), (2, 1, 1, 14), (2, 1, 9, 14), (2, 2, 9, 14)]
 )
 def test_bias_and_mask_are_broadcast(rung, shape):
     generator = np.random.default_rng(3)
     bias, mask = generator.standard_normal(shape).astype(np.float32), np.asarray(generator.random(shape) < 0.8)
     bias, mask = np.asarray(bias), np.asarray(mask)
-    whole = (2, 4, 9, 14)
+    whole = (2, 2, 9, 14)
     case = problem(9, 14, bias=bias, mask=mask)
     same = problem(9, 14, bias=np.broadcast_to(bias, whole).copy(), mask=np.broadcast_to(mask, whole).copy())
     assert all(same_bits(x, y) for x, y in zip(rung(case), rung(same), strict=True))

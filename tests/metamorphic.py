@@ -37,11 +37,11 @@ def part(case, keys=slice(None), rows=slice(None), batch=slice(None)):
     return Case(case.q[batch, :, rows], case.k[batch, :, keys], case.v[batch, :, keys], options)
 
 
-def with_mask(seed=0, **options):
-    """A case whose mask hides some keys from some queries, and all of them from a few."""
-    mask = np.random.default_rng(seed + 100).random((2, 4, 20, 30)) < 0.5
+def with_mask():
+    """A case whose mask hides some keys from some queries, and all of them from one."""
+    mask = np.random.default_rng(100).random((1, 2, 20, 30)) < 0.5
     mask[:, :, 4] = False
-    return problem(seed=seed, mask=mask, **options)
+    return problem(batch=1, mask=mask)
 
 
 @given(st.permutations(range(30)))
@@ -118,7 +118,7 @@ def test_v_of_ones_gives_ones(rung):
 
 
 def test_scale_zero_gives_the_mean_of_v(rung):
-    case = problem(dtype="float64", scale=0, heads=2)
+    case = problem(dtype="float64", scale=0)
     o, lse = rung(case)
     assert np.allclose(o, case.v.mean(2, keepdims=True), rtol=1e-12, atol=1e-12)
     assert np.allclose(lse, np.log(30), rtol=1e-14)
@@ -158,7 +158,7 @@ def test_bottom_right_counts_from_the_valid_keys(rung):
 
 
 def test_alibi_is_the_bias_that_it_describes(rung):
-    slopes = np.array([0.5, 0.25, 2.0, 0.0], np.float32)
+    slopes = np.array([0.25, 2.0], np.float32)
     distance = np.abs(np.arange(20)[:, None] + 10 - np.arange(30))
     bias = (-slopes[:, None, None] * distance)[None].astype(np.float32)
     case = problem()
@@ -183,4 +183,5 @@ def test_huge_offsets_and_windows_do_not_overflow(rung):
     assert both_same(rung(case, causal=True, q_offset=far), rung(case))
     assert (rung(case, causal=True, q_offset=-far)[0] == 0).all()
     assert both_same(rung(case, window=(far, far), q_offset=3), rung(case))
+    assert both_same(rung(case, window=(10**12, None), q_offset=far), rung(case))
     assert (rung(case, window=(5, None), q_offset=far)[1] == -np.inf).all()

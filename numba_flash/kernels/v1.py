@@ -93,9 +93,7 @@ def make(config):
                 first_row = i * tile_m
                 q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
                 rows = seqlen_q - first_row
-                load_tile(
-                    q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m
-                )
+                load_tile(q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m)
                 cuda.syncthreads()
                 q_index = first_row + thread  # line 5: each thread k has a row, k' of line 22
                 q_pos = q_index + q_start

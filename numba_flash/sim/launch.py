@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import toolchain
 from ..arrays import Array, host_view
+from ..problem import Problem
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
@@ -32,24 +34,11 @@ class Pointer:
         elif array.dtype == bool:
             array = array.view(np.uint8)
         item = array.itemsize
+        lowest = array[(*[slice(None, None, -1 if s < 0 else 1) for s in array.strides], ...)]
         reach = [s // item * (n - 1) for s, n in zip(array.strides, array.shape, strict=True)] if array.size else []
-        low, high = sum(min(0, x) for x in reach), sum(max(0, x) for x in reach)
-        start = (
-            array[tuple(n - 1 if s < 0 else 0 for s, n in zip(array.strides, array.shape, strict=True))]
-            if reach
-            else None
-        )
-        self._first = -low
-        if start is None:
-            self._flat = np.empty(0, array.dtype)
-        else:
-            lowest = array
-            for axis, stride in enumerate(array.strides):
-                if stride < 0:
-                    lowest = np.flip(lowest, axis)
-            self._flat = np.lib.stride_tricks.as_strided(
-                lowest, (high - low + 1,), (item,), writeable=array.flags.writeable
-            )
+        length = 1 + sum(abs(x) for x in reach) if array.size else 0
+        self._first = -sum(min(0, x) for x in reach)
+        self._flat = np.lib.stride_tricks.as_strided(lowest, (length,), (item,), writeable=array.flags.writeable)
 
     def __getitem__(self, index: int) -> Any:
         return self._flat[self._checked(index)]
@@ -71,9 +60,30 @@ def run(
     kernel: Any, blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...], scalars: tuple
 ) -> None:
     """kernel: what @cuda.jit made in the simulator. Exceptions in it are raised here, with thread and block."""
+
+    @toolchain.cuda().jit
+    def quiet(*arguments: Any) -> None:
+        # Infinities are the kernels' business. NumPy's error state belongs to a thread, so each sets its own.
+        with np.errstate(all="ignore"):
+            kernel(*arguments)  # inside a launch the simulator takes it for a device function
+
     pointers = [None if array is None else Pointer(host_view(array)) for array in arrays]
-    with _one_at_a_time, _fast_switching(), np.errstate(all="ignore"):
-        kernel[blocks, threads, 0, shared_bytes](*pointers, *scalars)
+    with _one_at_a_time, _fast_switching():
+        try:
+            quiet[blocks, threads, 0, shared_bytes](*pointers, *scalars)
+        except Exception:
+            _wait_for_abandoned_threads()
+            raise
+
+
+def _wait_for_abandoned_threads() -> None:
+    """Numba raises one thread's exception while the block's others still run to their next barrier.
+
+    In device functions they would swap the module `cuda` under whatever is done next.
+    """
+    for thread in threading.enumerate():
+        if hasattr(thread, "threadIdx"):
+            thread.join(timeout=10)  # not for ever: a kernel may hang
 
 
 @contextlib.contextmanager
@@ -86,7 +96,20 @@ def _fast_switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def warn_if_long(seconds: float) -> None:
+# Seconds for one score, and more for each element of its products: measured with v1 and v2 on one core of a server (2026).
+# The lines of a kernel run one at a time in all threads together, so nothing but the amount of work counts.
+SCORE_SECONDS, PRODUCT_SECONDS = 70e-6, 4e-6
+
+
+def predicted_seconds(problem: Problem) -> float:
+    """How long v1 or v2 will take; half of it where causal hides half of the scores."""
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    return scores * (SCORE_SECONDS + PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
+
+
+def warn_if_long(problem: Problem) -> None:
+    """A warning at the line that called attention(), before a wait of more than a minute."""
+    seconds = predicted_seconds(problem)
     if seconds > 60:
         warnings.warn(
             f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "

@@ -22,6 +22,13 @@ rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
 x = rng.standard_normal((2, 6), dtype=np.float32)
 ALPHA = "alpha = math.exp"
+FIRST_LINES = {
+    "v1": "thread = cuda.threadIdx.x",
+    "v2": "thread = cuda.threadIdx.x",
+    "safe": "row = cuda.grid(1)",
+    "online": "row = cuda.grid(1)",
+    "blocked": "row = cuda.blockIdx.x",
+}
 
 
 class Session:
@@ -108,6 +115,13 @@ def test_quitting_gives_the_launch_up():
     np.testing.assert_allclose(attend(), numba_flash.attention(q, k, v, kernel="reference"), atol=1e-6)
 
 
+def test_a_launch_given_up_does_not_disturb_the_next():
+    for _ in range(10):  # at its first line, so that the other threads are still in device functions
+        with pytest.raises(bdb.BdbQuit), stop_at("v2", FIRST_LINES["v2"], thread=8, debugger=Session("q")):
+            attend()
+        attend()
+
+
 def test_a_cleared_breakpoint_does_not_stop_again():
     session = Session(f"cl {bdb.Breakpoint.next}", "c")
     with stop_at("v2", ALPHA, debugger=session):
@@ -130,15 +144,6 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
         attend()
     assert "--Return--" in session.output.getvalue()
     assert "simulator" not in session.output.getvalue()
-
-
-FIRST_LINES = {
-    "v1": "thread = cuda.threadIdx.x",
-    "v2": "thread = cuda.threadIdx.x",
-    "safe": "row = cuda.grid(1)",
-    "online": "row = cuda.grid(1)",
-    "blocked": "row = cuda.blockIdx.x",
-}
 
 
 @pytest.mark.parametrize("kernel", MODULES)

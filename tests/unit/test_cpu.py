@@ -16,7 +16,7 @@ from numba import njit
 
 import numba_flash
 from numba_flash import cpu, cpu_cache, testing
-from numba_flash.cpu_kernel import float_to_bfloat, float_to_half
+from numba_flash.cpu_elements import float_to_bfloat, float_to_half
 from numba_flash.cpu_plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, tile_keys
 from numba_flash.simd import TILE_KEYS, Shape, lanes, load
 from numba_flash.simd_panel import softmax_panel
@@ -44,7 +44,8 @@ def check(q, k, v, **options):
 
 # Sizes at which some loop changes: register tiles, panels, key tiles, chunks; one below, at, one above.
 ROWS = [n + d for n in (MAX_ROWS_ALONE, LANES[np.float32], 2 * LANES[np.float32], MAX_ROWS_SPLIT, 128) for d in (0, 1)]
-KEYS = [n + d for n in (TILE_KEYS, 2 * TILE_KEYS, TILE_N, 2 * TILE_N, CHUNK_KEYS // TILE_N * TILE_N) for d in (-1, 0, 1)]
+CHUNK = CHUNK_KEYS // TILE_N * TILE_N
+KEYS = [n + d for n in (TILE_KEYS, 2 * TILE_KEYS, TILE_N, 2 * TILE_N, CHUNK) for d in (-1, 0, 1)]
 
 
 @settings(max_examples=60)
@@ -113,9 +114,9 @@ def test_rounding_to_16_bits_is_to_nearest_even(convert, dtype):
     ends = as_float32(np.arange(65536, dtype=np.uint16).view(dtype))
     ends = np.sort(ends[np.isfinite(ends)])
     middles = ((ends[1:].astype(np.float64) + ends[:-1]) / 2).astype(np.float32)
-    values = np.concatenate([ends, middles, np.nextafter(middles, np.float32(np.inf)),
-                             np.nextafter(middles, np.float32(-np.inf)),
-                             np.array([np.inf, -np.inf, np.nan, 65519.99, 65520, 1e-40, 3.4e38], np.float32)])  # fmt: skip
+    special = np.array([np.inf, -np.inf, np.nan, 65519.99, 65520, 1e-40, 3.4e38], np.float32)
+    above, below = (np.nextafter(middles, np.float32(end)) for end in (np.inf, -np.inf))
+    values = np.concatenate([ends, middles, above, below, special])
     bits = np.empty(len(values), np.uint16)
     every(values, bits)
     with np.errstate(over="ignore"):
@@ -217,7 +218,7 @@ def test_nan_in_hidden_values_does_not_change_a_bit():
 
 
 # A chunk less one, one chunk, one more; lengths that leave whole chunks empty.
-@pytest.mark.parametrize("seqlen_k", [CHUNK_KEYS // TILE_N * TILE_N + d for d in (-1, 0, 1)] + [7001])
+@pytest.mark.parametrize("seqlen_k", [CHUNK + d for d in (-1, 0, 1)] + [7001])
 @pytest.mark.parametrize(("seqlen_q", "heads_kv"), [(1, 8), (1, 1), (5, 4)])
 def test_keys_in_chunks_are_joined_exactly(seqlen_q, heads_kv, seqlen_k):
     q, k, v = arrays(seqlen_q, seqlen_k, batch=3, heads=8, heads_kv=heads_kv, head_dim=24)
@@ -237,7 +238,8 @@ def run(code, **environment):
 def test_memory_does_not_grow_with_the_square_of_the_length():
     result = run(
         "import resource, sys, numpy as np, numba_flash\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
+        "unit = 1 if sys.platform == 'darwin' else 1024\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit\n"
         "def run(n, **o):\n"
         "    x = np.random.default_rng(0).standard_normal((1, 1, n, 64)).astype(np.float32)\n"
         "    return numba_flash.attention(x, x, x, kernel='cpu', **o)\n"
@@ -309,7 +311,9 @@ def test_a_second_process_finds_the_code(folder):
 
 
 # Cut off, emptied, one bit changed, and something else altogether.
-@pytest.mark.parametrize("damage", [lambda x: x[:100], lambda x: b"", lambda x: x[:-1] + bytes([x[-1] ^ 1]), lambda x: x[::-1]])
+@pytest.mark.parametrize(
+    "damage", [lambda x: x[:100], lambda x: b"", lambda x: x[:-1] + bytes([x[-1] ^ 1]), lambda x: x[::-1]]
+)
 def test_a_damaged_entry_is_compiled_anew(folder, damage):
     compiled_anew()
     (entry,) = folder.iterdir()

@@ -1,0 +1,50 @@
+"""The tests that need an NVIDIA GPU; without one they are skipped, and say what is missing."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import contract
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def missing():
+    """What stands in the way, or None."""
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1":
+        return "the simulator is on: unset NUMBA_ENABLE_CUDASIM"
+    if importlib.util.find_spec("cupy") is None:
+        return "needs CuPy: pip install 'numba-flash[cu13]'"
+    from numba_flash import toolchain
+
+    reason = toolchain.unusable()
+    return None if reason is None else f"needs a GPU: {reason}"
+
+
+def pytest_collection_modifyitems(items):
+    mine = [item for item in items if HERE in item.path.parents]
+    reason = missing() if mine else None
+    if reason is not None:
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def to_cupy(x):
+    """The same elements on the GPU; unusual strides are kept by copying all the memory they span."""
+    import cupy
+
+    if x.size == 0 or x.ndim == 0 or x.flags.c_contiguous:
+        return cupy.array(x)
+    lowest = x[tuple(slice(None, None, -1 if s < 0 else 1) for s in x.strides)]
+    span = 1 + sum(abs(s) // x.itemsize * (n - 1) for s, n in zip(x.strides, x.shape, strict=True))
+    memory = cupy.asarray(np.lib.stride_tricks.as_strided(lowest, (span,), (x.itemsize,)).copy())
+    start = -sum(min(0, s) * (n - 1) for s, n in zip(x.strides, x.shape, strict=True))
+    return cupy.ndarray(x.shape, x.dtype, memory.data + start, x.strides)
+
+
+# Every attention kernel that is written for GPUs.
+@pytest.fixture(scope="session", params=["v1", "v2"])
+def rung(request):
+    return contract.Rung(request.param, to_cupy, lambda x: x.get(), small=True)

@@ -1,0 +1,3 @@
+"""The contract on the GPU kernels."""
+
+from contract import *  # noqa: F403

@@ -1,0 +1,107 @@
+"""What only a GPU can show: streams, graphs, array families, copies by name, and the softmax kernels."""
+
+import numpy as np
+import pytest
+from contract import problem, same_bits
+
+import numba_flash
+from numba_flash import testing
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    import cupy
+
+    return cupy
+
+
+def on_gpu(cupy, case):
+    return [cupy.asarray(x) for x in (case.q, case.k, case.v)]
+
+
+# The stream that CuPy works on, and one that is named.
+@pytest.mark.parametrize("named", [False, True])
+def test_work_is_done_on_the_callers_stream(cupy, named):
+    case = problem(64, 64)
+    expected = numba_flash.attention(*on_gpu(cupy, case)).get()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v = on_gpu(cupy, case)
+        slow = cupy.ones((4096, 4096), cupy.float32)
+        for _ in range(20):
+            slow = slow @ slow * 1e-6  # q is written while this is still running
+        q += slow[0, 0] * 0
+        o = numba_flash.attention(q, k, v, stream=stream if named else None)
+        assert not stream.done, "the host waited"
+        result = o.get()
+    assert same_bits(result, expected)
+
+
+def test_a_graph_replays_with_new_inputs(cupy):
+    case = problem(40, 40)
+    q, k, v = on_gpu(cupy, case)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        numba_flash.attention(q, k, v, out=out)
+        stream.begin_capture()
+        numba_flash.attention(q, k, v, out=out)
+        graph = stream.end_capture()
+        q *= 2
+        graph.launch(stream)
+        stream.synchronize()
+    case.q *= 2
+    testing.check(case, out.get())
+
+
+def test_numpy_arrays_go_to_a_kernel_that_is_named_and_come_back(cupy):
+    case = problem(causal=True)
+    assert numba_flash.explain(**case.arguments(), kernel="v2").copies
+    o, lse = numba_flash.attention(**case.arguments(), kernel="v2", return_lse=True)
+    assert isinstance(o, np.ndarray) and isinstance(lse, np.ndarray)
+    testing.check(case, o, lse)
+
+
+def test_host_and_device_arrays_are_not_mixed(cupy):
+    case = problem()
+    q, k, v = on_gpu(cupy, case)
+    with pytest.raises(TypeError, match="one kind.*cupy.*numpy"):
+        numba_flash.attention(q, case.k, v)
+
+
+def test_numba_arrays_come_back_as_numba_arrays(cupy):
+    from numba_flash import toolchain
+
+    case = problem()
+    q, k, v = (toolchain.cuda().to_device(x) for x in (case.q, case.k, case.v))
+    o = numba_flash.attention(q, k, v)
+    assert type(o) is type(q)
+    testing.check(case, o.copy_to_host())
+
+
+def test_torch_tensors_come_back_as_torch_tensors(cupy):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    case = problem()
+    q, k, v = (torch.from_numpy(x).cuda() for x in (case.q, case.k, case.v))
+    o = numba_flash.attention(q, k, v)
+    assert isinstance(o, torch.Tensor) and o.device == q.device
+    testing.check(case, o.cpu().numpy())
+
+
+def test_lengths_on_the_device_are_clamped(cupy):
+    case = problem(seqlens_k=np.array([30, 0], np.int32))
+    q, k, v = on_gpu(cupy, case)
+    o, lse = numba_flash.attention(q, k, v, seqlens_k=cupy.array([99, -5], cupy.int32), return_lse=True)
+    testing.check(case, o.get(), lse.get())
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)  # all that are taken
+@pytest.mark.parametrize("kernel", ["safe", "online", "blocked"])
+def test_softmax(cupy, kernel, dtype):
+    x = (5 * np.random.default_rng(0).standard_normal((7, 333))).astype(dtype)
+    y = numba_flash.softmax(cupy.asarray(x), kernel=kernel).get().astype(np.float64)
+    eps = testing.EPS[dtype] + 64 * testing.EPS["float32"]
+    expected = numba_flash.softmax(x.astype(np.float64), kernel="reference")
+    assert np.allclose(y, expected, rtol=eps, atol=1e-7)

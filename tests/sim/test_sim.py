@@ -1,0 +1,197 @@
+"""How kernels are launched in the simulator, and the private facts of it that this relies on."""
+
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from contract import problem
+
+import numba_flash
+from numba_flash import testing, toolchain
+from numba_flash.compiled import MODULES, source
+from numba_flash.config import Config
+from numba_flash.sim import launch
+from numba_flash.sim.launch import Pointer
+
+cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
+
+
+@pytest.fixture(autouse=True)
+def numba_cuda(monkeypatch):
+    monkeypatch.setitem(globals(), "cuda", toolchain.cuda())
+
+
+def test_the_simulator_is_what_runs():
+    assert toolchain.simulated() and toolchain.unusable() is None
+    assert numba_flash.explain(**problem().arguments()).kernel == "v2"
+
+
+# Canaries: a new numba-cuda that changes one of these breaks the rungs, and should be named by it.
+
+
+def test_canary_pointers_pass_through_and_dynamic_shared_memory_has_its_size():
+    seen = []
+
+    @cuda.jit
+    def kernel(pointer, nothing, numbers):
+        smem = cuda.shared.array(0, np.dtype("float32"))
+        smem[cuda.threadIdx.x] = cuda.threadIdx.x
+        cuda.syncthreads()
+        seen.append((type(pointer), nothing, numbers, len(smem), float(smem[1])))
+
+    kernel[1, 2, 0, 64](Pointer(np.zeros(3)), None, (1, 2))
+    assert seen == [(Pointer, None, (1, 2), 16, 1.0)] * 2
+
+
+def test_canary_a_kernel_called_in_a_launch_is_a_device_function():
+    calls = []
+
+    @cuda.jit
+    def inner(x):
+        calls.append((x, cuda.threadIdx.x))
+
+    @cuda.jit
+    def outer(x):
+        inner(x)
+
+    outer[1, 3](5)
+    assert sorted(calls) == [(5, 0), (5, 1), (5, 2)]
+
+
+def test_canary_errors_come_out_with_thread_and_block():
+    @cuda.jit
+    def kernel(pointer):
+        pointer[cuda.grid(1)]
+
+    with pytest.raises(IndexError, match=r"tid=\[1, 0, 0\] ctaid=\[1, 0, 0\]: element 3 lies outside .* shape \(3,\)"):
+        kernel[2, 2](Pointer(np.zeros(3)))
+
+
+def test_every_kernel_can_be_made():
+    config = Config("v2", "float16", 8, 8, 16, 16)
+    assert set(MODULES) == {"v1", "v2", "safe", "online", "blocked"}
+    assert callable(source(config))
+
+
+# How an array may lie: plain, gaps, backwards, repeated, one number, bool and bfloat16 as their bits.
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12.0).reshape(3, 4),
+        np.arange(48.0).reshape(6, 8)[::2, ::2],
+        np.arange(12.0).reshape(3, 4)[::-1, ::-1],
+        np.arange(12.0).reshape(3, 4).T[::-1],
+        np.broadcast_to(np.arange(4.0), (3, 4)),
+        np.array(3.0),
+        np.array([True, False]),
+        testing.bfloat16([1.5, -2.0]),
+    ],
+)
+def test_a_pointer_finds_every_element_by_its_strides(array):
+    pointer = Pointer(array)
+    bits = array.view({1: np.uint8, 2: np.uint16, 8: np.float64}[array.itemsize])
+    for index in np.ndindex(array.shape):
+        at = sum(i * s // array.itemsize for i, s in zip(index, array.strides, strict=True))
+        assert pointer[at] == bits[index]
+    assert repr(pointer).startswith(f"Pointer to {array.dtype} {array.shape}")
+
+
+def test_a_pointer_checks_its_bounds():
+    pointer = Pointer(np.arange(6.0)[::-2])  # elements 5, 3, 1
+    assert [pointer[i] for i in (0, -2, -4)] == [5, 3, 1]
+    for outside in (1, -5):
+        with pytest.raises(IndexError, match=f"element {outside} lies outside"):
+            pointer[outside]
+        with pytest.raises(IndexError):
+            pointer[outside] = 0
+    with pytest.raises(IndexError):
+        Pointer(np.empty((0, 3)))[0]
+
+
+def test_a_write_through_a_pointer_is_seen_in_the_array():
+    array = np.zeros((2, 3), np.float16)[:, ::-1]
+    Pointer(array)[-1] = 7
+    assert array[0, 1] == 7
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        Pointer(array)[0] = 1
+
+
+# A launch that ends well and one that ends with an error.
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_the_switch_interval_is_put_back(ends_well):
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.003)
+        arrays = problem(2, 2, batch=1).arguments()
+        if ends_well:
+            numba_flash.attention(**arrays, kernel="v2")
+        else:
+            with pytest.raises(ZeroDivisionError):
+                launch.run(toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_launches_of_two_threads_wait_for_each_other():
+    cases = [problem(9, 17, batch=1, seed=seed) for seed in range(4)]
+    results, errors = {}, []
+
+    def run(number):
+        try:
+            results[number] = numba_flash.attention(**cases[number].arguments(), kernel="v2", return_lse=True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number, case in enumerate(cases):
+        testing.check(case, *results[number])
+
+
+def test_infinities_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        numba_flash.attention(**problem(3, 5, batch=1, scale=1e38, size=100.0).arguments(), kernel="v2")
+
+
+def test_a_problem_of_minutes_is_announced(monkeypatch):
+    """At the caller's line, with the time; the launch itself is left out."""
+    monkeypatch.setattr(launch, "run", lambda *arguments: None)
+    huge = np.zeros((1, 8, 256, 64), np.float32)
+    with pytest.warns(RuntimeWarning, match=r"about \d+ min in Numba's CUDA simulator.*kernel='cpu' is fast") as seen:
+        numba_flash.attention(huge, huge, huge, kernel="v2")
+    assert seen[0].filename == __file__
+    small = huge[:, :1, :16]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        numba_flash.attention(small, small, small, kernel="v2")
+
+
+def test_the_predicted_time_is_about_right():
+    import time
+
+    case = problem(40, 40, batch=1, head_dim=16)
+    numba_flash.attention(**case.arguments(), kernel="v2")  # imports
+    started = time.perf_counter()
+    numba_flash.attention(**case.arguments(), kernel="v2")
+    seconds = time.perf_counter() - started
+    predicted = launch.predicted_seconds(numba_flash.explain(**case.arguments()).problem)
+    assert predicted / 10 < seconds < predicted * 10
+
+
+def test_torch_tensors_are_refused_with_the_reason():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(
+        NotImplementedError, match=r"simulator.*NumPy arrays only, and torch.*unset NUMBA_ENABLE_CUDASIM"
+    ):
+        numba_flash.attention(x, x, x)
+    assert numba_flash.attention(x, x, x, kernel="cpu").shape == x.shape

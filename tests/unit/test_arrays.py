@@ -1,0 +1,191 @@
+"""Array families on the host: what comes in is read in place, and the same kind goes out."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from contract import problem, same_bits
+
+import numba_flash
+from numba_flash import arrays, testing
+from numba_flash.arrays import read
+
+KERNELS = ["reference", "cpu"]  # the rungs that compute in host memory
+
+
+class Bare:
+    """An array of which only the DLPack protocol is known."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+# How a NumPy array may lie, and each item size; the address is that of element [0, 0, ...].
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.zeros((2, 3), np.float32),
+        np.zeros((2, 3), np.float64)[::-1, ::-1],
+        np.zeros((4, 6), np.float16)[1::2, ::3],
+        np.asfortranarray(np.zeros((2, 3), ml_dtypes.bfloat16)),
+        np.array(True),
+        np.zeros((0, 3), np.int32),
+        np.zeros((2, 3), np.float32).view(Subclass),
+        np.broadcast_to(np.float32(1), (2, 3)),
+    ],
+)
+def test_numpy_arrays_are_read_in_place(x):
+    array = read("x", x)
+    assert array.owner is x and array.pointer == x.__array_interface__["data"][0]
+    facts = array.layout
+    assert (facts.family, facts.device, facts.shape, facts.dtype) == ("numpy", None, x.shape, x.dtype.name)
+    assert tuple(s * facts.unit for s in facts.strides) == x.strides and facts.readonly == (not x.flags.writeable)
+    assert np.shares_memory(arrays.host_view(array), x) or x.size == 0
+
+
+def test_a_foreign_byte_order_is_another_dtype():
+    assert read("x", np.zeros(3, ">f4")).layout.dtype == ">f4" != read("x", np.zeros(3, "<f4")).layout.dtype
+
+
+def test_read_only_and_writable_arrays_are_told_apart():
+    x = np.zeros(3)
+    frozen = x.view()
+    frozen.flags.writeable = False
+    assert [read("x", each).layout.readonly for each in (x, frozen, x, frozen)] == [False, True, False, True]
+
+
+# Bytes of one element more and less than its strides reach.
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (np.zeros((3, 4), np.float32), (0, 48)),
+        (np.zeros((3, 4), np.float32)[::-1], (-32, 16)),
+        (np.zeros((3, 4), np.float32)[:, ::2], (0, 44)),
+        (np.zeros((0, 4), np.float32), (0, 0)),
+        (np.zeros((), np.float64), (0, 8)),
+    ],
+)
+def test_byte_bounds(x, expected):
+    assert arrays.byte_bounds(read("x", x).layout) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numpy_subclasses_are_taken(kernel):
+    case = problem()
+    expected = numba_flash.attention(case.q, case.k, case.v, kernel=kernel)
+    result = numba_flash.attention(*(x.view(Subclass) for x in (case.q, case.k, case.v)), kernel=kernel)
+    assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_bare_dlpack_object_needs_out(kernel):
+    case = problem()
+    q, k, v = (Bare(x) for x in (case.q, case.k, case.v))
+    assert read("q", q).layout.family == "foreign" and read("q", q).pointer == read("q", case.q).pointer
+    with pytest.raises(TypeError, match=r"Bare.*pass out="):
+        numba_flash.attention(q, k, v, kernel=kernel)
+    out = np.zeros_like(case.q)
+    bare = Bare(out)
+    assert numba_flash.attention(q, k, v, kernel=kernel, out=bare) is bare
+    assert same_bits(out, numba_flash.attention(case.q, case.k, case.v, kernel=kernel))
+    with pytest.raises(TypeError, match="one kind.*out is numpy"):
+        numba_flash.attention(q, k, v, kernel=kernel, out=out)
+
+
+def test_objects_without_a_protocol_are_refused():
+    with pytest.raises(TypeError, match="q must be an array"):
+        read("q", object())
+
+
+def test_outputs_are_new_contiguous_and_of_the_dtype():
+    for dtype in testing.DTYPES:
+        made = arrays.empty(read("q", problem(dtype=dtype).q), (2, 3), dtype).owner
+        assert type(made) is np.ndarray and made.flags.c_contiguous and made.dtype.name == dtype
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)  # each has its own name in torch
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torch_tensors_in_and_out(kernel, dtype):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    case = problem(dtype=dtype, causal=True)
+
+    def tensor(x):
+        bits = torch.from_numpy(x.view(np.int16) if dtype == "bfloat16" else x)
+        return bits.view(torch.bfloat16) if dtype == "bfloat16" else bits
+
+    q, k, v = (tensor(x) for x in (case.q, case.k, case.v))
+    array = read("q", q)
+    assert array.pointer == q.data_ptr() and array.layout.family == "torch" and array.layout.dtype == dtype
+    o, lse = numba_flash.attention(q, k, v, causal=True, kernel=kernel, return_lse=True)
+    assert isinstance(o, torch.Tensor) and o.dtype == q.dtype and isinstance(lse, torch.Tensor)
+    testing.check(case, arrays.host_view(read("o", o)), lse.numpy())
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    again = numba_flash.attention(turned, k, v, causal=True, kernel=kernel)
+    assert torch.equal(again, o)
+    out = torch.full((2, 20, 2, 4), float("nan"), dtype=q.dtype).transpose(1, 2)
+    assert numba_flash.attention(q, k, v, causal=True, kernel=kernel, out=out) is out and torch.equal(out, o)
+
+
+def test_torch_agrees_about_attention():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    case = problem(30, 30, heads=4, heads_kv=4, dtype="float64", head_dim=16)
+    q, k, v = (torch.from_numpy(x) for x in (case.q, case.k, case.v))
+    for causal in (False, True):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).numpy()
+        for kernel in KERNELS:
+            o = numba_flash.attention(case.q, case.k, case.v, causal=causal, kernel=kernel)
+            assert np.allclose(o, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_jax_arrays_in_and_out(kernel):
+    jax = pytest.importorskip("jax", reason="needs jax")
+    case = problem()
+    q, k, v = (jax.numpy.asarray(x) for x in (case.q, case.k, case.v))
+    o, lse = numba_flash.attention(q, k, v, kernel=kernel, return_lse=True)
+    assert isinstance(o, jax.Array) and isinstance(lse, jax.Array)
+    testing.check(case, np.asarray(o), np.asarray(lse))
+    with pytest.raises(NotImplementedError, match="traced"):
+        jax.jit(numba_flash.attention)(q, k, v)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_copy_of_the_inputs_is_made(kernel, monkeypatch):
+    """What a rung reads are the caller's own addresses, and its results lie where they are handed out."""
+    case = problem()
+    seen = {}
+
+    def spy(choice, problem, target, operands, stream):
+        seen.update({name: array.pointer for name, array in operands._asdict().items() if array is not None})
+
+    monkeypatch.setattr("numba_flash.api.launch", spy)
+    o = numba_flash.attention(case.q, case.k, case.v, kernel=kernel)
+    for name, x in (("q", case.q), ("k", case.k), ("v", case.v), ("o", o)):
+        assert seen[name] == x.ctypes.data
+
+
+class Stream:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+# torch's, CuPy's, Numba's (plain and as a ctypes pointer) and a bare address.
+@pytest.mark.parametrize(
+    "stream", [7, Stream(cuda_stream=7), Stream(ptr=7), Stream(handle=7), Stream(handle=Stream(value=7))]
+)
+def test_streams_are_addresses(stream):
+    assert arrays._stream_address(stream) == 7
+
+
+def test_what_is_no_stream_is_refused():
+    with pytest.raises(TypeError, match="stream must be a stream of CuPy, torch, Numba or cuda.core.* not str"):
+        arrays._stream_address("7")

@@ -1,0 +1,210 @@
+"""Compiling: every kernel for every GPU, without a GPU; and the disk cache."""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import warnings
+
+import pytest
+
+from numba_flash import compiled, testing
+from numba_flash.arguments import SCALAR_TYPES, pointer_types
+from numba_flash.config import Config, SoftmaxConfig
+
+
+def missing():
+    """Which part of the compiler is not installed, or None."""
+    for package in ("numba_cuda", "cuda.core"):
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            return package
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        for library in ("nvvm", "nvJitLink"):
+            load_nvidia_dynamic_lib(library)
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason="needs NVVM and nvJitLink: pip install 'numba-flash[cu13]'"
+)
+
+PLAIN = Config("v2", "float32", 64, 64, 128, 16, write_lse=False)
+EVERYTHING = Config(
+    "v2", "float16", 59, 33, 64, 16, softcap=True, alibi_dtype="float32", bias_dtype="float16", mask=True, seqlens_k=True,
+    q_offset_source="seqlens_k",
+)  # fmt: skip
+# Every kernel in every dtype, plain and with everything; a head_dim that no step divides; the smallest tile.
+CONFIGS = [
+    *[dataclasses.replace(PLAIN, kernel=kernel, dtype=dtype) for kernel in ("v1", "v2") for dtype in testing.DTYPES],
+    *[dataclasses.replace(EVERYTHING, kernel=kernel) for kernel in ("v1", "v2")],
+    dataclasses.replace(EVERYTHING, dtype="bfloat16", bias_dtype="bfloat16", q_offset_source="array"),
+    Config("v2", "float32", 128, 128, 64, 16),
+    Config("v2", "float64", 257, 257, 8, 4),
+    Config("v2", "float32", 1, 1, 1, 4),
+    *[SoftmaxConfig(kernel, dtype, 128) for kernel in ("safe", "online", "blocked") for dtype in testing.DTYPES],
+]
+# The oldest that CUDA 13 knows, and one of each generation after it.
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+def name(config):
+    return f"{config.kernel}-{config.dtype}-{getattr(config, 'head_dim', config.threads)}"
+
+
+@functools.cache
+def ptx(config, cc=(9, 0)):
+    return compiled.to_ptx(config, cc)
+
+
+def assembled(text, cc):
+    """The assembler's report."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=compiled.architecture(cc), ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    linker.link("cubin")
+    return linker.get_info_log() + linker.get_error_log()
+
+
+def check_report(report, local_bytes=0):
+    numbers = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads|lmem|cumulative stack size)", report)
+    assert any(what == "spill stores" for _, what in numbers), f"the report says nothing of spills: {report}"
+    for count, what in numbers:
+        assert int(count) <= (0 if "spill" in what else local_bytes), report
+    assert not re.search(r"warning|C75\d\d", report), report
+
+
+def local_bytes(config):
+    """v2 keeps a row of O in registers, as far as they go; a longer one lies in local memory, and nothing else."""
+    row = config.v_row * (8 if config.compute_dtype == "float64" else 4) if config.kernel == "v2" else 0
+    return row if row > 512 else 0
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name)
+def test_nothing_is_spilled_on_hopper(config):
+    text = ptx(config)
+    assert f".entry {compiled.entry_name(config)}(" in text and ".target sm_90" in text
+    assert (".local" in text) == (local_bytes(config) > 0)
+    check_report(assembled(text, (9, 0)), local_bytes(config))
+
+
+# One of each kernel on each generation; the dtypes differ only in loads and stores.
+@pytest.mark.parametrize("cc", CAPABILITIES, ids=lambda cc: compiled.architecture(cc))
+@pytest.mark.parametrize(
+    "config", [PLAIN, EVERYTHING, dataclasses.replace(EVERYTHING, kernel="v1"), SoftmaxConfig("blocked", "float16", 128)],
+    ids=name,
+)  # fmt: skip
+def test_every_gpu_from_turing_on(config, cc):
+    check_report(assembled(ptx(config, cc), cc))
+    assert compiled.to_cubin(ptx(config, cc), compiled.architecture(cc))[:4] == b"\x7fELF"
+
+
+def test_the_inner_loops_read_shared_memory_sixteen_bytes_at_a_time():
+    assert "ld.shared.v4" in ptx(PLAIN)
+
+
+def test_the_report_of_a_spill_is_noticed():
+    with pytest.raises(AssertionError):
+        check_report("ptxas info : 16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads")
+    with pytest.raises(AssertionError):
+        check_report("")
+
+
+def test_the_architecture_is_the_specific_one_from_hopper_on():
+    assert [compiled.architecture(cc) for cc in CAPABILITIES] == [
+        "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2"])
+def test_parameters_match_the_kernels_def_line(kernel):
+    config = dataclasses.replace(PLAIN, kernel=kernel)
+    arguments = compiled.source(config).py_func.__code__.co_argcount
+    assert arguments == len(pointer_types(config)) + len(SCALAR_TYPES)
+
+
+# The disk cache.
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder of its own for the cache of cubins."""
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path))
+    compiled._store.cache_clear()
+    yield tmp_path
+    compiled._store.cache_clear()
+
+
+def entries(folder):
+    key = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return key
+
+
+def test_what_was_written_is_found(cache):
+    assert compiled.read_cache(PLAIN, "sm_90a") is None
+    compiled.write_cache(PLAIN, "sm_90a", b"machine code" * 100)
+    compiled._store.cache_clear()  # as in another process
+    assert compiled.read_cache(PLAIN, "sm_90a") == b"machine code" * 100
+
+
+# What a crash or a full disk leaves: nothing, a part, the wrong bytes, one bit.
+@pytest.mark.parametrize("damage", ["empty", "short", "tail", "garbage", "bit"])
+def test_a_damaged_entry_is_as_good_as_none(cache, damage):
+    compiled.write_cache(PLAIN, "sm_90a", b"machine code" * 100)
+    file = entries(cache)
+    content = file.read_bytes()
+    file.write_bytes(
+        {
+            "empty": b"",
+            "short": content[:20],
+            "tail": content[:-1],
+            "garbage": bytes(len(content)),
+            "bit": bytes([content[0] ^ 1]) + content[1:],
+        }[damage]
+    )
+    compiled._store.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert compiled.read_cache(PLAIN, "sm_90a") is None
+        compiled.write_cache(PLAIN, "sm_90a", b"new")
+        assert compiled.read_cache(PLAIN, "sm_90a") == b"new"
+
+
+# Each field by itself, one after the other: a kernel must never be taken for another one.
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64), dict(tile_n=8),
+        dict(pad=0), dict(write_lse=True), dict(softcap=True), dict(alibi_dtype="float32"), dict(bias_dtype="float32"),
+        dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_key_knows_every_field(other):
+    assert compiled._key(PLAIN, "sm_90a") != compiled._key(dataclasses.replace(PLAIN, **other), "sm_90a")
+    assert set(other) <= {field.name for field in dataclasses.fields(Config)}
+
+
+def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):
+    key = compiled._key(PLAIN, "sm_90a")
+    assert key == compiled._key(dataclasses.replace(PLAIN), "sm_90a") != compiled._key(PLAIN, "sm_80")
+    monkeypatch.setattr(compiled, "_fingerprint", lambda: "another numba")
+    assert key != compiled._key(PLAIN, "sm_90a")
+
+
+def test_a_folder_that_cannot_be_used_is_said_and_survived(tmp_path, monkeypatch):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(in_the_way / "below"))
+    compiled._store.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="cannot use its cache folder .*Set NUMBA_FLASH_CACHE_DIR"):
+            assert compiled.read_cache(PLAIN, "sm_90a") is None
+        with pytest.warns(RuntimeWarning, match="cannot use its cache folder"):
+            compiled.write_cache(PLAIN, "sm_90a", b"code")
+    finally:
+        compiled._store.cache_clear()

@@ -1,0 +1,133 @@
+"""What importing costs, and that a module imports only what lies below it."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import numba_flash
+
+PACKAGE = Path(numba_flash.__file__).parent
+
+# From the top down. A module may import any that stands in a later line, or later in its own.
+ORDER = """
+    __main__ demo debug
+    testing explaining merging ladder
+    api copies launch
+    sim.launch
+    cpu cpu_kernel cpu_panel cpu_elements simd_panel simd_row simd_scores simd cpu_cache cpu_plan
+    compiled
+    kernels.v1 kernels.v2 kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
+    kernels.steps.scores kernels.steps.tiles kernels.steps.elements
+    ptx ptx.shared sim.shared
+    arguments select target problem
+    arrays config ranges reference toolchain
+""".split()
+
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py" and "demo" not in path.parts
+)
+
+
+def tree(module):
+    return ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())
+
+
+def imports(module):
+    """(of the package, of others): every import statement, also inside functions."""
+    ours, others = set(), set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            others |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            others.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level]
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                ours.add(name if name in (*MODULES, "demo") else base)
+    return ours - {""}, others
+
+
+def test_every_module_has_its_place():
+    assert set(MODULES) <= set(ORDER), "say in ORDER where the new module stands"
+    assert set(ORDER) - {"demo", "ptx"} <= set(MODULES), "ORDER names modules that are gone"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    ours, others = imports(module)
+    for other in ours:
+        assert ORDER.index(module) < ORDER.index(other), f"{module} imports {other}, which stands above it"
+    assert not any(name.startswith("numba_flash") for name in others), "imports of the package are relative"
+
+
+def test_kernels_import_only_what_kernels_are_made_of():
+    for module in MODULES:
+        if module.startswith("kernels."):
+            ours, others = imports(module)
+            assert all(name.startswith(("kernels.steps", "ptx", "ranges")) for name in ours), (module, ours)
+            assert all(name.split(".")[0] in ("math", "numpy", "numba") for name in others), (module, others)
+
+
+def test_only_the_lower_floors_know_numba():
+    # __main__: `doctor` looks at what is installed
+    allowed = ("__main__", "kernels.", "ptx.", "sim.", "toolchain", "compiled", "launch", "target", "copies", "arrays", "cpu",
+               "simd")  # fmt: skip
+    for module in MODULES:
+        if not module.startswith(allowed):
+            assert not any(name.split(".")[0] in ("numba", "llvmlite") for name in imports(module)[1]), module
+
+
+def test_frameworks_are_never_imported():
+    for module in MODULES:
+        for name in imports(module)[1]:
+            assert name.split(".")[0] not in ("torch", "jax", "cupy", "tensorflow"), (module, name)
+
+
+def test_ptx_knows_nothing_of_attention():
+    words = ("attention", "query", "softmax", "causal", "key_tile", "seqlen", "head_dim")
+    for path in [*(PACKAGE / "ptx").glob("*.py"), PACKAGE / "sim" / "shared.py"]:
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not [name for name in names if any(word in name.lower() for word in words)], path
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_loads_nothing_heavy():
+    heavy = "numba llvmlite cupy torch jax scipy ml_dtypes cuda array_api_compat hypothesis platformdirs".split()
+    code = f"import sys, numba_flash; dir(numba_flash); print([m for m in {heavy} if m in sys.modules])"
+    assert python("-c", code).strip() == "[]"
+
+
+def test_host_calls_load_no_cuda_and_no_framework():
+    code = (
+        "import sys, numpy as np, numba_flash; x = np.ones((1, 1, 2, 4)); "
+        "numba_flash.attention(x, x, x, kernel='reference'); "
+        "print([m for m in ('cupy', 'torch', 'jax', 'hypothesis', 'scipy') if m in sys.modules])"
+    )
+    assert python("-c", code).strip() == "[]"
+
+
+def test_importing_takes_less_than_a_tenth_of_a_second():
+    code = (
+        "import numpy, time; start = time.perf_counter(); import numba_flash; "
+        "numba_flash.attention; print(time.perf_counter() - start)"
+    )
+    assert statistics.median(float(python("-c", code)) for _ in range(5)) < 0.1
+
+
+def test_the_public_names_are_there():
+    for name in numba_flash.__all__:
+        assert getattr(numba_flash, name) is not None and name in dir(numba_flash)
+    with pytest.raises(AttributeError, match="nonsense"):
+        numba_flash.nonsense  # noqa: B018
+    assert all(getattr(numba_flash, name).__doc__ for name in numba_flash.__all__)

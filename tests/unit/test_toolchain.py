@@ -1,0 +1,63 @@
+"""toolchain.py: NumPy's missing names, and which numba.cuda is taken."""
+
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from numba_flash import toolchain
+
+
+def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):
+    monkeypatch.delattr(np, "row_stack", raising=False)
+    with toolchain.numpy_names():
+        assert np.row_stack is np.vstack
+    assert "row_stack" not in vars(np)
+    with pytest.raises(ZeroDivisionError), toolchain.numpy_names():
+        1 / 0  # noqa: B018
+    assert "row_stack" not in vars(np)
+
+
+def test_a_name_that_numpy_has_is_left_alone(monkeypatch):
+    own = object()
+    monkeypatch.setattr(np, "row_stack", own, raising=False)
+    with toolchain.numpy_names():
+        assert np.row_stack is own
+    assert np.row_stack is own
+
+
+def test_numbas_built_in_copy_is_refused_with_the_remedy(monkeypatch):
+    fake = types.SimpleNamespace(implementation="Built-in")
+    monkeypatch.setattr(toolchain.importlib, "import_module", lambda name: fake)
+    toolchain.cuda.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"numba-cuda: pip install 'numba-flash\[cu13\]'"):
+            toolchain.cuda()
+    finally:
+        toolchain.cuda.cache_clear()
+
+
+def test_the_reason_why_no_gpu_can_be_used_is_one_line(monkeypatch):
+    def broken():
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(toolchain, "cuda", broken)
+    toolchain.unusable.cache_clear()
+    try:
+        assert toolchain.unusable() == "RuntimeError: first line"
+    finally:
+        toolchain.unusable.cache_clear()
+
+
+# On, off, set to off, empty; before Numba is imported and after.
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_simulator_is_what_the_environment_says(value, expected):
+    environment = {name: x for name, x in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
+    if value is not None:
+        environment["NUMBA_ENABLE_CUDASIM"] = value
+    code = "from numba_flash import toolchain as t; a = t.simulated(); import numba; print(a, t.simulated())"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(expected)] * 2
