@@ -18,7 +18,7 @@ _PUBLIC = {
     "softmax": "ladder",
 }
 _MODULES = ("reference", "testing", "debug")
-__all__ = [*_PUBLIC, *_MODULES]  # noqa: PLE0604
+__all__ = ["AttentionOutput", "attention", "debug", "explain", "merge", "reference", "softmax", "testing"]
 
 if TYPE_CHECKING:
     from . import debug as debug

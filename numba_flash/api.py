@@ -1,11 +1,12 @@
 """The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
 
+import functools
 from typing import Any, NamedTuple
 
 from . import arrays, copies
-from .arrays import Operands
+from .arrays import Layout, Operands
 from .launch import launch
-from .problem import Problem, check_memory
+from .problem import Problem, check_memory, window_sides
 from .select import Choice, select
 from .target import Target
 
@@ -17,10 +18,9 @@ class AttentionOutput(NamedTuple):
     lse: Any
 
 
-class Call(NamedTuple):
-    """A call as it was understood: what came, what is to be computed, where and by what."""
+class Decision(NamedTuple):
+    """What is to be computed, where and by what."""
 
-    given: Operands  # o and lse are what came in out=, or None
     problem: Problem
     target: Target
     choice: Choice
@@ -107,7 +107,7 @@ def attention(
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
     refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
-    given, problem, target, choice = understand(
+    given, (problem, target, choice) = understand(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
         out, stream, kernel,
     )  # fmt: skip
@@ -132,8 +132,11 @@ def attention(
 def understand(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
     alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
-) -> Call:  # fmt: skip
-    """Everything before memory is allocated or anything runs; what `explain` reports."""
+) -> tuple[Operands, Decision]:  # fmt: skip
+    """Everything before memory is allocated or anything runs; what `explain` reports.
+
+    The operands' o and lse are what came in out=, or None.
+    """
     read = arrays.read
     o = lse = None
     if out is not None:
@@ -153,14 +156,38 @@ def understand(
         None if seqlens_k is None else read("seqlens_k", seqlens_k),
         offsets,
     )  # fmt: skip
-    problem = Problem.of(
+    if window is not None:
+        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
+    question = (
         *[None if array is None else array.layout for array in given], q_offset, causal, window, scale, softcap,
+        layout, return_lse, kernel, stream is not None,
+    )  # fmt: skip
+    try:
+        decision = _decided(*question)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        decision = decide(*question)  # something that cannot be a key was given: say what is wrong with it
+    check_memory(given, decision.problem)
+    return given, decision
+
+
+def decide(
+    q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
+    mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any,
+    causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool,
+) -> Decision:  # fmt: skip
+    """All that follows from layouts and options, so that a call seen before is decided by looking it up."""
+    problem = Problem.of(
+        q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
         layout, return_lse,
     )  # fmt: skip
-    check_memory(given, problem)
-    place = given.q.layout
-    target = Target.of(place.device)
-    return Call(given, problem, target, select(problem, target, kernel, place.family, stream is not None))
+    target = Target.of(q.device)
+    return Decision(problem, target, select(problem, target, kernel, q.family, has_stream))
+
+
+# typed: 1 and True are equal as keys, but only one of them is a causal=
+_decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
 
 
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:

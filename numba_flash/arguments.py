@@ -26,22 +26,14 @@ class Pointers(NamedTuple):
     q_offset: int
 
 
-class Workspace(NamedTuple):
-    """What v1 keeps in global memory between its outer steps: O before rounding, and l and m."""
-
-    acc_o: int  # (batch, heads, seqlen_q, head_dim_v), contiguous
-    l: int  # (batch, heads, seqlen_q)
-    m: int
-
-
 def pointer_types(config: Config) -> tuple[str, ...]:
     """The element types behind the pointers; "bytes" of masks are uint8."""
-    types = (
+    types: tuple[str, ...] = (
         config.dtype, config.dtype, config.dtype, config.dtype, config.compute_dtype,
         config.bias_dtype or "float32", "uint8", config.alibi_dtype or "float32", "int32", "int32",
     )  # fmt: skip
     if config.kernel == "v1":
-        types += (config.compute_dtype,) * len(Workspace._fields)
+        types += (config.compute_dtype,) * 3  # its workspace: O before rounding, l and m
     return types
 
 

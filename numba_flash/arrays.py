@@ -90,24 +90,16 @@ DTYPES = {"float16", "bfloat16", "float32", "float64"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
 
 
-class _Interface(ctypes.Structure):
-    """NumPy's PyArrayInterface, what x.__array_struct__ points to."""
-
-    _fields_ = [
-        ("two", ctypes.c_int), ("nd", ctypes.c_int), ("typekind", ctypes.c_char), ("itemsize", ctypes.c_int),
-        ("flags", ctypes.c_int), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("data", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-_DATA = _Interface.data.offset
+# Where NumPy keeps an array's address: the first field of its C structure, behind Python's own header. Reading it
+# there takes a quarter of the time of x.__array_struct__ and a tenth of x.ctypes.data, four times a call.
+_ADDRESS = object.__basicsize__
 _address_at = ctypes.c_size_t.from_address
+_probe = np.empty(3)
+_as_expected = _address_at(id(_probe) + _ADDRESS).value == _probe.ctypes.data
 
 
 def _host_pointer(x: np.ndarray) -> int:
-    # A third of the time of x.ctypes.data or x.__array_interface__, three times a call.
-    return _address_at(_capsule_pointer(x.__array_struct__, None) + _DATA).value
+    return _address_at(id(x) + _ADDRESS).value if _as_expected else x.ctypes.data
 
 
 def _numpy(x: Any) -> Array:
@@ -333,7 +325,7 @@ def host_view(array: Array) -> np.ndarray:
     if 0 in facts.shape:
         return np.empty(facts.shape, dtype)
     low, high = byte_bounds(facts)
-    memory = (ctypes.c_char * (high - low)).from_address(array.pointer + low)
+    memory: Any = (ctypes.c_char * (high - low)).from_address(array.pointer + low)
     view = np.ndarray(
         facts.shape, dtype, np.frombuffer(memory, np.uint8), -low, [s * facts.unit for s in facts.strides]
     )

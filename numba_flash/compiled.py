@@ -117,12 +117,12 @@ def _signature(config: AnyConfig) -> Any:
 
     from .kernels.steps.elements import ELEMENT_TYPES
 
-    if isinstance(config, SoftmaxConfig):
-        pointers, rest = (config.dtype, config.dtype), (("int64", 2), ("int64", 4))
-    else:
+    pointers: tuple[str, ...] = (config.dtype, config.dtype)
+    rest: tuple[Any, ...] = (("int64", 2), ("int64", 4))
+    if isinstance(config, Config):
         pointers, rest = pointer_types(config), SCALAR_TYPES
     plain = {"int64": numba_types.int64, "float64": numba_types.float64}
-    parameters = [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
+    parameters: list[Any] = [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
     parameters += [numba_types.UniTuple(plain[x[0]], x[1]) if isinstance(x, tuple) else plain[x] for x in rest]
     return numba_types.void(*parameters)
 
@@ -133,7 +133,7 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
 
     So a kernel can be compiled with no GPU, and for another one than the current.
     """
-    dispatcher = importlib.import_module("numba.cuda.dispatcher")
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     asked = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=cc)
     try:

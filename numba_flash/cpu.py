@@ -9,6 +9,7 @@ is told of a problem in cpu_plan.py; where compiled code is kept in cpu_cache.py
 
 import functools
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -16,7 +17,6 @@ import numpy as np
 from numba import njit, prange
 
 from . import cpu_plan as slot
-from .arguments import Pointers
 from .cpu_cache import c_function, cached
 from .cpu_elements import INT
 from .cpu_kernel import run_tasks_float32, run_tasks_float64
@@ -97,8 +97,8 @@ def _plan(problem):
     return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, work < SERIAL_WORK, nothing)
 
 
-def forward(problem: Problem, pointers: Pointers) -> None:
-    """Write o, and lse where the problem wants it, to the arrays at `pointers`."""
+def forward(problem: Problem, pointers: Sequence[int]) -> None:
+    """Write o, and lse where the problem wants it; pointers are in the order of arguments.Pointers."""
     plan = _plan(problem)
     if plan.nothing:
         return

@@ -33,14 +33,16 @@ class Explanation:
         p = self.problem
         lines = [
             f"kernel {self.kernel!r} on {self.target.name if self.config else 'the CPU'}",
-            f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, seqlen {p.seqlen_q} x {p.seqlen_k}, "
-            f"head_dim {p.head_dim} and {p.head_dim_v}, {p.dtype}, scale {p.scale:.6g}",
+            f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, "
+            f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim} and {p.head_dim_v}, "
+            f"{p.dtype}, scale {p.scale:.6g}",
             f"  sees: {_visibility(p)}",
         ]
         if self.config:
             lines.append(
-                f"  grid: {self.blocks} blocks of {self.config.threads} threads, tile {self.config.tile_m} queries x "
-                f"{self.config.tile_n} keys, {self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
+                f"  grid: {self.blocks} blocks of {self.config.threads} threads, "
+                f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
+                f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
         if self.copies:
             lines.append("  copies: the arrays go to the GPU and the result comes back, which is waited for")
@@ -61,8 +63,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     arguments = dict(bound.arguments)
     to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
     refuse_what_is_to_come(*(arguments.pop(name) for name in to_come))
-    call = understand(**arguments)
-    return Explanation.of(call.problem, call.target, call.choice)
+    _, decision = understand(**arguments)
+    return Explanation.of(*decision)
 
 
 def _visibility(p: Problem) -> str:

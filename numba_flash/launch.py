@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, reference
-from .arguments import Pointers, Scalars, Workspace, scalars
+from .arguments import Scalars, scalars
 from .arrays import Array, Operands
 from .compiled import AnyConfig, compiled, source
 from .config import Config
@@ -22,9 +22,7 @@ def launch(choice: Choice, problem: Problem, target: Target, operands: Operands,
     if choice.kernel == "reference":
         _run_reference(problem, operands)
     elif choice.kernel == "cpu":
-        from . import cpu
-
-        cpu.forward(problem, Pointers(*(array.pointer if array else 0 for array in operands)))
+        _cpu_forward()(problem, [0 if array is None else array.pointer for array in operands])
     elif problem.batch * problem.heads * problem.seqlen_q:
         assert choice.config is not None
         if target.simulated:
@@ -33,8 +31,15 @@ def launch(choice: Choice, problem: Problem, target: Target, operands: Operands,
             warn_if_long(problem)
         every: tuple[Array | None, ...] = operands
         if choice.kernel == "v1":
-            every += _workspace(problem, operands.q)
+            every = (*operands, *_workspace(problem, operands.q))
         launch_on_gpu(choice.config, target, grid(choice.config, problem), every, scalars(problem), stream)
+
+
+@functools.cache
+def _cpu_forward() -> Any:
+    from .cpu import forward  # Numba comes in with it
+
+    return forward
 
 
 def launch_on_gpu(
@@ -44,7 +49,7 @@ def launch_on_gpu(
     if target.simulated:
         from .sim.launch import run
 
-        run(source(config), blocks, config.threads, config.shared_bytes, operands, scalars)
+        run(lambda: source(config), blocks, config.threads, config.shared_bytes, operands, scalars)
         return
     kernel = compiled(config, target.device, target.cc or (0, 0))
     addresses = [0 if array is None else array.pointer for array in operands]
@@ -86,14 +91,11 @@ def grid(config: Config, problem: Problem) -> int:
     return blocks if config.kernel == "v1" else blocks * -(-problem.seqlen_q // config.tile_m)
 
 
-def _workspace(problem: Problem, like: Array) -> Workspace:
-    rows = problem.lse_shape
-    dtype = problem.compute_dtype
-    return Workspace(  # type: ignore[arg-type]
-        arrays.scratch(like, (*rows, problem.head_dim_v), dtype),
-        arrays.scratch(like, rows, dtype),
-        arrays.scratch(like, rows, dtype),
-    )
+def _workspace(problem: Problem, like: Array) -> tuple[Array, Array, Array]:
+    """What v1 keeps in global memory between its outer steps: O before rounding, and l and m."""
+    rows, dtype = problem.lse_shape, problem.compute_dtype
+    acc_o = arrays.scratch(like, (*rows, problem.head_dim_v), dtype)
+    return acc_o, arrays.scratch(like, rows, dtype), arrays.scratch(like, rows, dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,6 +166,7 @@ def _run_reference(problem: Problem, operands: Operands) -> None:
             mask=optional(operands.mask),
         ),
     )
+    assert operands.o is not None
     with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
         ordered(operands.o)[...] = o.astype(arrays.host_view(operands.o).dtype)
     if operands.lse is not None:

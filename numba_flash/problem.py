@@ -1,6 +1,5 @@
 """Problem: one attention problem, checked. Every mistake a caller can make in it is named here."""
 
-import functools
 import math
 import operator
 from dataclasses import dataclass, field
@@ -88,55 +87,86 @@ class Problem:
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
     ) -> "Problem":  # fmt: skip
-        """Check a problem, or find it again: the same layouts and options give the same object.
+        """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None."""
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
+        _check_bool("causal", causal)
+        _check_bool("return_lse", return_lse)
+        named = {
+            "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
+            "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
+        }  # fmt: skip
+        given = {name: array for name, array in named.items() if array is not None}
+        _check_one_place(given)
+        for name, array in given.items():
+            _check_strides(name, array)
 
-        q_offsets is the layout of an array given as q_offset; q_offset is then None.
-        """
-        if window is not None:
-            window = _window_sides(window)  # checked before it is a key: (1.0, 0) and (1, 0) would be the same one
-        try:
-            return _remembered(
-                q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-                softcap, layout, return_lse,
-            )  # fmt: skip
-        except TypeError as error:
-            if "unhashable" not in str(error):
-                raise
-        return _checked(  # something unhashable was given: say what is wrong with it
-            q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-            softcap, layout, return_lse,
+        if q.dtype not in DTYPES:
+            raise TypeError(
+                f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as "
+                "with q.astype('float32')"
+            )
+        for name, other in (("k", k), ("v", v)):
+            if other.dtype != q.dtype:
+                raise TypeError(
+                    f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; "
+                    "convert one of them"
+                )
+        order = LAYOUTS[layout]
+        batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = _sizes(q, k, v, layout)
+        score_shape = (batch, heads, seqlen_q, seqlen_k)
+        left, right = window_sides(window)
+        if causal:
+            right = 0  # no window reaches less far
+        number, source = 0, "array"
+        if q_offsets is None:
+            number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
+        o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
+        contiguous = _contiguous(o_shape)
+        o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
+        if out is not None:
+            _check_output("out", out, o_shape, q.dtype, f"(layout {layout!r})")
+            o_strides = _ordered(out, order)
+        if out_lse is not None:
+            lse_shape = (batch, heads, seqlen_q)
+            _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
+            if _elements(out_lse) != _contiguous(lse_shape):
+                raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
+        if mask is not None and mask.dtype != "bool":
+            raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
+        float_dtypes = ("float32",) if q.dtype == "float32" else ("float32", q.dtype)
+        for name, added in (("bias", bias), ("alibi_slopes", alibi_slopes)):
+            if added is not None and added.dtype not in float_dtypes:
+                raise TypeError(f"{name} must be {' or '.join(float_dtypes)} beside q of {q.dtype}, not {added.dtype}")
+        for name, numbers in (("seqlens_k", seqlens_k), ("q_offset", q_offsets)):
+            if numbers is not None and (numbers.dtype != "int32" or numbers.shape != (batch,)):
+                raise (TypeError if numbers.dtype != "int32" else ValueError)(
+                    f"{name} must be int32 of shape (batch,) = ({batch},), not {numbers.dtype} of shape {numbers.shape}"
+                )
+        return Problem(
+            batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
+            _ordered(q, order), _ordered(k, order), _ordered(v, order), o_strides,
+            scale=_number("scale", scale, head_dim**-0.5),
+            left=left,
+            right=right,
+            q_offset=number,
+            q_offset_source=source,
+            has_seqlens_k=seqlens_k is not None,
+            seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
+            q_offset_stride=_elements(q_offsets)[0] if q_offsets is not None else 0,
+            softcap=_softcap(softcap),
+            alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
+            alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
+            bias_dtype=bias.dtype if bias is not None else None,
+            bias_strides=_broadcast_strides("bias", bias, score_shape),
+            has_mask=mask is not None,
+            mask_strides=_broadcast_strides("mask", mask, score_shape),
+            return_lse=bool(return_lse),
         )  # fmt: skip
 
 
-def _checked(
-    q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None,
-    bias: Layout | None, mask: Layout | None,
-    alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any, causal: Any,
-    window: Window | None, scale: Any, softcap: Any, layout: Any, return_lse: Any,
-) -> Problem:  # fmt: skip
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
-    _check_bool("causal", causal)
-    _check_bool("return_lse", return_lse)
-    named = {
-        "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
-        "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
-    }  # fmt: skip
-    given = {name: array for name, array in named.items() if array is not None}
-    _check_one_place(given)
-    for name, array in given.items():
-        _check_strides(name, array)
-
-    if q.dtype not in DTYPES:
-        raise TypeError(
-            f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as "
-            "with q.astype('float32')"
-        )
-    for name, other in (("k", k), ("v", v)):
-        if other.dtype != q.dtype:
-            raise TypeError(
-                f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; convert one of them"
-            )
+def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int, int, int, int, int]:
+    """batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v of arrays that fit together."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != 4:
             names = "(batch, heads, seqlen, head_dim)" if layout == "bhsd" else "(batch, seqlen, heads, head_dim)"
@@ -162,60 +192,7 @@ def _checked(
         raise ValueError(f"head_dim must be at least 1, but {shapes}")
     if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
         raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
-
-    score_shape = (batch, heads, seqlen_q, seqlen_k)
-    left, right = window or (None, None)
-    if causal:
-        right = 0  # no window reaches less far
-    number, source = 0, "array"
-    if q_offsets is None:
-        number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
-    o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
-    contiguous = _contiguous(o_shape)
-    o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
-    if out is not None:
-        _check_output("out", out, o_shape, q.dtype, f"(layout {layout!r})")
-        o_strides = _ordered(out, order)
-    if out_lse is not None:
-        lse_shape = (batch, heads, seqlen_q)
-        _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
-        if _elements(out_lse) != _contiguous(lse_shape):
-            raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
-    if mask is not None and mask.dtype != "bool":
-        raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
-    float_dtypes = ("float32",) if q.dtype == "float32" else ("float32", q.dtype)
-    for name, array in (("bias", bias), ("alibi_slopes", alibi_slopes)):
-        if array is not None and array.dtype not in float_dtypes:
-            raise TypeError(f"{name} must be {' or '.join(float_dtypes)} beside q of {q.dtype}, not {array.dtype}")
-    for name, array in (("seqlens_k", seqlens_k), ("q_offset", q_offsets)):
-        if array is not None and (array.dtype != "int32" or array.shape != (batch,)):
-            raise (TypeError if array.dtype != "int32" else ValueError)(
-                f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
-            )
-    return Problem(
-        batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
-        _ordered(q, order), _ordered(k, order), _ordered(v, order), o_strides,
-        scale=_number("scale", scale, head_dim**-0.5),
-        left=left,
-        right=right,
-        q_offset=number,
-        q_offset_source=source,
-        has_seqlens_k=seqlens_k is not None,
-        seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
-        q_offset_stride=_elements(q_offsets)[0] if q_offsets is not None else 0,
-        softcap=_softcap(softcap),
-        alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
-        alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
-        bias_dtype=bias.dtype if bias is not None else None,
-        bias_strides=_broadcast_strides("bias", bias, score_shape),
-        has_mask=mask is not None,
-        mask_strides=_broadcast_strides("mask", mask, score_shape),
-        return_lse=bool(return_lse),
-    )  # fmt: skip
-
-
-# typed: 1 and True are equal as keys, but only one of them is a causal=
-_remembered = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+    return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -271,7 +248,10 @@ def _check_output(name: str, out: Layout, shape: tuple[int, ...], dtype: str, wh
         reach += stride * out.unit * (extent - 1)
 
 
-def _window_sides(window: Any) -> Window:
+def window_sides(window: Any) -> Window:
+    """(left, right) as Python ints or None."""
+    if window is None:
+        return None, None
     if isinstance(window, int | np.integer | float):
         raise ValueError(
             f"window must be a pair (left, right), not {window!r}: a bare number means three things. A query at "
@@ -288,7 +268,9 @@ def _window_side(name: str, side: Any) -> int | None:
     if side is None:
         return None
     try:
-        value = operator.index(None if isinstance(side, bool) else side)
+        if isinstance(side, bool):
+            raise TypeError
+        value = operator.index(side)
     except TypeError:
         raise TypeError(f"window: {name} must be a whole number or None, not {side!r}") from None
     if value < 0:
@@ -362,9 +344,9 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 
 def check_memory(given: Operands, problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
-    for name, array in zip(OPERAND_NAMES, given, strict=True):
+    for position, array in enumerate(given):
         if array is not None and array.pointer & 7:  # no element is larger than that
-            check_alignment(name, array)
+            check_alignment(OPERAND_NAMES[position], array)
     if given.o is not None:
         named = {name: array for name, array in given._asdict().items() if array is not None}
         for written in ("o", "lse"):
@@ -404,7 +386,7 @@ def _share_memory(one: Array, other: Array) -> bool:
     if one.pointer + high <= other.pointer + other_low or other.pointer + other_high <= one.pointer + low:
         return False  # wholly apart, as nearly always; else look at the elements
     try:
-        return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)
+        return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

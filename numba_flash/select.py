@@ -3,7 +3,6 @@
 Nothing here touches CUDA or Numba, so every choice can be tested for machines that are not there.
 """
 
-import functools
 from dataclasses import dataclass
 
 from .config import Config
@@ -36,13 +35,8 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 
     family: the kind of arrays that came; stream: whether a stream was named, which only a GPU has.
     """
-    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):  # before it is looked up: it may be anything
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
-    return _selected(problem, target, kernel, family, stream)
-
-
-@functools.lru_cache(maxsize=4096)
-def _selected(problem: Problem, target: Target, kernel: str, family: str, stream: bool) -> Choice:
     if stream and target.arrays_on_host:
         raise ValueError("stream was given, but the arrays are in host memory, where there are no streams")
     if target.simulated and family != "numpy" and kernel not in ("cpu", "reference"):

@@ -191,12 +191,12 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     def rounded(x: np.ndarray) -> np.ndarray:
         return x.astype(dtype).astype(compute)
 
-    q, k, v = (_heads_first(case, x).astype(compute) for x in (case.q, case.k, case.v))
+    q, k, v = (np.asarray(_heads_first(case, x), compute) for x in (case.q, case.k, case.v))
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     options, visible, position = case.options, _visible(case), _positions(case)
     with np.errstate(all="ignore"):
-        s = rounded(compute(options.get("scale") or q.shape[3] ** -0.5) * rounded(q @ k.swapaxes(2, 3)))
+        s = rounded(compute(options.get("scale") or q.shape[3] ** -0.5) * rounded(np.matmul(q, k.swapaxes(2, 3))))
         if options.get("softcap"):
             s = rounded(compute(options["softcap"]) * np.tanh(s / compute(options["softcap"])))
         if "alibi_slopes" in options:

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -49,7 +50,10 @@ def cuda() -> ModuleType:
     """The module `numba.cuda`, ready to compile. Raises ImportError with the remedy."""
     with contextlib.suppress(ImportError):
         importlib.import_module("_numba_cuda_redirector")
-    with numpy_names():
+    with numpy_names(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The 'generic' unit", DeprecationWarning
+        )  # NumPy 2.5 about numba-cuda's import
         module = importlib.import_module("numba.cuda")
         if simulated():
             return module

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class Pointer:
         elif array.dtype == bool:
             array = array.view(np.uint8)
         item = array.itemsize
-        lowest = array[(*[slice(None, None, -1 if s < 0 else 1) for s in array.strides], ...)]
+        backwards: Any = (*[slice(None, None, -1 if s < 0 else 1) for s in array.strides], ...)
+        lowest = array[backwards]
         reach = [s // item * (n - 1) for s, n in zip(array.strides, array.shape, strict=True)] if array.size else []
         length = 1 + sum(abs(x) for x in reach) if array.size else 0
         self._first = -sum(min(0, x) for x in reach)
@@ -57,9 +58,16 @@ class Pointer:
 
 
 def run(
-    kernel: Any, blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...], scalars: tuple
-) -> None:
-    """kernel: what @cuda.jit made in the simulator. Exceptions in it are raised here, with thread and block."""
+    make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
+    scalars: tuple,
+) -> None:  # fmt: skip
+    """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block."""
+    pointers = [None if array is None else Pointer(host_view(array)) for array in arrays]
+    with _one_at_a_time, _fast_switching():
+        _run(make_kernel(), blocks, threads, shared_bytes, (*pointers, *scalars))
+
+
+def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, arguments: tuple) -> None:
 
     @toolchain.cuda().jit
     def quiet(*arguments: Any) -> None:
@@ -67,13 +75,11 @@ def run(
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
-    pointers = [None if array is None else Pointer(host_view(array)) for array in arrays]
-    with _one_at_a_time, _fast_switching():
-        try:
-            quiet[blocks, threads, 0, shared_bytes](*pointers, *scalars)
-        except Exception:
-            _wait_for_abandoned_threads()
-            raise
+    try:
+        quiet[blocks, threads, 0, shared_bytes](*arguments)
+    except Exception:
+        _wait_for_abandoned_threads()
+        raise
 
 
 def _wait_for_abandoned_threads() -> None:
@@ -96,7 +102,7 @@ def _fast_switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-# Seconds for one score, and more for each element of its products: measured with v1 and v2 on one core of a server (2026).
+# Seconds for one score, and more for each element of its products: v1 and v2 on one core of a server, 2026.
 # The lines of a kernel run one at a time in all threads together, so nothing but the amount of work counts.
 SCORE_SECONDS, PRODUCT_SECONDS = 70e-6, 4e-6
 

@@ -130,7 +130,7 @@ def test_the_switch_interval_is_put_back(ends_well):
             numba_flash.attention(**arrays, kernel="v2")
         else:
             with pytest.raises(ZeroDivisionError):
-                launch.run(toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
+                launch.run(lambda: toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
         assert sys.getswitchinterval() == pytest.approx(0.003)
     finally:
         sys.setswitchinterval(before)

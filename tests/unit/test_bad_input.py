@@ -114,7 +114,8 @@ WRONG = [
     (dict(window=([1], 0)), TypeError, ["window: left"]),
     (dict(window=(0, True)), TypeError, ["window: right", "True"]),
     # offsets and lengths
-    *[(dict(q_offset=x), TypeError, ["q_offset", "whole number", "int32"]) for x in (True, 1.0, np.nan, "1", [1, 2], (0, 0))],
+    *[(dict(q_offset=x), TypeError, ["q_offset", "whole number", "int32"])
+      for x in (True, 1.0, np.nan, "1", [1, 2], (0, 0))],
     (dict(q_offset=2**31), ValueError, ["q_offset", "2**31"]),
     (dict(q_offset=-(2**40)), ValueError, ["q_offset", "2**31"]),
     (dict(q_offset=array(2)), TypeError, ["q_offset", "int32", "float32"]),
@@ -151,7 +152,8 @@ WRONG = [
     (dict(out=array(2, 4, 5, 6, dtype=np.float64)), TypeError, ["out must be float32", "float64"]),
     (dict(out=readonly(array(2, 4, 5, 6))), ValueError, ["out is read-only"]),
     (dict(out=one_element_many_times(2, 4, 5, 6)), ValueError, ["out", "strides", "share"]),
-    (dict(out=np.lib.stride_tricks.as_strided(array(999), (2, 4, 5, 6), (480, 120, 20, 4))), ValueError, ["out", "share"]),
+    (dict(out=np.lib.stride_tricks.as_strided(array(999), (2, 4, 5, 6), (480, 120, 20, 4))), ValueError,
+     ["out", "share"]),
     (dict(out=misaligned((2, 4, 5, 6))), ValueError, ["out starts at address"]),
     (dict(out=[1]), TypeError, ["out must be an array"]),
     (dict(out=()), ValueError, ["out must be one array", "(o, lse)"]),
@@ -163,7 +165,8 @@ WRONG = [
     (dict(out=(array(2, 4, 5, 6), None), return_lse=True), TypeError, ["the lse of out must be an array", "NoneType"]),
     # names
     *[(dict(kernel=x), ValueError, ["kernel must be one of auto", repr(x)]) for x in ("v9", "", "CPU", None, 3)],
-    *[(dict(layout=x), ValueError, ["layout", "bhsd", "bshd", repr(x)]) for x in ("sbhd", "", None, 1, b"bhsd", ["bhsd"])],
+    *[(dict(layout=x), ValueError, ["layout", "bhsd", "bshd", repr(x)])
+      for x in ("sbhd", "", None, 1, b"bhsd", ["bhsd"])],
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     # what the signature holds for later versions
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
@@ -307,8 +310,8 @@ JUNK = st.one_of(
     ]),
 )  # fmt: skip
 NAMES = (
-    "q k v causal window q_offset seqlens_k scale softcap alibi_slopes bias mask score_mod mask_mod aux sinks dropout_p "
-    "seed layout return_lse out stream kernel"
+    "q k v causal window q_offset seqlens_k scale softcap alibi_slopes bias mask score_mod mask_mod aux sinks "
+    "dropout_p seed layout return_lse out stream kernel"
 ).split()
 
 
@@ -346,7 +349,7 @@ def test_junk_for_merge_and_softmax(arrays, option):
     ("function", "error", "fragments"),
     [
         (lambda: numba_flash.softmax([1.0]), TypeError, ["x must be an array", "list"]),
-        (lambda: numba_flash.softmax(array(3, dtype=int), kernel="reference"), TypeError, ["x must be float16", "int64"]),
+        (lambda: numba_flash.softmax(array(3, dtype=int), kernel="reference"), TypeError, ["float16", "not int64"]),
         (lambda: numba_flash.softmax(array(3, 0), kernel="reference"), ValueError, ["last axis", "(3, 0)"]),
         (lambda: numba_flash.softmax(array(), kernel="reference"), ValueError, ["last axis", "()"]),
         (lambda: numba_flash.softmax(array(3), kernel="v2"), ValueError, ["kernel must be one of", "'v2'"]),

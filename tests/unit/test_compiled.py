@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(
 
 PLAIN = Config("v2", "float32", 64, 64, 128, 16, write_lse=False)
 EVERYTHING = Config(
-    "v2", "float16", 59, 33, 64, 16, softcap=True, alibi_dtype="float32", bias_dtype="float16", mask=True, seqlens_k=True,
-    q_offset_source="seqlens_k",
+    "v2", "float16", 59, 33, 64, 16, softcap=True, alibi_dtype="float32", bias_dtype="float16", mask=True,
+    seqlens_k=True, q_offset_source="seqlens_k",
 )  # fmt: skip
 # Every kernel in every dtype, plain and with everything; a head_dim that no step divides; the smallest tile.
 CONFIGS = [
@@ -95,7 +95,8 @@ def test_nothing_is_spilled_on_hopper(config):
 # One of each kernel on each generation; the dtypes differ only in loads and stores.
 @pytest.mark.parametrize("cc", CAPABILITIES, ids=lambda cc: compiled.architecture(cc))
 @pytest.mark.parametrize(
-    "config", [PLAIN, EVERYTHING, dataclasses.replace(EVERYTHING, kernel="v1"), SoftmaxConfig("blocked", "float16", 128)],
+    "config",
+    [PLAIN, EVERYTHING, dataclasses.replace(EVERYTHING, kernel="v1"), SoftmaxConfig("blocked", "float16", 128)],
     ids=name,
 )  # fmt: skip
 def test_every_gpu_from_turing_on(config, cc):
@@ -139,9 +140,9 @@ def cache(tmp_path, monkeypatch):
     compiled._store.cache_clear()
 
 
-def entries(folder):
-    key = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    return key
+def entry(folder):
+    """The file of the only entry; the store keeps small ones of its own beside it."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 def test_what_was_written_is_found(cache):
@@ -155,7 +156,7 @@ def test_what_was_written_is_found(cache):
 @pytest.mark.parametrize("damage", ["empty", "short", "tail", "garbage", "bit"])
 def test_a_damaged_entry_is_as_good_as_none(cache, damage):
     compiled.write_cache(PLAIN, "sm_90a", b"machine code" * 100)
-    file = entries(cache)
+    file = entry(cache)
     content = file.read_bytes()
     file.write_bytes(
         {
@@ -178,9 +179,9 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
 @pytest.mark.parametrize(
     "other",
     [
-        dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64), dict(tile_n=8),
-        dict(pad=0), dict(write_lse=True), dict(softcap=True), dict(alibi_dtype="float32"), dict(bias_dtype="float32"),
-        dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
+        dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64),
+        dict(tile_n=8), dict(pad=0), dict(write_lse=True), dict(softcap=True), dict(alibi_dtype="float32"),
+        dict(bias_dtype="float32"),         dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
     ],
     ids=str,
 )  # fmt: skip
