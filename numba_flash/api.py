@@ -111,15 +111,15 @@ def attention(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
         out, stream, kernel,
     )  # fmt: skip
-    like, _, _, o, lse, *options = given
+    like, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = given
     if o is None:
         o = arrays.empty(like, problem.o_shape, problem.dtype)
     if lse is None and return_lse:
         lse = arrays.empty(like, problem.lse_shape, problem.compute_dtype)
-    operands = Operands(like, given.k, given.v, o, lse, *options)
+    operands = Operands(like, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets)
     if choice.copies:
         keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
-        if given.q_offset is None:
+        if q_offsets is None:
             keywords["q_offset"] = q_offset
         copies.through_gpu(attention, operands, keywords)
     else:

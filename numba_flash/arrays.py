@@ -102,8 +102,17 @@ def _host_pointer(x: np.ndarray) -> int:
     return _address_at(id(x) + _ADDRESS).value if _as_expected else x.ctypes.data
 
 
+_numpy_layouts: dict[tuple, Layout] = {}  # a shorter key than `layout` needs, for the kind that is read most often
+
+
 def _numpy(x: Any) -> Array:
-    return Array(_host_pointer(x), layout("numpy", None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable), x)
+    key = (x.shape, x.strides, x.dtype, x.flags.writeable)
+    found = _numpy_layouts.get(key)
+    if found is None:
+        if len(_numpy_layouts) > 20_000:
+            _numpy_layouts.clear()
+        found = _numpy_layouts[key] = layout("numpy", None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable)
+    return Array(_host_pointer(x), found, x)
 
 
 def _cupy(x: Any) -> Array:

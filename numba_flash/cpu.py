@@ -67,8 +67,9 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
 
 
 _launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
-# Multiplications and additions, below which waking threads costs more than it saves.
-SERIAL_WORK = 8_000_000
+# Multiplications and additions below which one thread does it all, a third of a millisecond. Waking threads costs
+# 10 us on an idle machine, but a join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
+SERIAL_WORK = 24_000_000
 
 
 @functools.cache

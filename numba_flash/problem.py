@@ -14,6 +14,7 @@ Window = tuple[int | None, int | None]
 NO_STRIDES = (0, 0, 0, 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 MAX_EXTENT = 2**31 - 1
+NOTHING_MORE = (None,) * (len(Operands._fields) - 3)  # q, k and v alone were given
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
 ]  # as callers know them
@@ -56,12 +57,15 @@ class Problem:
     has_mask: bool
     mask_strides: Strides
     return_lse: bool
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
+    o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the output's, in the caller's layout
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Hashed once: a problem is looked up several times in every call.
-        names = [name for name in self.__dataclass_fields__ if name != "_hash"]
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in names)))
+        # Both are asked for in every call.
+        extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
+        object.__setattr__(self, "o_shape", tuple(extents[axis] for axis in LAYOUTS[self.layout]))
+        facts = [getattr(self, name) for name, about in self.__dataclass_fields__.items() if about.compare]
+        object.__setattr__(self, "_hash", hash(tuple(facts)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -70,12 +74,6 @@ class Problem:
     def compute_dtype(self) -> str:
         """What is accumulated in, and the dtype of lse."""
         return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def o_shape(self) -> tuple[int, ...]:
-        """The output's shape in the caller's layout."""
-        extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
-        return tuple(extents[axis] for axis in LAYOUTS[self.layout])
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -344,9 +342,11 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 
 def check_memory(given: Operands, problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
-    for position, array in enumerate(given):
-        if array is not None and array.pointer & 7:  # no element is larger than that
-            check_alignment(OPERAND_NAMES[position], array)
+    if given[3:] == NOTHING_MORE and not (given.q.pointer | given.k.pointer | given.v.pointer) & 7:
+        return  # as nearly always: no element is larger than 8 bytes
+    for name, array in zip(OPERAND_NAMES, given, strict=True):
+        if array is not None:
+            check_alignment(name, array)
     if given.o is not None:
         named = {name: array for name, array in given._asdict().items() if array is not None}
         for written in ("o", "lse"):

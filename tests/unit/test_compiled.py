@@ -181,7 +181,7 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
     [
         dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64),
         dict(tile_n=8), dict(pad=0), dict(write_lse=True), dict(softcap=True), dict(alibi_dtype="float32"),
-        dict(bias_dtype="float32"),         dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
+        dict(bias_dtype="float32"), dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
     ],
     ids=str,
 )  # fmt: skip

@@ -40,11 +40,21 @@ def test_numbas_built_in_copy_is_refused_with_the_remedy(monkeypatch):
         toolchain.cuda.cache_clear()
 
 
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    toolchain.unusable.cache_clear()
+    try:
+        assert "numba_cuda is not installed: pip install 'numba-flash[cu13]'" in toolchain.unusable()
+    finally:
+        toolchain.unusable.cache_clear()
+
+
 def test_the_reason_why_no_gpu_can_be_used_is_one_line(monkeypatch):
-    def broken():
+    def broken(number):
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr(toolchain, "cuda", broken)
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    monkeypatch.setattr("cuda.core.Device", broken)
     toolchain.unusable.cache_clear()
     try:
         assert toolchain.unusable() == "RuntimeError: first line"
