@@ -31,6 +31,9 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
         xp = array_api_compat.array_namespace(*partial)
     except TypeError as error:
         raise TypeError(f"merge takes arrays of one library (NumPy, CuPy, torch, JAX): {error}") from None
+    strange = [x for x in partial if not array_api_compat.is_array_api_obj(x)]  # numbers and None pass the line above
+    if strange:
+        raise TypeError(f"merge takes arrays of one library (NumPy, CuPy, torch, JAX), not {strange[0]!r}")
     outputs, lses = partial[0::2], partial[1::2]
     _check(xp, outputs, lses, layout)
     compute = lses[0].dtype

@@ -315,7 +315,7 @@ NAMES = (
 ).split()
 
 
-@settings(max_examples=600)
+@settings(max_examples=2000)
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, min_size=1, max_size=3))
 def test_junk_raises_one_of_three_errors_or_gives_a_result(options):
     try:
@@ -328,7 +328,7 @@ def test_junk_raises_one_of_three_errors_or_gives_a_result(options):
         assert o.dtype in (np.float32, np.float16, np.float64)
 
 
-@settings(max_examples=100)
+@settings(max_examples=600)
 @given(st.lists(JUNK, max_size=5), JUNK)
 def test_junk_for_merge_and_softmax(arrays, option):
     for function in (
@@ -360,7 +360,8 @@ def test_junk_for_merge_and_softmax(arrays, option):
         (lambda: numba_flash.merge(), ValueError, ["pairs"]),
         (lambda: numba_flash.merge(Q), ValueError, ["pairs", "1"]),
         (lambda: numba_flash.merge(Q, Q[..., 0], Q), ValueError, ["pairs", "3"]),
-        (lambda: numba_flash.merge([1], [2]), TypeError, ["one library"]),
+        (lambda: numba_flash.merge([1], [2]), TypeError, ["arrays of one library"]),
+        (lambda: numba_flash.merge(Q, Q[..., 0], Q, None), TypeError, ["arrays of one library", "None"]),
         (lambda: numba_flash.merge(Q[0], Q[0, ..., 0]), ValueError, ["o1", "4 dimensions"]),
         (lambda: numba_flash.merge(Q, Q), ValueError, ["lse1", "(2, 4, 5)"]),
         (lambda: numba_flash.merge(Q, Q[..., 0], K, K[..., 0]), ValueError, ["o2", "(2, 4, 5, 8)", "(2, 2, 7, 8)"]),
