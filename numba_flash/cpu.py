@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit, prange
 
 from . import cpu_plan as slot
+from .arrays import ITEM_SIZE
 from .cpu_cache import c_function, cached
 from .cpu_elements import INT
 from .cpu_kernel import run_tasks_float32, run_tasks_float64
@@ -67,9 +68,10 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
 
 
 _launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
-# Multiplications and additions below which one thread does it all, a third of a millisecond. Waking threads costs
-# 10 us on an idle machine, but a join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
-SERIAL_WORK = 24_000_000
+# One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
+# join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
+SERIAL_SECONDS = 0.3e-3
+OPERATIONS_A_SECOND, BYTES_A_SECOND = 70e9, 10e9  # of one thread of a server, 2026
 
 
 @functools.cache
@@ -93,9 +95,11 @@ def _plan(problem):
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
-    work = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
+    serial = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND < SERIAL_SECONDS
     nothing = p.batch * p.heads * p.seqlen_q == 0
-    return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, work < SERIAL_WORK, nothing)
+    return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, serial, nothing)
 
 
 def forward(problem: Problem, pointers: Sequence[int]) -> None:
