@@ -14,6 +14,7 @@ Window = tuple[int | None, int | None]
 NO_STRIDES = (0, 0, 0, 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 MAX_EXTENT = 2**31 - 1
+FLOAT32 = np.finfo(np.float32)
 NOTHING_MORE = (None,) * (len(Operands._fields) - 3)  # q, k and v alone were given
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
@@ -144,7 +145,7 @@ class Problem:
         return Problem(
             batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
             _ordered(q, order), _ordered(k, order), _ordered(v, order), o_strides,
-            scale=_number("scale", scale, head_dim**-0.5),
+            scale=_number("scale", scale, head_dim**-0.5, q.dtype),
             left=left,
             right=right,
             q_offset=number,
@@ -152,7 +153,7 @@ class Problem:
             has_seqlens_k=seqlens_k is not None,
             seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
             q_offset_stride=_elements(q_offsets)[0] if q_offsets is not None else 0,
-            softcap=_softcap(softcap),
+            softcap=_softcap(softcap, q.dtype),
             alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
             alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
             bias_dtype=bias.dtype if bias is not None else None,
@@ -290,7 +291,7 @@ def _q_offset(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) 
     return number, "number"
 
 
-def _number(name: str, value: Any, default: float) -> float:
+def _number(name: str, value: Any, default: float, dtype: str) -> float:
     if value is None:
         return default
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
@@ -301,15 +302,18 @@ def _number(name: str, value: Any, default: float) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
+    if dtype != "float64" and abs(number) > FLOAT32.max:
+        raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
     return number
 
 
-def _softcap(softcap: Any) -> float | None:
+def _softcap(softcap: Any, dtype: str) -> float | None:
     if softcap is None:
         return None
-    number = _number("softcap", softcap, 0.0)
-    if number <= 0:
-        raise ValueError(f"softcap must be above 0 (None = no cap), not {number}")
+    number = _number("softcap", softcap, 0.0, dtype)
+    least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # below it float32 would divide by zero
+    if number <= least:
+        raise ValueError(f"softcap must be above {least:.3g} (None = no cap), not {number}")
     return number
 
 
