@@ -302,7 +302,7 @@ def _number(name: str, value: Any, default: float, dtype: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
-    if dtype != "float64" and abs(number) > FLOAT32.max:
+    if dtype != "float64" and abs(number) > float(FLOAT32.max):
         raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
     return number
 
