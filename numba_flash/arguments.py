@@ -4,30 +4,14 @@ One list for both, so that they cannot drift apart. The order is that of the ker
 """
 
 import functools
-from typing import NamedTuple
 
 from .config import Config
 from .problem import Problem
 from .ranges import UNBOUNDED
 
 
-class Pointers(NamedTuple):
-    """Addresses of element [0, 0, 0, 0] of each array; 0 where the problem has none."""
-
-    q: int
-    k: int
-    v: int
-    o: int
-    lse: int
-    bias: int
-    mask: int
-    alibi_slopes: int
-    seqlens_k: int
-    q_offset: int
-
-
 def pointer_types(config: Config) -> tuple[str, ...]:
-    """The element types behind the pointers; "bytes" of masks are uint8."""
+    """The element types behind the pointers, in the order of arrays.Operands; masks are bytes."""
     types: tuple[str, ...] = (
         config.dtype, config.dtype, config.dtype, config.dtype, config.compute_dtype,
         config.bias_dtype or "float32", "uint8", config.alibi_dtype or "float32", "int32", "int32",

@@ -103,7 +103,7 @@ def _plan(problem):
 
 
 def forward(problem: Problem, pointers: Sequence[int]) -> None:
-    """Write o, and lse where the problem wants it; pointers are in the order of arguments.Pointers."""
+    """Write o, and lse where the problem wants it; pointers are addresses in the order of arrays.Operands, 0 = none."""
     plan = _plan(problem)
     if plan.nothing:
         return

@@ -196,7 +196,7 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     options, visible, position = case.options, _visible(case), _positions(case)
     with np.errstate(all="ignore"):
-        s = rounded(compute(options.get("scale") or q.shape[3] ** -0.5) * rounded(np.matmul(q, k.swapaxes(2, 3))))
+        s = rounded(compute(_scale(case)) * rounded(np.matmul(q, k.swapaxes(2, 3))))
         if options.get("softcap"):
             s = rounded(compute(options["softcap"]) * np.tanh(s / compute(options["softcap"])))
         if "alibi_slopes" in options:
@@ -255,8 +255,12 @@ def _largest_score(case: Case) -> float:
     """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
     q, k = (_finite(_heads_first(case, x)) for x in (case.q, case.k))
     s = q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3)
-    scale = case.options.get("scale") or q.shape[3] ** -0.5
-    return float(abs(scale) * np.max(np.abs(s), initial=0))
+    return float(abs(_scale(case)) * np.max(np.abs(s), initial=0))
+
+
+def _scale(case: Case) -> float:
+    scale = case.options.get("scale")
+    return case.q.shape[3] ** -0.5 if scale is None else scale  # 0 is a scale, too
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
