@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 from . import arrays, copies
 from .arrays import Layout, Operands
-from .launch import launch
+from .launch import Launch, prepare
 from .problem import Problem, check_memory, window_sides
 from .select import Choice, select
 from .target import Target
+
+O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
 
 
 class AttentionOutput(NamedTuple):
@@ -19,11 +21,12 @@ class AttentionOutput(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is to be computed, where and by what."""
+    """What is to be computed, where and by what; and that, ready to be run."""
 
     problem: Problem
     target: Target
     choice: Choice
+    launch: Launch
 
 
 def attention(
@@ -107,23 +110,22 @@ def attention(
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
     refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
-    given, (problem, target, choice) = understand(
+    given, (problem, _, choice, launch) = understand(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
         out, stream, kernel,
     )  # fmt: skip
-    like, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = given
+    like, o, lse = given[0], given[O], given[LSE]
     if o is None:
-        o = arrays.empty(like, problem.o_shape, problem.dtype)
+        o = given[O] = arrays.empty(like, problem.o_shape, problem.dtype)
     if lse is None and return_lse:
-        lse = arrays.empty(like, problem.lse_shape, problem.compute_dtype)
-    operands = Operands(like, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets)
+        lse = given[LSE] = arrays.empty(like, problem.lse_shape, problem.compute_dtype)
     if choice.copies:
         keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
-        if q_offsets is None:
+        if problem.q_offset_source != "array":
             keywords["q_offset"] = q_offset
-        copies.through_gpu(attention, operands, keywords)
+        copies.through_gpu(attention, Operands(*given), keywords)
     else:
-        launch(choice, problem, target, operands, arrays.stream_of(like, stream))
+        launch.run(given, arrays.stream_of(like, stream))
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
@@ -132,10 +134,10 @@ def attention(
 def understand(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
     alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
-) -> tuple[Operands, Decision]:  # fmt: skip
+) -> tuple[list[Any], Decision]:  # fmt: skip
     """Everything before memory is allocated or anything runs; what `explain` reports.
 
-    The operands' o and lse are what came in out=, or None.
+    The arrays come in the order of Operands; o and lse are what came in out=, or None.
     """
     read = arrays.read
     o = lse = None
@@ -148,19 +150,17 @@ def understand(
     offsets = None
     if q_offset is not None and arrays.is_array(q_offset):
         offsets, q_offset = read("q_offset", q_offset), None
-    given = Operands(
-        read("q", q), read("k", k), read("v", v), o, lse,
-        None if bias is None else read("bias", bias),
-        None if mask is None else read("mask", mask),
-        None if alibi_slopes is None else read("alibi_slopes", alibi_slopes),
-        None if seqlens_k is None else read("seqlens_k", seqlens_k),
-        offsets,
-    )  # fmt: skip
+    q, k, v = read("q", q), read("k", k), read("v", v)
+    bias = None if bias is None else read("bias", bias)
+    mask = None if mask is None else read("mask", mask)
+    alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
+    seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     question = (
-        *[None if array is None else array.layout for array in given], q_offset, causal, window, scale, softcap,
-        layout, return_lse, kernel, stream is not None,
+        q.layout, k.layout, v.layout, o and o.layout, lse and lse.layout, bias and bias.layout, mask and mask.layout,
+        alibi_slopes and alibi_slopes.layout, seqlens_k and seqlens_k.layout, offsets and offsets.layout, q_offset,
+        causal, window, scale, softcap, layout, return_lse, kernel, stream is not None,
     )  # fmt: skip
     try:
         decision = _decided(*question)
@@ -168,6 +168,7 @@ def understand(
         if "unhashable" not in str(error):
             raise
         decision = decide(*question)  # something that cannot be a key was given: say what is wrong with it
+    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
     check_memory(given, decision.problem)
     return given, decision
 
@@ -183,7 +184,8 @@ def decide(
         layout, return_lse,
     )  # fmt: skip
     target = Target.of(q.device)
-    return Decision(problem, target, select(problem, target, kernel, q.family, has_stream))
+    choice = select(problem, target, kernel, q.family, has_stream)
+    return Decision(problem, target, choice, prepare(choice, problem, target))
 
 
 # typed: 1 and True are equal as keys, but only one of them is a causal=
@@ -193,7 +195,7 @@ _decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
     no_aux = isinstance(aux, tuple) and not aux
-    no_dropout = isinstance(dropout_p, float | int) and dropout_p == 0
+    no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
     if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
         return
     given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)

@@ -8,6 +8,7 @@ import functools
 from .config import Config
 from .problem import Problem
 from .ranges import UNBOUNDED
+from .tensor_maps import TensorMap
 
 
 def pointer_types(config: Config) -> tuple[str, ...]:
@@ -46,3 +47,8 @@ def scalars(problem: Problem) -> Scalars:
         UNBOUNDED if problem.right is None else problem.right,
         problem.q_offset, problem.scale, problem.softcap or 0.0,
     )  # fmt: skip
+
+
+def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
+    """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
+    return ()

@@ -20,7 +20,7 @@ import numpy as np
 class Layout:
     """What an array is, apart from where its bytes lie.
 
-    Equal layouts are one object (`layout` finds it), so that looking up what was decided for a set of
+    Equal layouts are one object (`_Layouts` has it), so that looking up what was decided for a set of
     layouts compares addresses: a call with small arrays costs less than hashing their shapes would.
     """
 
@@ -31,6 +31,14 @@ class Layout:
     unit: int
     dtype: str
     readonly: bool
+
+    @functools.cached_property
+    def byte_bounds(self) -> tuple[int, int]:
+        """The bytes [low, high) that the elements cover, counted from the first element."""
+        if 0 in self.shape:
+            return 0, 0
+        reach = [s * self.unit * (n - 1) for s, n in zip(self.strides, self.shape, strict=True)]
+        return sum(min(0, x) for x in reach), sum(max(0, x) for x in reach) + ITEM_SIZE[self.dtype]
 
 
 class Array(NamedTuple):
@@ -57,26 +65,25 @@ class Operands(NamedTuple):
     q_offset: Array | None
 
 
-_layouts: dict[tuple, Layout] = {}
+class _Layouts(dict):
+    """(device, shape, strides, unit, dtype, readonly) -> the one Layout of a family with these facts.
+
+    dtype is a name, a NumPy dtype or a torch dtype. Subscripting one that was seen costs no function call.
+    """
+
+    def __init__(self, family: str):
+        self.family = family
+
+    def __missing__(self, key: tuple) -> Layout:
+        if len(self) > 20_000:  # shapes that change with every call must not pile up
+            self.clear()
+        device, shape, strides, unit, dtype, readonly = key
+        found = Layout(self.family, device, tuple(shape), tuple(strides), unit, _name(dtype), readonly)
+        return self.setdefault(key, found)  # the one object, also when two threads come here at once
 
 
-def layout(
-    family: str,
-    device: int | None,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    unit: int,
-    dtype: Any,
-    readonly: bool,
-) -> Layout:
-    """The one Layout with these facts; dtype is a name, a NumPy dtype or a torch dtype."""
-    key = (family, device, shape, strides, unit, dtype, readonly)
-    found = _layouts.get(key)
-    if found is None:
-        if len(_layouts) > 20_000:  # shapes that change with every call must not pile up
-            _layouts.clear()
-        found = _layouts[key] = Layout(family, device, tuple(shape), tuple(strides), unit, _name(dtype), readonly)
-    return found
+_numpy_layouts, _cupy_layouts, _torch_layouts = _Layouts("numpy"), _Layouts("cupy"), _Layouts("torch")
+_layouts = {family: _Layouts(family) for family in ("numba", "jax", "foreign")}
 
 
 def _name(dtype: Any) -> str:
@@ -102,36 +109,28 @@ def _host_pointer(x: np.ndarray) -> int:
     return _address_at(id(x) + _ADDRESS).value if _as_expected else x.ctypes.data
 
 
-_numpy_layouts: dict[tuple, Layout] = {}  # a shorter key than `layout` needs, for the kind that is read most often
-
-
 def _numpy(x: Any) -> Array:
-    key = (x.shape, x.strides, x.dtype, x.flags.writeable)
-    found = _numpy_layouts.get(key)
-    if found is None:
-        if len(_numpy_layouts) > 20_000:
-            _numpy_layouts.clear()
-        found = _numpy_layouts[key] = layout("numpy", None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable)
-    return Array(_host_pointer(x), found, x)
+    facts = _numpy_layouts[None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable]
+    return Array(_host_pointer(x), facts, x)
 
 
 def _cupy(x: Any) -> Array:
     data = x.data
-    return Array(data.ptr, layout("cupy", data.device_id, x.shape, x.strides, 1, x.dtype, False), x)
+    return Array(data.ptr, _cupy_layouts[data.device_id, x.shape, x.strides, 1, x.dtype, False], x)
 
 
 def _torch(x: Any) -> Array:
     torch = sys.modules["torch"]
-    device = x.device
-    if x.layout is not torch.strided or device.type not in ("cpu", "cuda"):
-        raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {device}")
+    if x.layout is not torch.strided or not (x.is_cuda or x.is_cpu):
+        raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "a torch tensor that requires grad was given; gradients are not there yet, and detaching it "
             "in silence would lose them: call attention under torch.no_grad(), or pass tensor.detach()"
         )
-    number = (device.index or 0) if device.type == "cuda" else None
-    return Array(x.data_ptr(), layout("torch", number, x.shape, x.stride(), x.element_size(), x.dtype, False), x)
+    device = x.get_device() if x.is_cuda else None
+    facts = _torch_layouts[device, x.shape, x.stride(), x.element_size(), x.dtype, False]
+    return Array(x.data_ptr(), facts, x)
 
 
 def _jax(x: Any) -> Array:
@@ -141,7 +140,8 @@ def _jax(x: Any) -> Array:
     if next(iter(x.devices())).platform != "cpu":
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
-    return Array(_host_pointer(host), layout("jax", None, host.shape, host.strides, 1, host.dtype, True), x, host)
+    facts = _layouts["jax"][None, host.shape, host.strides, 1, host.dtype, True]
+    return Array(_host_pointer(host), facts, x, host)
 
 
 def _cuda_interface(x: Any, family: str = "foreign") -> Array:
@@ -154,7 +154,7 @@ def _cuda_interface(x: Any, family: str = "foreign") -> Array:
     if strides is None:
         strides = _contiguous_strides(shape, dtype.itemsize)
     dtype = np.dtype(getattr(x, "dtype", dtype))  # typestr cannot say bfloat16, a dtype can
-    return Array(pointer, layout(family, _device_of(pointer), shape, tuple(strides), 1, dtype, readonly), x)
+    return Array(pointer, _layouts[family][_device_of(pointer), shape, tuple(strides), 1, dtype, readonly], x)
 
 
 def _numba(x: Any) -> Array:
@@ -164,17 +164,15 @@ def _numba(x: Any) -> Array:
 def _dlpack(x: Any, family: str = "foreign") -> Array:
     if x.__dlpack_device__()[0] == 1:  # kDLCPU
         host = np.from_dlpack(x)
-        readonly = not host.flags.writeable
-        return Array(
-            _host_pointer(host), layout(family, None, host.shape, host.strides, 1, host.dtype, readonly), x, host
-        )
+        facts = _layouts[family][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
+        return Array(_host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
 
     view = StridedMemoryView.from_dlpack(x, stream_ptr=1)  # the producer's work is waited for on the default stream
     dtype = np.dtype(view.dtype)
     strides = view.strides or _contiguous_strides(tuple(view.shape), 1)
     readonly = view.readonly or family == "jax"
-    facts = layout(family, view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly)
+    facts = _layouts[family][view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly]
     return Array(view.ptr, facts, x, view)
 
 
@@ -245,14 +243,15 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     if family == "cupy":
         cupy = sys.modules["cupy"]
         if cupy.cuda.runtime.getDevice() == device:
-            x = cupy.empty(shape, _numpy_dtype(dtype))
+            x = cupy.ndarray(shape, _numpy_dtype(dtype))  # uninitialised, as cupy.empty() makes it one call later
         else:
             with cupy.cuda.Device(device):
-                x = cupy.empty(shape, _numpy_dtype(dtype))
+                x = cupy.ndarray(shape, _numpy_dtype(dtype))
         return Array(x.data.ptr, like.layout, x)
     if family == "torch":
         torch = sys.modules["torch"]
-        return _torch(torch.empty(shape, dtype=getattr(torch, dtype), device=like.owner.device))
+        x = torch.empty(shape, dtype=getattr(torch, dtype), device=like.owner.device)
+        return _torch(x) if device is None else Array(x.data_ptr(), like.layout, x)  # only the host looks at strides
     if family == "numba":
         from numba import cuda
 
@@ -333,22 +332,13 @@ def host_view(array: Array) -> np.ndarray:
     dtype = _numpy_dtype(facts.dtype)
     if 0 in facts.shape:
         return np.empty(facts.shape, dtype)
-    low, high = byte_bounds(facts)
+    low, high = facts.byte_bounds
     memory: Any = (ctypes.c_char * (high - low)).from_address(array.pointer + low)
     view = np.ndarray(
         facts.shape, dtype, np.frombuffer(memory, np.uint8), -low, [s * facts.unit for s in facts.strides]
     )
     view.flags.writeable = not facts.readonly
     return view
-
-
-@functools.lru_cache(maxsize=4096)
-def byte_bounds(facts: Layout) -> tuple[int, int]:
-    """The bytes [low, high) that an array's elements cover, counted from its first element."""
-    if 0 in facts.shape:
-        return 0, 0
-    reach = [s * facts.unit * (n - 1) for s, n in zip(facts.strides, facts.shape, strict=True)]
-    return sum(min(0, x) for x in reach), sum(max(0, x) for x in reach) + ITEM_SIZE[facts.dtype]
 
 
 def is_array(x: Any) -> bool:

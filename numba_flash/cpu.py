@@ -112,3 +112,14 @@ def forward(problem: Problem, pointers: Sequence[int]) -> None:
         return
     with _launch_lock:
         run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)
+
+
+def warm_up(problem: Problem) -> None:
+    """Compile what `forward` would run, or load it from the cache, and run nothing."""
+    plan = _plan(problem)
+    if plan.nothing:
+        return
+    if plan.serial:
+        run_serial.compile((numba.int64,) * 12)
+    else:
+        run_parallel.compile((numba.int64,) * 13)

@@ -64,7 +64,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
     refuse_what_is_to_come(*(arguments.pop(name) for name in to_come))
     _, decision = understand(**arguments)
-    return Explanation.of(*decision)
+    return Explanation.of(decision.problem, decision.target, decision.choice)
 
 
 def _visibility(p: Problem) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from . import arrays
 from .arrays import DTYPES, Array
 from .config import SoftmaxConfig
-from .launch import launch_on_gpu
+from .launch import on_gpu
 from .problem import check_alignment, check_output
 from .target import Target
 
@@ -75,7 +75,7 @@ def _run(kernel: str, x: Array, y: Array, target: Target, stream: int) -> None:
     threads = 32 if target.simulated else 128
     config = SoftmaxConfig(kernel, x.layout.dtype, threads)
     blocks = rows if kernel == "blocked" else -(-rows // threads)
-    launch_on_gpu(config, target, blocks, (x, y), ((rows, n), strides), stream)
+    on_gpu(config, target, blocks, 2, ((rows, n), strides)).run((x, y), stream)
 
 
 def _row_strides(name: str, array: Array) -> tuple[int, int]:

@@ -1,88 +1,97 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from . import arrays, reference
-from .arguments import Scalars, scalars
+from .arguments import Scalars, pointer_types, scalars, tensor_maps
 from .arrays import Array, Operands
-from .compiled import AnyConfig, compiled, source
+from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config
+from .enqueue import enqueuer
 from .problem import Problem
 from .select import Choice
 from .target import Target
+from .tensor_maps import TensorMap
+
+Given = Sequence[Array | None]
 
 
-def launch(choice: Choice, problem: Problem, target: Target, operands: Operands, stream: int) -> None:
-    """Run the chosen kernel: enqueue it on `stream`, or compute at once in host memory."""
+class Launch(NamedTuple):
+    """What was decided, ready to be run again and again on arrays of the same layouts.
+
+    Making one compiles and loads nothing; the first `run` does, or ahead of it `load`.
+    """
+
+    load: Callable[[], object]
+    run: Callable[[Given, int], None]  # (operands, stream): enqueue it there, or compute at once in host memory
+
+
+def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+    """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
-        _run_reference(problem, operands)
-    elif choice.kernel == "cpu":
-        _cpu_forward()(problem, [0 if array is None else array.pointer for array in operands])
-    elif problem.batch * problem.heads * problem.seqlen_q:
-        assert choice.config is not None
-        if target.simulated:
-            from .sim.launch import warn_if_long
-
-            warn_if_long(problem)
-        every: tuple[Array | None, ...] = operands
-        if choice.kernel == "v1":
-            every = (*operands, *_workspace(problem, operands.q))
-        launch_on_gpu(choice.config, target, grid(choice.config, problem), every, scalars(problem), stream)
-
-
-@functools.cache
-def _cpu_forward() -> Any:
-    from .cpu import forward  # Numba comes in with it
-
-    return forward
+        return Launch(_nothing, lambda operands, stream: _run_reference(problem, operands))
+    if choice.kernel == "cpu":
+        return _on_cpu(problem)
+    if not problem.batch * problem.heads * problem.seqlen_q:
+        return Launch(_nothing, _nothing)
+    config = choice.config
+    assert config is not None
+    blocks, pointers = grid(config, problem), len(pointer_types(config))
+    ready = on_gpu(config, target, blocks, pointers, scalars(problem), tensor_maps(config, problem))
+    if choice.kernel == "v1":
+        ready = _with_workspace(problem, ready)
+    return _announced(problem, ready) if target.simulated else ready
 
 
-def launch_on_gpu(
-    config: AnyConfig, target: Target, blocks: int, operands: tuple[Array | None, ...], scalars: Scalars, stream: int
-) -> None:
-    """One kernel on the GPU, or in the simulator: pointers first, then scalars and tuples of scalars."""
-    if target.simulated:
-        from .sim.launch import run
-
-        run(lambda: source(config), blocks, config.threads, config.shared_bytes, operands, scalars)
-        return
-    kernel = compiled(config, target.device, target.cc or (0, 0))
-    addresses = [0 if array is None else array.pointer for array in operands]
-    cuda = _cuda()
-    error, current = cuda.current_device()
-    if error or int(current) != target.device:
-        with _switched(target.device, None if error else int(current)):
-            cuda.launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
-    else:
-        cuda.launch(_stream(stream), _launch_config(blocks, config), kernel, *addresses, *_flat(scalars))
-
-
-class _Cuda(NamedTuple):
-    launch: Any
-    current_device: Any
-
-
-@functools.cache
-def _cuda() -> _Cuda:
-    # An import statement costs microseconds even when there is nothing left to import.
-    from cuda.bindings import driver
-    from cuda.core import launch
-
-    return _Cuda(launch, driver.cuCtxGetDevice)
+def _nothing(*_: object) -> None:
+    """A kernel without a single block, or one that needs no loading."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _flat(scalars: Scalars) -> tuple[int | float, ...]:
+def on_gpu(
+    config: AnyConfig,
+    target: Target,
+    blocks: int,
+    pointers: int,
+    scalars: Scalars,
+    maps: tuple[tuple[int, TensorMap], ...] = (),
+) -> Launch:
+    """One kernel on the GPU, or in the simulator; its operands are `pointers` arrays or None.
+
+    maps: (which operand, the tensor map of it that the kernel takes) in the kernel's order.
+    """
+    if target.simulated:
+        from .sim.launch import run as simulate
+
+        def run_simulated(operands: Given, stream: int) -> None:
+            simulate(lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars)
+
+        return Launch(_nothing, run_simulated)
+
+    @functools.cache
+    def load() -> Callable[[list[int], int], None]:
+        kernel = compiled(config, target.device, target.cc or (0, 0))
+        return enqueuer(
+            kernel, entry_name(config), target.device, blocks, config.threads, config.shared_bytes, pointers, maps,
+            _flat(scalars),
+        )  # fmt: skip
+
+    def run(operands: Given, stream: int) -> None:
+        load()([0 if array is None else array.pointer for array in operands], stream)
+
+    return Launch(load, run)
+
+
+def _flat(scalars: Scalars) -> list[int | float]:
     """Tuples laid out, as the compiled kernel takes them."""
     flat: list[int | float] = []
     for value in scalars:
         flat.extend(value) if isinstance(value, tuple) else flat.append(value)
-    return tuple(flat)
+    return flat
 
 
 def grid(config: Config, problem: Problem) -> int:
@@ -91,44 +100,52 @@ def grid(config: Config, problem: Problem) -> int:
     return blocks if config.kernel == "v1" else blocks * -(-problem.seqlen_q // config.tile_m)
 
 
-def _workspace(problem: Problem, like: Array) -> tuple[Array, Array, Array]:
-    """What v1 keeps in global memory between its outer steps: O before rounding, and l and m."""
+def _with_workspace(problem: Problem, ready: Launch) -> Launch:
+    """v1 with what it keeps in global memory between its outer steps: O before rounding, and l and m."""
     rows, dtype = problem.lse_shape, problem.compute_dtype
-    acc_o = arrays.scratch(like, (*rows, problem.head_dim_v), dtype)
-    return acc_o, arrays.scratch(like, rows, dtype), arrays.scratch(like, rows, dtype)
+
+    def run(operands: Given, stream: int) -> None:
+        shapes = ((*rows, problem.head_dim_v), rows, rows)
+        q = operands[0]
+        assert q is not None
+        workspace = [arrays.scratch(q, shape, dtype) for shape in shapes]
+        ready.run((*operands, *workspace), stream)
+
+    return Launch(ready.load, run)
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch_config(blocks: int, config: Any) -> Any:
-    from cuda.core import LaunchConfig
+def _announced(problem: Problem, ready: Launch) -> Launch:
+    """In the simulator, where a call may take minutes: then said at the line that called attention()."""
+    from .sim.launch import warn_if_long
 
-    return LaunchConfig(grid=blocks, block=config.threads, shmem_size=config.shared_bytes)
+    def run(operands: Given, stream: int) -> None:
+        warn_if_long(problem)
+        ready.run(operands, stream)
 
-
-@functools.lru_cache(maxsize=64)
-def _stream(address: int) -> Any:
-    from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream
-
-    if address in (0, 1):
-        return LEGACY_DEFAULT_STREAM
-    return PER_THREAD_DEFAULT_STREAM if address == 2 else Stream.from_handle(address)
+    return Launch(ready.load, run)
 
 
-@contextlib.contextmanager
-def _switched(device: int, before: int | None) -> Iterator[None]:
-    """Make `device` current for a launch, and put the caller's device back."""
-    from cuda.core import Device
+def _on_cpu(problem: Problem) -> Launch:
+    def load() -> None:
+        from . import cpu  # Numba comes in with it
 
-    Device(device).set_current()
-    try:
-        yield
-    finally:
-        if before is not None:
-            Device(before).set_current()
+        cpu.warm_up(problem)
+
+    @functools.cache
+    def forward() -> Callable[[Problem, list[int]], None]:
+        from . import cpu
+
+        return cpu.forward
+
+    def run(operands: Given, stream: int) -> None:
+        forward()(problem, [0 if array is None else array.pointer for array in operands])
+
+    return Launch(load, run)
 
 
-def _run_reference(problem: Problem, operands: Operands) -> None:
+def _run_reference(problem: Problem, given: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    operands = Operands(*given)  # type: ignore[arg-type]
 
     def ordered(array: Array) -> np.ndarray:
         view = arrays.host_view(array)

@@ -2,12 +2,13 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, byte_bounds, host_view
+from .arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, host_view
 
 Strides = tuple[int, int, int, int]
 Window = tuple[int | None, int | None]
@@ -15,7 +16,6 @@ NO_STRIDES = (0, 0, 0, 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 MAX_EXTENT = 2**31 - 1
 FLOAT32 = np.finfo(np.float32)
-NOTHING_MORE = (None,) * (len(Operands._fields) - 3)  # q, k and v alone were given
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
 ]  # as callers know them
@@ -344,20 +344,26 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
     return (strides[0], strides[1], strides[2], strides[3])
 
 
-def check_memory(given: Operands, problem: Problem) -> None:
-    """What cannot be told from shapes: where the arrays lie, and lengths in host memory."""
-    if given[3:] == NOTHING_MORE and not (given.q.pointer | given.k.pointer | given.v.pointer) & 7:
-        return  # as nearly always: no element is larger than 8 bytes
-    for name, array in zip(OPERAND_NAMES, given, strict=True):
-        if array is not None:
-            check_alignment(name, array)
-    if given.o is not None:
-        named = {name: array for name, array in given._asdict().items() if array is not None}
-        for written in ("o", "lse"):
-            if written in named:
-                check_overlap("out", named[written], {name: x for name, x in named.items() if name != written})
-    if given.seqlens_k is not None and given.seqlens_k.layout.device is None and problem.batch:
-        values = host_view(given.seqlens_k)  # on a device the kernels clamp them: reading them would mean waiting
+def check_memory(given: list[Any], problem: Problem) -> None:
+    """What cannot be told from shapes: where the arrays lie, and lengths in host memory.
+
+    given: an Array or None for each field of Operands. Every call comes here, so it hurries.
+    """
+    _, _, _, o, lse, *_ = given
+    arrays = [array for array in given if array is not None]
+    addresses = 0
+    for array in arrays:
+        addresses |= array.pointer
+    if addresses & 7:  # no element is larger than 8 bytes
+        for name, array in zip(OPERAND_NAMES, given, strict=True):
+            if array is not None:
+                check_alignment(name, array)
+    for written in (o, lse):
+        if written is not None and _anything_near(written, arrays):
+            check_overlap("out", written, zip(OPERAND_NAMES, given, strict=True))
+    seqlens_k = Operands(*given).seqlens_k if problem.has_seqlens_k else None
+    if seqlens_k is not None and seqlens_k.layout.device is None and problem.batch:
+        values = host_view(seqlens_k)  # on a device the kernels clamp them: reading them would mean waiting
         if values.min() < 0 or values.max() > problem.seqlen_k:
             raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
 
@@ -369,10 +375,22 @@ def check_alignment(name: str, array: Array) -> None:
         raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
 
 
-def check_overlap(name: str, written: Array, others: dict[str, Array]) -> None:
+def _anything_near(written: Array, arrays: list[Array]) -> bool:
+    """Whether another array's first and last byte are not both on one side of `written`: nearly never."""
+    low, high = written.layout.byte_bounds
+    low, high = written.pointer + low, written.pointer + high
+    for array in arrays:
+        if array is not written:
+            other_low, other_high = array.layout.byte_bounds
+            if low < array.pointer + other_high and array.pointer + other_low < high:
+                return True
+    return False
+
+
+def check_overlap(name: str, written: Array, others: Iterable[tuple[str, Array | None]]) -> None:
     """An output shares no element with an input: tiles are read after others were written."""
-    for other, array in others.items():
-        if _share_memory(written, array):
+    for other, array in others:
+        if array is not None and array is not written and _share_elements(written, array):
             raise ValueError(f"{name} shares memory with {other}; nothing is computed in place")
 
 
@@ -382,13 +400,10 @@ def check_output(name: str, out: Array, like: Array) -> None:
     _check_strides(name, out.layout)
     _check_output(name, out.layout, like.layout.shape, like.layout.dtype, "like x")
     check_alignment(name, out)
-    check_overlap(name, out, {"x": like})
+    check_overlap(name, out, [("x", like)])
 
 
-def _share_memory(one: Array, other: Array) -> bool:
-    (low, high), (other_low, other_high) = byte_bounds(one.layout), byte_bounds(other.layout)
-    if one.pointer + high <= other.pointer + other_low or other.pointer + other_high <= one.pointer + low:
-        return False  # wholly apart, as nearly always; else look at the elements
+def _share_elements(one: Array, other: Array) -> bool:
     try:
         return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

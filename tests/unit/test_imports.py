@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 ORDER = """
     __main__ demo debug
     testing explaining merging ladder
-    api copies launch
+    api copies launch enqueue
     sim.launch
     cpu cpu_kernel cpu_panel cpu_elements simd_panel simd_row simd_scores simd cpu_cache cpu_plan
     compiled
@@ -24,7 +24,7 @@ ORDER = """
     kernels.steps.scores kernels.steps.tiles kernels.steps.elements
     ptx ptx.shared sim.shared
     arguments select target problem
-    arrays config ranges reference toolchain
+    arrays config ranges reference toolchain tensor_maps
 """.split()
 
 MODULES = sorted(

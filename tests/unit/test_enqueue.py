@@ -1,0 +1,83 @@
+"""Launching without a GPU: what the driver would be handed, by a driver that only writes it down."""
+
+import concurrent.futures
+import ctypes
+import struct
+import types
+
+import pytest
+
+from numba_flash import enqueue, tensor_maps
+from numba_flash.tensor_maps import TensorMap
+
+driver = pytest.importorskip("cuda.bindings.driver", reason="needs numba-flash[cu13]")
+KERNEL = types.SimpleNamespace(handle=0x1234)
+OK = driver.CUresult.CUDA_SUCCESS
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What each launch was given: (function, grid, block, shared bytes, stream, parameters)."""
+    seen = []
+
+    def launch(function, x, y, z, threads, threads_y, threads_z, shared_bytes, stream, parameters, extra):
+        words = (ctypes.c_uint64 * 5).from_address(extra)
+        assert (words[0], words[2], words[4], parameters) == (1, 2, 0, None)  # pointer, size, end
+        size = ctypes.c_uint64.from_address(words[3]).value
+        grid, block = (x, y, z), (threads, threads_y, threads_z)
+        seen.append((int(function), grid, block, shared_bytes, stream, ctypes.string_at(words[1], size)))
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+    monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0))
+    return seen
+
+
+def enqueuer(pointers=2, maps=(), scalars=(), device=0):
+    return enqueue.enqueuer(KERNEL, "a_kernel", device, 7, 64, 1024, pointers, maps, scalars)
+
+
+def test_parameters_lie_side_by_side(launches):
+    enqueuer(scalars=(-3, 0.5, 2**40))([0x7F0000001000, 0], 99)
+    expected = struct.pack("<QQqdq", 0x7F0000001000, 0, -3, 0.5, 2**40)
+    assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
+
+
+def test_the_null_stream_is_the_legacy_one_by_name(launches):
+    enqueuer()([1, 2], 0)
+    assert launches[0][4] == enqueue.LEGACY_DEFAULT_STREAM
+
+
+def test_tensor_maps_come_first_each_of_its_operand(launches, monkeypatch):
+    monkeypatch.setattr(enqueue, "encode", lambda tensor_map, pointer: struct.pack("<Q", pointer) * 16)
+    tensor_map = TensorMap("float16", (64, 9), (128,), (64, 8))
+    enqueuer(maps=((1, tensor_map), (0, tensor_map)), scalars=(5,))([16, 32], 3)
+    parameters = launches[0][5]
+    assert tensor_maps.SIZE == 128 and len(parameters) == 2 * 128 + 3 * 8
+    assert struct.unpack("<16Q16QQQq", parameters) == (*[32] * 16, *[16] * 16, 16, 32, 5)
+
+
+def test_threads_do_not_share_a_buffer(launches):
+    launch = enqueuer(scalars=(1,))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: launch([n, n], n), range(1, 2001)))
+    assert sorted(stream for *_, stream, _ in launches) == list(range(1, 2001))
+    assert all(parameters == struct.pack("<QQq", stream, stream, 1) for *_, stream, parameters in launches)
+
+
+# Where another device is current, and where the thread has none at all.
+@pytest.mark.parametrize(("current", "switches"), [((OK, 0), [1, 0]), ((driver.CUresult(201), None), [1])])
+def test_the_arrays_device_is_made_current_for_the_launch(launches, monkeypatch, current, switches):
+    seen = []
+    device = lambda number: types.SimpleNamespace(set_current=lambda: seen.append(number))  # noqa: E731
+    monkeypatch.setattr("cuda.core.Device", device)
+    monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: current)
+    enqueuer(device=1)([1, 2], 0)
+    assert seen == switches and len(launches) == 1
+
+
+def test_a_refused_launch_says_what_was_asked_and_why(launches, monkeypatch):
+    error = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (error,))
+    with pytest.raises(RuntimeError, match="'a_kernel'.*7 blocks of 64 threads.*1024 bytes.*CUDA_ERROR_INVALID_VALUE"):
+        enqueuer()([1, 2], 0)
