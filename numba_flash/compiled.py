@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import toolchain
+from . import tensor_maps, toolchain
 from .arguments import SCALAR_TYPES, pointer_types
+from .assembler import assemble
 from .config import Config, SoftmaxConfig
 
 AnyConfig = Config | SoftmaxConfig
@@ -64,7 +65,7 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
             file=sys.stderr,
             flush=True,
         )
-    cubin = to_cubin(to_ptx(config, cc), arch)
+    cubin = assemble(to_ptx(config, cc), arch).cubin
     if sys.stderr.isatty():
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
     write_cache(config, arch, cubin)
@@ -97,19 +98,27 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
     cuda = toolchain.cuda()
     function = source(config).py_func
+    options: dict[str, Any] = {"fastmath": getattr(config, "fastmath", False)}
+    if getattr(config, "blocks_per_sm", 0):  # what the registers must suffice for
+        options["launch_bounds"] = (config.threads, config.blocks_per_sm)
     with _lock, _compiling_for(cc):
-        ptx, _ = cuda.compile(function, _signature(config), device=False, abi="numba", cc=cc, output="ptx")
+        ptx, _ = cuda.compile(function, _signature(config), device=False, abi="numba", cc=cc, output="ptx", **options)
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
-    return ptx.replace(mangled[1], entry_name(config))
+    return _with_tensor_maps(ptx.replace(mangled[1], entry_name(config)), config)
 
 
-def to_cubin(ptx: str, arch: str) -> bytes:
-    """Machine code from PTX; warnings of the assembler about spills or the like are errors in the tests."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch))
-    return bytes(linker.link("cubin").code)
+def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
+    """Numba has no parameter of 128 bytes: the kernel's first one, a number by name, becomes its tensor maps."""
+    maps = getattr(config, "tensor_maps", 0)
+    if not maps:
+        return ptx
+    name = f"{entry_name(config)}_param_0"
+    ptx, replaced = re.subn(
+        rf"\.param\s+\.u64\s+{name}\b", f".param .align 64 .b8 {name}[{tensor_maps.SIZE * maps}]", ptx
+    )
+    assert replaced == 1, "the PTX declares its first parameter otherwise than expected"
+    return ptx
 
 
 def _signature(config: AnyConfig) -> Any:
@@ -122,7 +131,8 @@ def _signature(config: AnyConfig) -> Any:
     if isinstance(config, Config):
         pointers, rest = pointer_types(config), SCALAR_TYPES
     plain = {"int64": numba_types.int64, "float64": numba_types.float64}
-    parameters: list[Any] = [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
+    parameters: list[Any] = [numba_types.uint64] if getattr(config, "tensor_maps", 0) else []
+    parameters += [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
     parameters += [numba_types.UniTuple(plain[x[0]], x[1]) if isinstance(x, tuple) else plain[x] for x in rest]
     return numba_types.void(*parameters)
 

@@ -19,7 +19,7 @@ ORDER = """
     api copies launch enqueue
     sim.launch
     cpu cpu_kernel cpu_panel cpu_elements simd_panel simd_row simd_scores simd cpu_cache cpu_plan
-    compiled
+    compiled assembler
     kernels.v1 kernels.v2 kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.scores kernels.steps.tiles kernels.steps.elements
     ptx ptx.shared sim.shared
