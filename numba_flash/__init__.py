@@ -16,9 +16,10 @@ _PUBLIC = {
     "explain": "explaining",
     "merge": "merging",
     "softmax": "ladder",
+    "warmup": "api",
 }
 _MODULES = ("reference", "testing", "debug")
-__all__ = ["AttentionOutput", "attention", "debug", "explain", "merge", "reference", "softmax", "testing"]
+__all__ = ["AttentionOutput", "attention", "debug", "explain", "merge", "reference", "softmax", "testing", "warmup"]
 
 if TYPE_CHECKING:
     from . import debug as debug
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .api import AttentionOutput as AttentionOutput
     from .api import attention as attention
+    from .api import warmup as warmup
     from .explaining import explain as explain
     from .ladder import softmax as softmax
     from .merging import merge as merge

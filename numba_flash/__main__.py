@@ -186,7 +186,7 @@ def _cpu() -> Rows:
 
 
 def _cache() -> Rows:
-    from .compiled import cache_folder
+    from .cache_folder import cache_folder
 
     folder = cache_folder()
     files = [path for path in folder.rglob("*") if path.is_file()]

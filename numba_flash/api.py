@@ -1,6 +1,7 @@
 """The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 from . import arrays, copies
@@ -129,6 +130,29 @@ def attention(
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
+
+
+def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
+    """Compile and load what `attention(q, k, v, **options)` would run, so that the first real call is quick.
+
+    >>> numba_flash.warmup(q, k, v, causal=True)
+
+    Takes the arguments of `attention` and checks them in the same way, raising the same errors; computes
+    nothing and writes to nothing. What is compiled serves every call of the same dtype, head_dim and
+    options, whatever its lengths, as long as `explain` names the same kernel and tile for it. It stays
+    loaded in this process, and in the disk cache for the next one.
+    """
+    _, decision = understand_call(q, k, v, options)
+    decision.launch.load()
+
+
+def understand_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], Decision]:
+    """`understand` for what a caller would hand to `attention`."""
+    bound = inspect.signature(attention).bind(q, k, v, **options)
+    bound.apply_defaults()
+    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
+    refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
+    return understand(**bound.arguments)
 
 
 def understand(

@@ -23,6 +23,7 @@ from typing import Any
 from . import tensor_maps, toolchain
 from .arguments import SCALAR_TYPES, pointer_types
 from .assembler import assemble
+from .cache_folder import cache_folder
 from .config import Config, SoftmaxConfig
 
 AnyConfig = Config | SoftmaxConfig
@@ -99,8 +100,9 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     cuda = toolchain.cuda()
     function = source(config).py_func
     options: dict[str, Any] = {"fastmath": getattr(config, "fastmath", False)}
-    if getattr(config, "blocks_per_sm", 0):  # what the registers must suffice for
-        options["launch_bounds"] = (config.threads, config.blocks_per_sm)
+    blocks = getattr(config, "blocks_per_sm", 0)  # what the registers must suffice for
+    if blocks:
+        options["launch_bounds"] = (config.threads, blocks)
     with _lock, _compiling_for(cc):
         ptx, _ = cuda.compile(function, _signature(config), device=False, abi="numba", cc=cc, output="ptx", **options)
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
@@ -155,16 +157,6 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
 # The disk cache. An entry is a cubin followed by its SHA-256; tools that read cubins do not mind.
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: NUMBA_FLASH_CACHE_DIR, or the user's cache folder."""
-    named = os.environ.get("NUMBA_FLASH_CACHE_DIR")
-    if named:
-        return Path(named)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("numba_flash", False))
-
-
 @functools.cache
 def _store() -> Any:
     from cuda.core.utils import FileStreamProgramCache
@@ -172,21 +164,35 @@ def _store() -> Any:
     return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=512 * 2**20)
 
 
+# How the folders are called in which installers note the version of what compiles, for CUDA 12 and 13.
+_COMPILERS = re.compile(
+    r"(numba|numba_cuda|llvmlite|cuda_core|nvidia_(nvvm|nvjitlink|cuda_nvcc)(_cu\d+)?)-.*\.(dist|egg)-info"
+)
+
+
 @functools.cache
 def _fingerprint() -> str:
     """Changes with anything but the Config that could change the code: sources and compilers."""
-    from importlib import metadata  # 20 ms
-
     package = Path(__file__).parent
     files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
-    files += [package / name for name in ("ranges.py", "config.py", "arguments.py", "compiled.py")]
+    files += [package / name for name in ("ranges.py", "config.py", "arguments.py", "assembler.py", "compiled.py")]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())
-    for package_name in ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            digest.update(f"{package_name} {metadata.version(package_name)}".encode())
+    digest.update(repr(_compilers()).encode())
     return digest.hexdigest()
+
+
+def _compilers() -> list[str]:
+    """The compilers that are installed, with their versions, in the order in which Python would find them.
+
+    From the names of folders: importlib.metadata, which reads what is in them, takes 20 ms of a first call.
+    """
+    found: list[str] = []
+    for folder in sys.path:
+        with contextlib.suppress(OSError):  # an archive, or nothing at all
+            found += sorted(filter(_COMPILERS.fullmatch, os.listdir(folder or ".")))
+    return found
 
 
 def _key(config: AnyConfig, arch: str) -> bytes:

@@ -19,11 +19,12 @@ from typing import Any
 
 import llvmlite
 import numba
-import platformdirs
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
+
+from .cache_folder import cache_folder
 
 SOURCES = (
     "cpu.py", "cpu_elements.py", "cpu_kernel.py", "cpu_panel.py", "cpu_plan.py", "ranges.py",
@@ -31,10 +32,8 @@ SOURCES = (
 )  # fmt: skip
 
 
-def cache_folder() -> Path:
-    """NUMBA_FLASH_CACHE_DIR, or the user's cache folder; below it the CPU rung's own."""
-    folder = os.environ.get("NUMBA_FLASH_CACHE_DIR") or platformdirs.user_cache_dir("numba_flash", False)
-    return Path(folder) / "cpu"
+def entries_folder() -> Path:
+    return cache_folder() / "cpu"
 
 
 @functools.cache
@@ -48,7 +47,7 @@ def source_stamp() -> str:
 
 class _Locator(_CacheLocator):
     def get_cache_path(self) -> str:
-        return str(cache_folder())
+        return str(entries_folder())
 
     def get_source_stamp(self) -> str:
         return ""  # it is in the entry's name; asked for here, sources that are not on disk would stop the import
@@ -76,7 +75,7 @@ class Entries:
 
     def path(self, key: Any) -> Path:
         digest = hashlib.sha256(repr((source_stamp(), key)).encode()).hexdigest()
-        return cache_folder() / f"{self.name}-{digest[:32]}.nbc"
+        return entries_folder() / f"{self.name}-{digest[:32]}.nbc"
 
     def load(self, key: Any) -> Any:
         content = self.path(key).read_bytes()

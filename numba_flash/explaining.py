@@ -1,11 +1,10 @@
 """explain: which kernel a call would run, with what, and why not another."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from . import launch
-from .api import attention, refuse_what_is_to_come, understand
+from .api import understand_call
 from .config import Config
 from .problem import Problem
 from .select import Choice
@@ -58,12 +57,7 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    bound = inspect.signature(attention).bind(q, k, v, **options)
-    bound.apply_defaults()
-    arguments = dict(bound.arguments)
-    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
-    refuse_what_is_to_come(*(arguments.pop(name) for name in to_come))
-    _, decision = understand(**arguments)
+    _, decision = understand_call(q, k, v, options)
     return Explanation.of(decision.problem, decision.target, decision.choice)
 
 

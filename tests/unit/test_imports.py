@@ -24,7 +24,7 @@ ORDER = """
     kernels.steps.scores kernels.steps.tiles kernels.steps.elements
     ptx ptx.shared sim.shared
     arguments select target problem
-    arrays config ranges reference toolchain tensor_maps
+    arrays config ranges reference toolchain tensor_maps cache_folder
 """.split()
 
 MODULES = sorted(
