@@ -1,14 +1,29 @@
-"""Single instructions and pointers that Numba does not offer, one family a file; no attention here.
+"""Single instructions and addresses that Numba does not offer, one family a file; no attention here.
 
-Every function has a twin of the same name in the package `sim`, which takes its place when Numba's
-simulator is on (NUMBA_ENABLE_CUDASIM=1), so one kernel source serves both.
+The files carry the PTX manual's names. Every function has a twin of the same name in the package
+`sim`, which takes its place when Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1), so one kernel source
+serves both. fragments.py has neither: it is arithmetic.
+
+Addresses are signed: int32 in shared memory, int64 in global memory. Numba adds an unsigned 64-bit and a
+signed integer as float64, and widens every 32-bit sum; with signed ones the sums stay integers.
 """
 
 from numba import config as _numba_config
 
-if _numba_config.ENABLE_CUDASIM:
-    from ..sim import shared
-else:
-    from . import shared
+from . import fragments
 
-__all__ = ["shared"]
+if _numba_config.ENABLE_CUDASIM:
+    from ..sim import (  # noqa: I001
+        approx, bar, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg, shared,
+        shfl, special, stmatrix, tma, vote, wgmma,
+    )  # fmt: skip
+else:
+    from . import (  # noqa: I001
+        approx, bar, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg, shared,
+        shfl, special, stmatrix, tma, vote, wgmma,
+    )  # fmt: skip
+
+__all__ = [
+    "approx", "bar", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier", "memory",
+    "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote", "wgmma",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pointers into shared memory.
+"""Pointers and addresses of shared memory.
 
 A Numba array carries its length, and a signed index into it is checked for being negative at every
 access; a pointer is an address. In the inner loops that is the difference between one `ld.shared.v4`
@@ -24,11 +24,28 @@ def pointer(typingctx, array, offset):
     element = types.CPointer(array.dtype)
 
     def codegen(context, builder, signature, args):
-        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
-        shared = builder.addrspacecast(data, data.type.pointee.as_pointer(3))
+        shared = _shared(context, builder, signature.args[0], args[0])
         address = builder.ptrtoint(builder.gep(shared, [args[1]]), ir.IntType(64))
         aligned = builder.and_(address, ir.Constant(ir.IntType(64), -ALIGNMENT))
         # Back to a generic pointer, Numba's only kind; the compiler still sees where it comes from.
-        return builder.addrspacecast(builder.inttoptr(aligned, shared.type), data.type)
+        return builder.addrspacecast(builder.inttoptr(aligned, shared.type), shared.type.pointee.as_pointer())
 
     return element(array, types.int64), codegen
+
+
+@intrinsic
+def address(typingctx, array):
+    """address(array) -> where a shared array begins, as the 32-bit address that PTX's .shared operands take.
+
+    A `cvta.to.shared.u64` and its low half. Any thread, no ordering. Twin: sim.shared.address.
+    """
+
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(_shared(context, builder, signature.args[0], args[0]), ir.IntType(32))
+
+    return types.int32(array), codegen
+
+
+def _shared(context, builder, array_type, array):
+    data = arrayobj.make_array(array_type)(context, builder, array).data
+    return builder.addrspacecast(data, data.type.pointee.as_pointer(3))

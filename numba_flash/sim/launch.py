@@ -1,10 +1,9 @@
 """Launching a kernel in Numba's CUDA simulator: memory that checks its bounds, one launch at a time."""
 
-import contextlib
-import sys
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from ..arrays import Array, host_view
 from ..problem import Problem
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
-
-SWITCH_INTERVAL = 1e-4  # s; Numba's barriers wait by polling, ten times cheaper so than at Python's 5 ms
 
 
 class Pointer:
@@ -53,21 +50,42 @@ class Pointer:
             raise IndexError(f"element {index} lies outside of an array of shape {self.array.shape}")
         return position
 
+    def address(self, index: int) -> int:
+        """Where an element lies in the host's memory, or would lie."""
+        flat = self._flat
+        return flat.__array_interface__["data"][0] + (index + self._first) * flat.itemsize
+
+    def bytes(self) -> tuple[int, np.ndarray]:
+        """(address of the lowest byte, all bytes from there on)."""
+        return self._flat.__array_interface__["data"][0], self._flat.view(np.uint8)
+
     def __repr__(self) -> str:
         return f"Pointer to {self.array.dtype} {self.array.shape}\n{self.array}"
 
 
 def run(
     make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    scalars: tuple,
+    scalars: tuple, tensor_maps: tuple[tuple[int, Any], ...] = (),
 ) -> None:  # fmt: skip
-    """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block."""
+    """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
+
+    tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
+    that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here.
+    """
+    toolchain.cuda()
+    from .global_memory import GlobalMemory  # Numba comes in with it
+
     pointers = [None if array is None else Pointer(host_view(array)) for array in arrays]
-    with _one_at_a_time, _fast_switching():
-        _run(make_kernel(), blocks, threads, shared_bytes, (*pointers, *scalars))
+    memory = GlobalMemory(pointers, tensor_maps)
+    first = (np.uint64(0),) if tensor_maps else ()
+    with _one_at_a_time:
+        _run(make_kernel(), blocks, threads, shared_bytes, memory, (*first, *pointers, *scalars))
 
 
-def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, arguments: tuple) -> None:
+def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, memory: Any, arguments: tuple) -> None:
+    from numba.cuda.simulator import kernel as numba_kernel
+
+    from .block import Block
 
     @toolchain.cuda().jit
     def quiet(*arguments: Any) -> None:
@@ -75,31 +93,12 @@ def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, arguments: t
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
+    numbas = numba_kernel.BlockManager
+    numba_kernel.BlockManager = functools.partial(Block, memory)
     try:
         quiet[blocks, threads, 0, shared_bytes](*arguments)
-    except Exception:
-        _wait_for_abandoned_threads()
-        raise
-
-
-def _wait_for_abandoned_threads() -> None:
-    """Numba raises one thread's exception while the block's others still run to their next barrier.
-
-    In device functions they would swap the module `cuda` under whatever is done next.
-    """
-    for thread in threading.enumerate():
-        if hasattr(thread, "threadIdx"):
-            thread.join(timeout=10)  # not for ever: a kernel may hang
-
-
-@contextlib.contextmanager
-def _fast_switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
-        yield
     finally:
-        sys.setswitchinterval(before)
+        numba_kernel.BlockManager = numbas
 
 
 # Seconds for one score, and more for each element of its products: v1 and v2 on one core of a server, 2026.

@@ -1,0 +1,23 @@
+"""cvt: two float32 numbers rounded to 16 bits in one register (PTX ISA 9.7.9.21). cc 8.0; any thread, no ordering.
+
+Rounding is to nearest, ties to even; what is too large becomes inf, NaN stays NaN.
+"""
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def pack_f16x2(typingctx, low, high):
+    """cvt.rn.f16x2.f32: low in bits 0 to 15, high in 16 to 31. Twin: sim.cvt.pack_f16x2."""
+    text = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return asm.scalars(text, types.uint32(types.float32, types.float32), effect=False)
+
+
+@intrinsic
+def pack_bf16x2(typingctx, low, high):
+    """cvt.rn.bf16x2.f32: low in bits 0 to 15, high in 16 to 31. Twin: sim.cvt.pack_bf16x2."""
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return asm.scalars(text, types.uint32(types.float32, types.float32), effect=False)

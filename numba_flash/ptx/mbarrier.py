@@ -1,0 +1,53 @@
+"""mbarrier: a barrier in shared memory that also counts bytes of asynchronous copies (PTX ISA 9.7.13.15). cc 9.0 here.
+
+An mbarrier (8 bytes, a multiple of 8) is in a phase, 0 first. The phase ends when `count` arrivals have
+come and as many bytes as were expected; the next begins with the same count. A wait names the parity of
+the phase whose end it waits for: 0 for the first, then 1, 0, ...; on a fresh barrier a wait for parity 1
+returns at once. Arriving releases the thread's earlier writes; a wait that returns acquires them, and
+makes the copies' bytes visible to the waiting thread.
+"""
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def init(typingctx, barrier, count):
+    """mbarrier.init.shared::cta.b64 [barrier], count. One thread; others use it only after a barrier.
+
+    Before the asynchronous proxy uses it (TMA) also fence.mbarrier_init. Twin: sim.mbarrier.init.
+    """
+    return asm.scalars("mbarrier.init.shared::cta.b64 [$0], $1;", types.void(types.int32, types.int32))
+
+
+@intrinsic
+def arrive(typingctx, barrier):
+    """mbarrier.arrive.shared::cta.b64 _, [barrier]: one arrival of this thread. Twin: sim.mbarrier.arrive."""
+    return asm.scalars("mbarrier.arrive.shared::cta.b64 _, [$0];", types.void(types.int32))
+
+
+@intrinsic
+def arrive_expect_tx(typingctx, barrier, count):
+    """mbarrier.arrive.expect_tx: `count` more bytes belong to this phase, and one arrival of this thread."""
+    text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+    return asm.scalars(text, types.void(types.int32, types.int32))
+
+
+@intrinsic
+def wait(typingctx, barrier, parity):
+    """Waits for the end of the phase of that parity: a loop around mbarrier.try_wait.parity.shared::cta.b64.
+
+    Each waiting thread calls it for itself. Twin: sim.mbarrier.wait.
+    """
+    # Labels inside braces are local, so the text may stand many times in one kernel.
+    text = """{
+.reg .pred done;
+WAITING:
+mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
+@done bra DONE;
+bra WAITING;
+DONE:
+}"""
+    return asm.scalars(text, types.void(types.int32, types.int32))

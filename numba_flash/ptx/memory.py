@@ -1,0 +1,66 @@
+"""Addresses in global memory, and the accesses that go by address: ld, st, atom (PTX ISA 9.7.9.8, 9.7.9.11, 9.7.13.5).
+
+An access by address moves up to 16 bytes at once, whatever the pointer's elements are. Any compute
+capability; any thread; no ordering beyond what a plain load or store has.
+"""
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def address(typingctx, pointer, index):
+    """address(pointer, index) -> the address of pointer[index] in global memory, int64.
+
+    pointer: a kernel's pointer argument. Twin: sim.memory.address, which also notes whose memory it is.
+    """
+
+    def codegen(context, builder, signature, args):
+        place = builder.gep(args[0], [args[1]])
+        space = builder.addrspacecast(place, place.type.pointee.as_pointer(1))
+        return builder.ptrtoint(space, ir.IntType(64))
+
+    return types.int64(pointer, types.int64), codegen
+
+
+@intrinsic
+def store_b16(typingctx, address, value):
+    """st.global.b16 [address], value: the low 16 bits of value. address: a multiple of 2."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.global.b16 [$0], low; }"
+    return asm.scalars(text, types.void(types.int64, types.uint32))
+
+
+@intrinsic
+def store_b32(typingctx, address, value):
+    """st.global.b32 [address], value: 4 bytes. address: a multiple of 4."""
+    return asm.scalars("st.global.b32 [$0], $1;", types.void(types.int64, types.uint32))
+
+
+@intrinsic
+def store_v4(typingctx, address, values, at):
+    """st.global.v4.b32 [address], values[at : at + 4]: 16 bytes of a local uint32 array. address: a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 4)
+        asm.emit(builder, f"st.global.v4.b32 [$0], {asm.braces(1, 4)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values, types.int32), codegen
+
+
+@intrinsic
+def add(typingctx, address, value):
+    """atom.global.add.u32: memory += value, -> what was there before. One thread; atomic on the whole GPU, unordered.
+
+    address: a multiple of 4. cc 2.0. Twin: sim.memory.add.
+    """
+    return asm.scalars("atom.global.add.u32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def exchange(typingctx, address, value):
+    """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
+    return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))

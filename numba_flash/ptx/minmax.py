@@ -1,0 +1,12 @@
+"""max.f32: one machine instruction (PTX ISA 9.7.3.12). Any compute capability, any thread, no ordering."""
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def maximum(typingctx, x, y):
+    """max.f32: the larger one; of a number and NaN the number. Python's max() is a comparison and a choice."""
+    return asm.scalars("max.f32 $0, $1, $2;", types.float32(types.float32, types.float32), effect=False)

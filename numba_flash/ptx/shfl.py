@@ -1,0 +1,30 @@
+"""shfl.sync: values between the lanes of a warp (PTX ISA 9.7.9.6). cc 3.0.
+
+All 32 lanes take part; no memory is ordered.
+"""
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def bfly_f32(typingctx, value, lane_mask):
+    """shfl.sync.bfly.b32: the value of lane (own lane ^ lane_mask). float32. Twin: sim.shfl.bfly_f32."""
+    text = "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return asm.scalars(text, types.float32(types.float32, types.int32))
+
+
+@intrinsic
+def bfly_b32(typingctx, value, lane_mask):
+    """shfl.sync.bfly.b32 of a uint32. Twin: sim.shfl.bfly_b32."""
+    text = "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return asm.scalars(text, types.uint32(types.uint32, types.int32))
+
+
+@intrinsic
+def idx_b32(typingctx, value, lane):
+    """shfl.sync.idx.b32: the value of lane `lane`, uint32. The compiler then knows it is the same in all lanes."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return asm.scalars(text, types.uint32(types.uint32, types.int32))

@@ -1,0 +1,67 @@
+"""Global memory by address: only the launch's operands can be read and written, at their true host addresses."""
+
+import numpy as np
+
+from .errors import Misuse
+
+MAPS = 0x4D41_5000_0000  # where the tensor maps seem to lie
+MAP_BYTES = 128
+
+
+class GlobalMemory:
+    """operands: Pointers or None; tensor_maps: (operand's number, TensorMap) in the kernel's order."""
+
+    def __init__(self, operands, tensor_maps=()):
+        self.operands = operands
+        self._extents = [
+            (begin, begin + data.size, data) for begin, data in (p.bytes() for p in operands if p is not None)
+        ]
+        self.tensors = [(tensor_map, self._tensor(operands[i], tensor_map)) for i, tensor_map in tensor_maps]
+
+    def bytes_at(self, address, count, alignment, writing=False):
+        """A view of `count` bytes, checked for bounds, alignment and being written."""
+        address = int(address)
+        if address % alignment:
+            raise Misuse(f"global address {address:#x} is no multiple of {alignment}")
+        for begin, end, data in self._extents:
+            if begin <= address and address + count <= end and (data.flags.writeable or not writing):
+                return data[address - begin : address - begin + count]
+        raise Misuse(f"{count} bytes at global address {address:#x} {self._why_not(address, count)}")
+
+    def tensor(self, address):
+        """(TensorMap, array in C order) of a tensor map's address."""
+        number, rest = divmod(int(address) - MAPS, MAP_BYTES)
+        if rest or not 0 <= number < len(self.tensors):
+            first = f"{len(self.tensors)} maps lie at tma.parameter(...)() and each {MAP_BYTES} bytes further"
+            raise Misuse(f"there is no tensor map at address {int(address):#x}: {first}")
+        return self.tensors[number]
+
+    def _why_not(self, address, count):
+        for number, pointer in enumerate(self.operands):
+            if pointer is None:
+                continue
+            begin, data = pointer.bytes()
+            what = f"operand {number}, {pointer.array.dtype} {pointer.array.shape}"
+            if begin <= address and address + count <= begin + data.size:
+                return f"lie in {what}, which is read-only"
+            if begin - 65536 < address < begin + data.size + 65536:
+                where = f"{begin - address} bytes before" if address < begin else f"{address - begin} bytes after"
+                return f"lie outside of every operand; they begin {where} the beginning of {what} ({data.size} bytes)"
+        return "lie outside of every operand"
+
+    def _tensor(self, pointer, tensor_map):
+        """The tensor that a map describes, as an array whose last dimension is the map's first."""
+        shape, strides = tensor_map.shape, (2, *tensor_map.strides_bytes)
+        strides = [stride if extent > 1 else 2 for extent, stride in zip(shape, strides, strict=True)]
+        begin, data = pointer.bytes()
+        first = pointer.address(0) - begin
+        last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 2
+        if last > data.size:
+            raise Misuse(
+                f"{tensor_map} reaches {last - data.size} bytes past its operand of shape {pointer.array.shape}"
+            )
+        if pointer.address(0) % 16:
+            raise Misuse(f"the tensor of {tensor_map} begins at {pointer.address(0):#x}, no multiple of 16")
+        if tensor_map.swizzle_bytes not in (0, 2 * tensor_map.box[0]):
+            raise Misuse(f"rows of the box shorter than the swizzle are not simulated: {tensor_map}")
+        return np.ndarray(shape[::-1], np.uint16, data, first, strides[::-1])

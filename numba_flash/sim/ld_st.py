@@ -1,0 +1,36 @@
+"""Twins of ptx.ld_st."""
+
+import numpy as np
+
+from .registers import u32
+from .warp import current
+
+
+def load_b32(address):
+    return _loaded(address, 4)[0]
+
+
+def store_b32(address, value):
+    _store(address, 4, u32(value))
+
+
+def load_v4(values, at, address):
+    values.view(np.uint32)[at : at + 4] = _loaded(address, 16)
+
+
+def store_v4(address, values, at):
+    _store(address, 16, values[at : at + 4].view(np.uint32))
+
+
+def _loaded(address, count):
+    thread, address = current(), int(address)
+    shared = thread.block.shared
+    shared.read(shared.words(address, count, count), thread.number)
+    return shared.data[address : address + count].view(np.uint32)
+
+
+def _store(address, count, value):
+    thread, address = current(), int(address)
+    shared = thread.block.shared
+    shared.write(shared.words(address, count, count), thread)
+    shared.data[address : address + count].view(np.uint32)[:] = value

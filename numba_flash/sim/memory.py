@@ -1,0 +1,47 @@
+"""Twins of ptx.memory. Addresses are the host's; they are plain ints, so that arithmetic with any integer is exact."""
+
+import numpy as np
+
+from .registers import u32
+from .warp import current
+
+
+def address(pointer, index):
+    return 0 if pointer is None else pointer.address(int(index))
+
+
+def store_b16(address, value):
+    _at(address, 2, 2).view(np.uint16)[0] = int(value) & 0xFFFF
+
+
+def store_b32(address, value):
+    _at(address, 4, 4).view(np.uint32)[0] = u32(value)
+
+
+def store_v4(address, values, at):
+    _at(address, 16, 16).view(np.uint32)[:] = values[at : at + 4].view(np.uint32)
+
+
+def add(address, value):
+    place = _at(address, 4, 4).view(np.uint32)
+    before = place[0]
+    place[0] = u32(int(before) + int(value))
+    _let_others_run()  # kernels may ask in a loop
+    return before
+
+
+def exchange(address, value):
+    place = _at(address, 4, 4).view(np.uint32)
+    before = place[0]
+    place[0] = u32(value)
+    _let_others_run()
+    return before
+
+
+def _at(address, count, alignment):
+    return current().block.memory.bytes_at(address, count, alignment, writing=True)
+
+
+def _let_others_run():
+    thread = current()
+    thread.block.let_others_run(thread)

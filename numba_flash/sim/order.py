@@ -1,0 +1,48 @@
+"""Who can know of whose writes: vector clocks, one row for each thread of a block.
+
+A thread lives in epochs. What it writes carries its epoch; when it comes to a barrier it tells its epoch there
+and begins the next. So a reader has seen a write, by this or by a longer way over other threads, when the
+epoch that it knows of the writer is not below the write's. Else a barrier is missing, even if all went well
+this time.
+"""
+
+import numpy as np
+
+MBARRIERS = 64  # columns for what TMA writes: one each for the first mbarriers of a block, then shared
+NOBODY = -1  # the last column: whose writes everyone has seen
+NEVER = np.iinfo(np.int32).max  # the epoch that no one comes to know
+
+
+class Order:
+    def __init__(self, threads):
+        self.threads = threads
+        self.known = np.zeros((threads, threads + MBARRIERS + 1), np.int32)  # (reader, writer)
+        self._everyone = np.arange(threads)
+        self.known[self._everyone, self._everyone] = 1
+        self.started = np.zeros(MBARRIERS, np.int32)
+
+    def now(self, thread):
+        """The epoch that a thread is in."""
+        return self.known[thread, thread]
+
+    def release(self, thread, clock=None):
+        """What a thread knows, added to a clock; what it writes from here on is news."""
+        row = self.known[thread]
+        told = row.copy() if clock is None else np.maximum(clock, row)
+        row[thread] += 1
+        return told
+
+    def acquire(self, thread, clock):
+        """Learn what was told to a clock."""
+        if clock is not None:
+            np.maximum(self.known[thread], clock, out=self.known[thread])
+
+    def known_to(self, threads):
+        """What each of several threads knows."""
+        return self.known[threads].min(axis=0)
+
+    def transfer(self, mbarrier):
+        """(column, epoch) of another transfer that counts on the mbarrier of this number."""
+        column = mbarrier % MBARRIERS
+        self.started[column] += 1
+        return self.threads + column, self.started[column]

@@ -1,0 +1,142 @@
+"""A block's shared memory by address, and what is on its way to it or reads it.
+
+For every 4 bytes: whether a copy is under way to them, whether an instruction that runs on its own still
+reads them, who wrote them last (by an instruction here, not by index) and whether the writer has fenced them
+for the asynchronous proxy. An access that would be luck on a GPU raises.
+"""
+
+import sys
+
+import numpy as np
+from numba.cuda import types
+from numba.cuda.np import numpy_support
+
+from .errors import Misuse
+from .order import NEVER, NOBODY
+
+BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
+STATIC_BYTES = 48 * 1024  # room behind it for cuda.shared.array of a fixed size
+GARBAGE = 0xFF  # what it holds at first: NaN in every float, so that nobody takes it for zeros
+
+
+class SharedMemory:
+    """Takes the place of Numba's `cuda.shared` in a launch."""
+
+    def __init__(self, dynamic_bytes, order):
+        self._dynshared_size = dynamic_bytes  # Numba's name for it
+        self.order = order
+        self._static = -(-(BASE + dynamic_bytes) // BASE) * BASE
+        self._next_static = self._static
+        self._arrays = {}
+        size = self._static + STATIC_BYTES
+        self.data = np.full(size, GARBAGE, np.uint8)
+        self.lines = self.data.reshape(-1, 16)  # what a swizzle moves
+        words = size // 4
+        self.copying = np.zeros(words, bool)
+        self.reading = np.zeros(words, np.uint8)
+        self.writer = np.full(words, NOBODY, np.int16)
+        self.written = np.zeros(words, np.int32)  # in which epoch of the writer
+        self.fenced = np.zeros(words, np.int32)  # in which of its epochs it fenced, or NEVER
+
+    def array(self, shape, dtype, alignment=None):
+        """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
+        dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
+        if shape == 0:
+            count = self._dynshared_size // dtype.itemsize
+            return self.data[BASE : BASE + count * dtype.itemsize].view(dtype)
+        caller = sys._getframe(1)
+        key = caller.f_code, caller.f_lineno
+        if key not in self._arrays:
+            size = int(np.prod(shape)) * dtype.itemsize
+            begin = self._next_static
+            if begin + size > len(self.data):
+                raise Misuse(f"arrays of {STATIC_BYTES} bytes is all that cuda.shared.array can give")
+            self._next_static = -(-(begin + size) // BASE) * BASE
+            self._arrays[key] = self.data[begin : begin + size].view(dtype).reshape(shape)
+        return self._arrays[key]
+
+    def address(self, array):
+        at = array.__array_interface__["data"][0] - self.data.__array_interface__["data"][0]
+        if not BASE <= at <= len(self.data):
+            raise Misuse("shared.address of an array that is not the block's shared memory")
+        return at
+
+    # Which words an access touches.
+
+    def words(self, address, count, alignment):
+        """The slice of `count` bytes, checked for bounds and alignment."""
+        end = BASE + self._dynshared_size
+        if not (BASE <= address and address + count <= end):
+            if not (self._static <= address and address + count <= self._next_static):
+                raise Misuse(
+                    f"{count} bytes at shared address {address:#x}, but shared memory is {BASE:#x} to {end:#x}"
+                )
+        if address % alignment:
+            raise Misuse(f"shared address {address:#x} is no multiple of {alignment}")
+        return slice(address >> 2, (address + count + 3) >> 2)
+
+    # Accesses. words: a slice or an array of numbers.
+
+    def read(self, words, threads, asynchronous=False):
+        """These threads together may read these words now, or an error says why not.
+
+        threads: a number or several. asynchronous: through the asynchronous proxy (wgmma, a TMA store).
+        """
+        if self.copying[words].any():
+            raise Misuse(f"{self._first(words, self.copying[words])} is read before it arrived: wait for the copy")
+        known = self.order.known[threads] if isinstance(threads, int) else self.order.known_to(threads)
+        writer = self.writer[words]
+        since = (self.fenced if asynchronous else self.written)[words]
+        late = known[writer] < since
+        if late.any():
+            where, by = self._first(words, late), self._by(writer[late].flat[0])
+            if asynchronous and (since[late] == NEVER).any():
+                raise Misuse(
+                    f"{where}, written by {by}, is read by the asynchronous proxy: fence.proxy_async is missing"
+                )
+            raise Misuse(f"{where}, written by {by}, is read with no barrier in between")
+
+    def write(self, words, thread):
+        """A thread writes these words with ordinary stores."""
+        self._free(words)
+        self.writer[words] = thread.number
+        self.written[words] = self.order.now(thread.number)
+        self.fenced[words] = NEVER
+        if len(thread.unfenced) > 4096:  # who never fences
+            thread.unfenced = [slice(None)]
+        thread.unfenced.append(words)
+
+    def start_copy(self, words):
+        """A copy to these words is under way."""
+        self._free(words)
+        self.copying[words] = True
+
+    def copied(self, words, writer, epoch):
+        """A transfer of TMA has arrived: known to the asynchronous proxy, and to threads by its mbarrier."""
+        self.copying[words] = False
+        self.writer[words] = writer
+        self.written[words] = self.fenced[words] = epoch
+
+    def fence(self, thread):
+        """What a thread wrote before is in order with the asynchronous proxy."""
+        now = self.order.now(thread.number)
+        for words in thread.unfenced:
+            fenced = self.fenced[words]
+            mine = (self.writer[words] == thread.number) & (fenced == NEVER)
+            self.fenced[words] = np.where(mine, now, fenced)
+        thread.unfenced = []
+
+    def _free(self, words):
+        if self.copying[words].any():
+            raise Misuse(f"{self._first(words, self.copying[words])} is written while a copy to it is under way")
+        if self.reading[words].any():
+            where = self._first(words, self.reading[words] > 0)
+            raise Misuse(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
+
+    def _first(self, words, which):
+        """The first of the words in question, as an address."""
+        numbers = np.arange(len(self.copying))[words]
+        return f"shared address {4 * int(numbers[which].flat[0]):#x}"
+
+    def _by(self, writer):
+        return f"thread {writer}" if writer < self.order.threads else "TMA"

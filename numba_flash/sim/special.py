@@ -1,0 +1,13 @@
+"""Twins of ptx.special."""
+
+import numpy as np
+
+from .warp import current
+
+
+def thread_index():
+    return np.int32(current().threadIdx.x)
+
+
+def block_index():
+    return np.int32(current().blockIdx.x)

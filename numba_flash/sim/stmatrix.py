@@ -1,0 +1,36 @@
+"""Twins of ptx.stmatrix. The lane that gives a row's address counts as its writer."""
+
+import numpy as np
+
+from .warp import together
+
+
+def rows(registers, count, trans):
+    """registers (32, count) uint32 -> rows (8 * count, 8) uint16, of matrix i from 8 * i on."""
+    matrices = np.ascontiguousarray(registers.T).view(np.uint16).reshape(count, 8, 8)
+    if trans:
+        matrices = matrices.swapaxes(1, 2)
+    return matrices.reshape(8 * count, 8)
+
+
+def _stmatrix(count, trans):
+    name = f"stmatrix.x{count}{'_trans' if trans else ''}"
+
+    def compute(warp, given):
+        shared = warp.members[0].block.shared
+        values = rows(
+            np.stack([registers.view(np.uint32)[at : at + count] for _, registers, at in given]), count, trans
+        )
+        for thread, (address, _, _), row in zip(warp.members, given, values, strict=False):
+            address = int(address)
+            shared.write(shared.words(address, 16, 16), thread)
+            shared.data[address : address + 16].view(np.uint16)[:] = row
+
+    def stmatrix(address, registers, at):
+        together((name, at), compute, (address, registers, at))
+
+    return stmatrix
+
+
+x1, x2, x4 = _stmatrix(1, False), _stmatrix(2, False), _stmatrix(4, False)
+x1_trans, x2_trans, x4_trans = _stmatrix(1, True), _stmatrix(2, True), _stmatrix(4, True)

@@ -1,0 +1,162 @@
+"""Twins of ptx.tma. A load arrives as late as it can: when no thread can go on without it.
+
+A store takes its data when it is issued, and until its wait_group_read nobody may overwrite them; the
+tensor gets them at the wait.
+"""
+
+import functools
+from collections import namedtuple
+
+import numpy as np
+
+from ..ptx import fragments
+from .errors import Misuse
+from .global_memory import MAPS
+from .mbarrier import find
+from .warp import current
+
+Store = namedtuple("Store", "tensor box coordinates values words")
+
+
+def overlap(shape, box, coordinates):
+    """(part of the tensor, part of the box) that a box at these coordinates has in common with a tensor.
+
+    Shape and box outermost first, coordinates innermost first, as TMA takes them.
+    """
+    inside, part = [], []
+    for extent, size, at in zip(shape, box, coordinates[::-1], strict=True):
+        first, end = max(at, 0), max(min(at + size, extent), max(at, 0))
+        inside.append(slice(first, end))
+        part.append(slice(first - at, end - at))
+    return tuple(inside), tuple(part)
+
+
+def fetched(tensor, box, coordinates):
+    """The box, outermost dimension first, with zeros outside of the tensor."""
+    values = np.zeros(box, tensor.dtype)
+    inside, part = overlap(tensor.shape, box, coordinates)
+    values[part] = tensor[inside]
+    return values
+
+
+def stored(tensor, values, coordinates):
+    """tensor <- what the box has inside of it."""
+    inside, part = overlap(tensor.shape, values.shape, coordinates)
+    tensor[inside] = values[part]
+
+
+def lines(address, count, swizzle_bytes):
+    """Numbers of the 16-byte lines of shared memory where a box of `count` bytes lies, in the box's order."""
+    return fragments.swizzled(address + 16 * np.arange(count // 16), swizzle_bytes) >> 4
+
+
+def _load(target, tensor_map, barrier, *coordinates):
+    thread, target = current(), int(target)
+    block, coordinates = thread.block, tuple(int(c) for c in coordinates)
+    tensor_map, tensor, box = _box(block, tensor_map, coordinates)
+    count = _bytes(tensor_map)
+    mbarrier = find(thread, barrier)
+    if not mbarrier.fenced:
+        raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
+    words = block.shared.words(target, count, _alignment(tensor_map))
+    block.shared.start_copy(words)
+    column, epoch = block.order.transfer(mbarrier.number)
+
+    def arrive():
+        values = fetched(tensor, box, coordinates).reshape(-1, 8).view(np.uint8)
+        block.shared.lines[lines(target, count, tensor_map.swizzle_bytes)] = values
+        block.shared.copied(words, column, epoch)
+        mbarrier.transfer(-count, block, column, epoch)
+
+    block.transfers.append(arrive)
+
+
+def _store(tensor_map, source, *coordinates):
+    thread, source = current(), int(source)
+    block, coordinates = thread.block, tuple(int(c) for c in coordinates)
+    tensor_map, tensor, box = _box(block, tensor_map, coordinates)
+    if not tensor.flags.writeable:
+        raise Misuse(f"a TMA store to an operand that is read-only: {tensor_map}")
+    count = _bytes(tensor_map)
+    words = block.shared.words(source, count, _alignment(tensor_map))
+    block.shared.read(words, thread.number, asynchronous=True)
+    values = block.shared.lines[lines(source, count, tensor_map.swizzle_bytes)].view(np.uint16).reshape(box)
+    block.shared.reading[words] += 1
+    thread.stores.append(Store(tensor, box, coordinates, values, words))
+
+
+def load_2d(target, tensor_map, barrier, c0, c1):
+    _load(target, tensor_map, barrier, c0, c1)
+
+
+def load_3d(target, tensor_map, barrier, c0, c1, c2):
+    _load(target, tensor_map, barrier, c0, c1, c2)
+
+
+def load_4d(target, tensor_map, barrier, c0, c1, c2, c3):
+    _load(target, tensor_map, barrier, c0, c1, c2, c3)
+
+
+def load_5d(target, tensor_map, barrier, c0, c1, c2, c3, c4):
+    _load(target, tensor_map, barrier, c0, c1, c2, c3, c4)
+
+
+def store_2d(tensor_map, source, c0, c1):
+    _store(tensor_map, source, c0, c1)
+
+
+def store_3d(tensor_map, source, c0, c1, c2):
+    _store(tensor_map, source, c0, c1, c2)
+
+
+def store_4d(tensor_map, source, c0, c1, c2, c3):
+    _store(tensor_map, source, c0, c1, c2, c3)
+
+
+def store_5d(tensor_map, source, c0, c1, c2, c3, c4):
+    _store(tensor_map, source, c0, c1, c2, c3, c4)
+
+
+def commit_group():
+    thread = current()
+    thread.store_groups.append(thread.stores)
+    thread.stores = []
+
+
+@functools.cache
+def wait_group_read(newest):
+    def wait():
+        thread = current()
+        while len(thread.store_groups) > newest:
+            for store in thread.store_groups.popleft():
+                thread.block.shared.reading[store.words] -= 1
+                stored(store.tensor, store.values, store.coordinates)
+
+    return wait
+
+
+def prefetch(tensor_map):
+    current().block.memory.tensor(tensor_map)
+
+
+@functools.cache
+def parameter(entry):
+    def address():
+        return MAPS
+
+    return address
+
+
+def _box(block, address, coordinates):
+    tensor_map, tensor = block.memory.tensor(address)
+    if len(coordinates) != tensor.ndim:
+        raise Misuse(f"{len(coordinates)} coordinates for a tensor map of {tensor.ndim} dimensions: {tensor_map}")
+    return tensor_map, tensor, tensor_map.box[::-1]
+
+
+def _bytes(tensor_map):
+    return 2 * int(np.prod(tensor_map.box))
+
+
+def _alignment(tensor_map):
+    return max(128, 8 * tensor_map.swizzle_bytes)

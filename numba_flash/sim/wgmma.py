@@ -1,0 +1,231 @@
+"""Twins of ptx.wgmma. A product is computed when it is issued; its accumulators hold a mark until its wait_group.
+
+While it runs, its accumulators and register operands must stay as they are (checked at the wait), and nobody may
+write the shared memory that it reads (checked at the write).
+"""
+
+import functools
+
+import numpy as np
+
+from ..ptx import fragments
+from .errors import Misuse, place
+from .registers import POISON, POISON_FLOAT, check, halves, table
+from .warp import current, same, together
+
+SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # by bits 62 and 63 of a descriptor
+_A = table(fragments.a_element, 8)
+
+
+class Product:
+    """One that runs: its threads' accumulators and what they get, what it reads, where it stands."""
+
+    def __init__(self, acc, values, operands, words, place):
+        self.acc, self.values, self.operands, self.words, self.place = acc, values, operands, words, place
+
+
+# What the instructions compute.
+
+
+def rows_of_k(descriptor, rows):
+    """Addresses (rows, 16) of a k-contiguous operand's elements."""
+    start, leading, stride, swizzle = decoded(descriptor)
+    row, k = np.arange(rows)[:, None], np.arange(16)
+    if swizzle:
+        address = start + row // 8 * stride + row % 8 * swizzle + 2 * k
+    else:
+        address = start + row // 8 * stride + k // 8 * leading + row % 8 * 16 + k % 8 * 2
+    return fragments.swizzled(address, swizzle)
+
+
+def columns_of_n(descriptor, columns):
+    """Addresses (16, columns) of an n-contiguous operand's elements."""
+    start, leading, stride, swizzle = decoded(descriptor)
+    k, n = np.arange(16)[:, None], np.arange(columns)
+    if swizzle:
+        wide = swizzle // 2  # columns of one swizzled row
+        address = start + k // 8 * stride + n // wide * leading + k % 8 * swizzle + n % wide * 2
+    else:
+        address = start + k // 8 * leading + n // 8 * stride + k % 8 * 16 + n % 8 * 2
+    return fragments.swizzled(address, swizzle)
+
+
+def decoded(descriptor):
+    """(start, leading, stride, swizzle) in bytes."""
+    descriptor = int(descriptor)
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    if descriptor >> 49 & 7:
+        raise Misuse(f"descriptor {descriptor:#x} has a base offset: swizzled operands begin at whole patterns")
+    return start, leading, stride, SWIZZLES[descriptor >> 62]
+
+
+@functools.cache
+def c_table(n):
+    """(rows, columns), each (128, n / 2): where the accumulators of a warpgroup's threads stand in C."""
+    rows, columns = table(fragments.c_element, n // 2)
+    return np.concatenate([rows + 16 * warp for warp in range(4)]), np.tile(columns, (4, 1))
+
+
+def a_of_registers(registers, kind):
+    """(128, 4 * steps) uint32 -> A (64, 16 * steps)."""
+    steps = registers.shape[1] // 4
+    values = halves(registers, kind).reshape(4, 32, steps, 8)
+    a = np.empty((4, 16, steps, 16))
+    rows, columns = _A
+    for step in range(steps):
+        a[:, rows, step, columns] = values[:, :, step]
+    return a.reshape(64, 16 * steps)
+
+
+# What they do.
+
+
+def commit_group():
+    together(("wgmma.commit_group",), _commit, None, "warpgroup")
+
+
+def _commit(group, given):
+    group.product_groups.append(group.products)
+    group.products = []
+
+
+@functools.cache
+def wait_group(newest):
+    def compute(group, given):
+        while len(group.product_groups) > newest:
+            done = group.product_groups.popleft()
+            while done:
+                product = done.pop(0)
+                _finish(group, product, [*done, *_running(group)])
+
+    def wait():
+        together(("wgmma.wait_group", newest), compute, None, "warpgroup")
+
+    return wait
+
+
+@functools.cache
+def pin(count):
+    def pin(registers):
+        current()
+        check(registers[:count])
+
+    return pin
+
+
+@functools.cache
+def product_shared(n, kind, a_offsets, b_offsets, b_trans):
+    name = "wgmma.product_shared", n, kind, a_offsets, b_offsets, b_trans
+
+    def a_matrix(group, given):
+        descriptor = int(same(group, [a for _, a, _, _ in given], "a's descriptor"))
+        return *_read(group, [rows_of_k(descriptor + offset, 64) for offset in a_offsets], kind, 1), []
+
+    def product(acc, a, b, accumulate):
+        together(name, compute, (acc, a, b, accumulate), "warpgroup")
+
+    compute = _compute(n, kind, a_matrix, b_offsets, b_trans)
+    return product
+
+
+@functools.cache
+def product_registers(n, kind, b_offsets, b_trans):
+    name = "wgmma.product_registers", n, kind, b_offsets, b_trans
+    count = 4 * len(b_offsets)
+
+    def a_matrix(group, given):
+        operands = [a[:count].view(np.uint32) for _, a, _, _ in given]
+        for thread, registers in zip(group.members, operands, strict=True):
+            check(registers, thread)
+        snapshot = np.stack(operands)
+        return a_of_registers(snapshot, kind), [], list(zip(operands, snapshot, strict=True))
+
+    def product(acc, a, b, accumulate):
+        together(name, compute, (acc, a, b, accumulate), "warpgroup")
+
+    compute = _compute(n, kind, a_matrix, b_offsets, b_trans)
+    return product
+
+
+@functools.cache
+def descriptor(leading_bytes, stride_bytes, swizzle_bytes):
+    mode = {0: 0, 128: 1, 64: 2, 32: 3}[swizzle_bytes]
+    fixed = mode << 62 | (stride_bytes >> 4) << 32 | (leading_bytes >> 4) << 16
+
+    def describe(address):
+        return np.uint64(fixed | (int(address) & 0x3FFFF) >> 4)
+
+    return describe
+
+
+def _compute(n, kind, a_matrix, b_offsets, b_trans):
+    count = n // 2
+
+    def compute(group, given):
+        b = int(same(group, [b for _, _, b, _ in given], "b's descriptor"))
+        accumulate = same(group, [int(x) != 0 for _, _, _, x in given], "accumulate")
+        acc = [registers[:count] for registers, _, _, _ in given]
+        before = _before(group, acc) if accumulate else 0
+        a, a_words, operands = a_matrix(group, given)
+        if b_trans:
+            places = [columns_of_n(b + offset, n) for offset in b_offsets]
+            b, b_words = _read(group, places, kind, 0)
+        else:
+            places = [rows_of_k(b + offset, n) for offset in b_offsets]
+            b, b_words = _read(group, places, kind, 1)
+            b = b.T
+        values = ((a @ b)[c_table(n)] + before).astype(np.float32)
+        words = [*a_words, *b_words]
+        shared = group.members[0].block.shared
+        for part in words:
+            shared.reading[part] += 1
+        for registers in acc:
+            registers[:] = POISON_FLOAT
+        group.products.append(Product(acc, values, operands, words, place(current())))
+
+    return compute
+
+
+def _read(group, places, kind, axis):
+    """(matrix, words read) of an operand whose steps' elements lie at `places`, put together along its k axis."""
+    shared = group.members[0].block.shared
+    parts, words = [], []
+    for addresses in places:
+        shared.words(int(addresses.min()), int(np.ptp(addresses)) + 2, 2)
+        touched = np.unique(addresses >> 2)
+        shared.read(touched, group.numbers, asynchronous=True)
+        parts.append(halves(shared.data.view(np.uint16)[addresses >> 1], kind))
+        words.append(touched)
+    return np.concatenate(parts, axis=axis), words
+
+
+def _before(group, acc):
+    """(128, count): what the accumulators hold or will hold when the products under way are done."""
+    for product in reversed(_running(group)):
+        if np.shares_memory(acc[0], product.acc[0]):
+            if len(product.acc[0]) != len(acc[0]):
+                raise Misuse("products on the same accumulators, one behind the other, must have one shape")
+            return product.values
+    for thread, registers in zip(group.members, acc, strict=True):
+        check(registers, thread)
+    return np.stack(acc)
+
+
+def _running(group):
+    return [product for products in (*group.product_groups, group.products) for product in products]
+
+
+def _finish(group, product, running):
+    """Its values arrive, unless a later product on the same accumulators is still running."""
+    later = any(np.shares_memory(other.acc[0], product.acc[0]) for other in running)
+    for thread, registers, values in zip(group.members, product.acc, product.values, strict=True):
+        if (registers.view(np.uint32) != POISON).any():
+            raise Misuse(f"accumulators were written while the product at {product.place} ran", thread)
+        if not later:
+            registers[:] = values
+    for thread, (registers, snapshot) in zip(group.members, product.operands, strict=False):
+        if (registers != snapshot).any():
+            raise Misuse(f"register operands of the product at {product.place} were changed while it ran", thread)
+    shared = group.members[0].block.shared
+    for words in product.words:
+        shared.reading[words] -= 1
