@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .arrays import Array
 from .tensor_maps import SIZE as MAP_SIZE
 from .tensor_maps import TensorMap, encode
 
@@ -21,10 +22,10 @@ LEGACY_DEFAULT_STREAM = 1  # 0 is this one too, unless cuda.bindings is told oth
 def enqueuer(
     kernel: Any, name: str, device: int, blocks: int, threads: int, shared_bytes: int, pointers: int,
     maps: Sequence[tuple[int, TensorMap]], scalars: Sequence[int | float],
-) -> Callable[[Sequence[int], int], None]:  # fmt: skip
-    """A function (addresses, stream) that launches a loaded cuda.core kernel; any thread may call it.
+) -> Callable[[Sequence[Array | None], int], None]:  # fmt: skip
+    """A function (operands, stream) that launches a loaded cuda.core kernel; any thread may call it.
 
-    pointers: how many addresses there will be; maps: of which of them the kernel takes tensor maps.
+    pointers: how many operands there will be; maps: of which of them the kernel takes tensor maps.
     """
     from cuda.bindings import driver
     from cuda.core import Device
@@ -39,7 +40,8 @@ def enqueuer(
     pack_into, size_at, parameters_at = layout.pack_into, 5 * 8, 6 * 8
     address_of = ctypes.addressof
 
-    def enqueue(addresses: Sequence[int], stream: int) -> None:
+    def enqueue(operands: Sequence[Array | None], stream: int) -> None:
+        addresses = [0 if array is None else array.pointer for array in operands]
         buffer = Buffer()  # of this call alone; the driver has copied it when the launch returns
         at = address_of(buffer)
         pack_into(

@@ -68,12 +68,14 @@ def on_gpu(
         from .sim.launch import run as simulate
 
         def run_simulated(operands: Given, stream: int) -> None:
-            simulate(lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars)
+            simulate(
+                lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, maps
+            )
 
         return Launch(_nothing, run_simulated)
 
     @functools.cache
-    def load() -> Callable[[list[int], int], None]:
+    def load() -> Callable[[Given, int], None]:
         kernel = compiled(config, target.device, target.cc or (0, 0))
         return enqueuer(
             kernel, entry_name(config), target.device, blocks, config.threads, config.shared_bytes, pointers, maps,
@@ -81,7 +83,7 @@ def on_gpu(
         )  # fmt: skip
 
     def run(operands: Given, stream: int) -> None:
-        load()([0 if array is None else array.pointer for array in operands], stream)
+        load()(operands, stream)
 
     return Launch(load, run)
 

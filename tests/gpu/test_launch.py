@@ -54,7 +54,7 @@ def test_a_refused_launch_names_the_error(cupy):
     with pytest.raises(
         RuntimeError, match="'a_kernel' could not be launched.*100000000 bytes.*CUDA_ERROR_INVALID_VALUE"
     ):
-        launch([0] * 10, 0)
+        launch([None] * 10, 0)
 
 
 def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):

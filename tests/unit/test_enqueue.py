@@ -8,6 +8,7 @@ import types
 import pytest
 
 from numba_flash import enqueue, tensor_maps
+from numba_flash.arrays import Array
 from numba_flash.tensor_maps import TensorMap
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs numba-flash[cu13]")
@@ -34,7 +35,9 @@ def launches(monkeypatch):
 
 
 def enqueuer(pointers=2, maps=(), scalars=(), device=0):
-    return enqueue.enqueuer(KERNEL, "a_kernel", device, 7, 64, 1024, pointers, maps, scalars)
+    """(addresses, stream) -> None"""
+    launch = enqueue.enqueuer(KERNEL, "a_kernel", device, 7, 64, 1024, pointers, maps, scalars)
+    return lambda addresses, stream: launch([Array(x, None, None) if x else None for x in addresses], stream)
 
 
 def test_parameters_lie_side_by_side(launches):
