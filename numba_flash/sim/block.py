@@ -17,7 +17,7 @@ from .errors import Abandoned, Misuse, name, place, place_of_error
 from .order import Order
 from .register_limits import Registers
 from .shared_memory import SharedMemory
-from .warp import Group
+from .warp import Group, syncwarp
 
 POLLS = 300_000  # how often a thread may look at memory in which nothing can change any more
 
@@ -81,6 +81,7 @@ class Block(numba_kernel.BlockManager):
         self.order = Order(len(threads))
         module = numba_kernel._get_kernel_context()
         self.shared = module._shared = SharedMemory(module._shared._dynshared_size, self.order)
+        module.syncwarp = syncwarp
         self.alive = len(threads)
         self.ready.extend(threads)
         for thread in threads:
@@ -190,11 +191,11 @@ class Block(numba_kernel.BlockManager):
         places = {}
         for thread in self.threads:
             if thread.ended:
-                key = "left the kernel"
+                key = "have left the kernel"
             elif thread.waits_for is None:
-                key = f"runs at {place(thread)}"
+                key = f"could run at {place(thread)}"
             else:
-                key = f"waits in {thread.waits_for} at {place(thread)}"
+                key = f"in {thread.waits_for} at {place(thread)}"
             places.setdefault(key, []).append(thread.number)
         return "\n".join(f"  {_ranges(numbers)}: {what}" for what, numbers in places.items())
 
@@ -211,12 +212,9 @@ class Block(numba_kernel.BlockManager):
 
     def _open_barrier(self, last=None):
         if self._at_barrier and len(self._at_barrier) == self.alive:
-            clock = None
-            for thread in self._at_barrier:
-                clock = self.order.release(thread.number, clock)
             came, self._at_barrier = self._at_barrier, []
+            self.order.meet([thread.number for thread in came])
             for thread in came:
-                self.order.acquire(thread.number, clock)
                 if thread is not last:
                     self.wake(thread)
 

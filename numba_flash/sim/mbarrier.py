@@ -18,7 +18,7 @@ class Mbarrier:
 
     def arrive(self, thread):
         if not self.left:
-            raise Misuse(f"a {self.count + 1}th arrival in one phase of {self}")
+            raise Misuse(f"an arrival more than the phase has: {self}")
         self.clock = thread.block.order.release(thread.number, self.clock)
         self.left -= 1
         self.check(thread.block)

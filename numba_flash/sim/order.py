@@ -37,6 +37,11 @@ class Order:
         if clock is not None:
             np.maximum(self.known[thread], clock, out=self.known[thread])
 
+    def meet(self, threads):
+        """A barrier of these threads: everyone learns what any of them knows."""
+        self.known[threads] = self.known[threads].max(axis=0)
+        self.known[threads, threads] += 1
+
     def known_to(self, threads):
         """What each of several threads knows."""
         return self.known[threads].min(axis=0)

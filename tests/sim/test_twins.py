@@ -528,3 +528,532 @@ def test_wgmma(from_registers, b_trans, swizzle, kind):
     out = np.zeros((64, n), np.float32)
     launch(kernel, 128, a_words, b_words, a.view(np.uint32), c, out, shared_bytes=b_at + b_smem.nbytes)
     np.testing.assert_allclose(out, c + 2 * (wide(a) @ wide(b)), rtol=1e-5, atol=1e-5)
+
+
+# A warpgroup that TMA feeds, with whatever is left out or done wrong.
+
+TILE = TensorMap("float16", (64, 64), (128,), (64, 64), 128)
+DESCRIBE = (16, 1024, 128)
+
+
+def pipeline(wrong=""):
+    """A kernel of 256 threads: one loads two tiles by TMA, a warpgroup multiplies them and TMA stores the result."""
+
+    def kernel(tensor_maps, a, b, out):
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        a_smem = shared.address(smem)
+        b_smem = a_smem + 8192
+        full, empty = a_smem + 16384, a_smem + 16392
+        maps = tma.parameter("kernel")()
+        if i == 0:
+            mbarrier.init(full, 1)
+            mbarrier.init(empty, 128)
+            if wrong != "init fence":
+                fence.mbarrier_init()
+        if wrong != "init barrier":
+            cuda.syncthreads()
+        if i >= 128:
+            if i == 128:
+                for step in range(2):
+                    mbarrier.wait(empty, 1 - step)
+                    mbarrier.arrive_expect_tx(full, 16384 + 16 * (wrong == "bytes"))
+                    tma.load_2d(a_smem, maps, full, 0, 0)
+                    tma.load_2d(b_smem, maps + 128, full, 0, 0)
+        else:
+            acc = cuda.local.array(32, np.dtype(np.float32))
+            for x in range(32):
+                acc[x] = 0
+            for step in range(2):
+                if wrong != "full":
+                    mbarrier.wait(full, step)
+                if wrong == "early":
+                    mbarrier.arrive(empty)
+                    bar.sync(1, 128)
+                multiply(acc, describe(a_smem), describe(b_smem), step)
+                if wrong == "overwrite":
+                    ld_st.store_b32(a_smem + 4 * i, 0)
+                if wrong != "commit":
+                    wgmma.commit_group()
+                if wrong == "touch":
+                    acc[3] = 0
+                if wrong == "product wait" and step == 1:
+                    return
+                wait()
+                pin(acc)
+                if wrong != "early":
+                    mbarrier.arrive(empty)
+            bar.sync(1, 128)
+            for x in range(16):
+                row, column = 16 * (i // 32) + i % 32 // 4 + 8 * (x % 2), 8 * (x // 2) + 2 * (i % 4)
+                offset = row * 128 + 2 * column
+                at = 4 * (x // 2) + 2 * (x % 2)
+                ld_st.store_b32(a_smem + (offset ^ (offset >> 7 & 7) << 4), cvt.pack_f16x2(acc[at], acc[at + 1]))
+            if wrong != "fence":
+                fence.proxy_async()
+            if wrong != "fence barrier":
+                bar.sync(1, 128)
+            if i == 0:
+                tma.store_2d(maps + 256, a_smem, 0, 0)
+                if wrong == "reuse":
+                    ld_st.store_b32(a_smem, 0)
+                if wrong != "store wait":
+                    tma.commit_group()
+                    tma.wait_group_read(0)()
+
+    multiply = wgmma.product_shared(64, "f16", (0, 2, 4, 6), (0, 2, 4, 6), 0)
+    describe, wait, pin = wgmma.descriptor(*DESCRIBE), wgmma.wait_group(0), wgmma.pin(32)
+    return kernel
+
+
+def fed(wrong=""):
+    a, b, out = random(64, 64), random(64, 64), np.zeros((64, 64), np.float16)
+    options = dict(shared_bytes=16384 + 1024, maps=((0, TILE), (1, TILE), (2, TILE)))
+    return (pipeline(wrong), 256, a, b, out), options
+
+
+def test_a_warpgroup_fed_by_tma():
+    arguments, options = fed()
+    launch(*arguments, **options)
+    _, _, a, b, out = arguments
+    np.testing.assert_allclose(wide(out), 2 * wide(a) @ wide(b).T, rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "at", "match"),
+    [
+        ("init fence", "tma.load_2d(a_smem", "fence.mbarrier_init is missing"),
+        ("init barrier", "mbarrier.wait(full", "there is no mbarrier|no barrier in between"),
+        ("bytes", None, r"Nobody can go on(.|\n)*0 of 1 arrivals and 16 bytes are missing"),
+        # whichever comes first, the read or the copy
+        (
+            "full",
+            None,
+            "is read before it arrived|with no barrier in between|while wgmma or a TMA store still reads it",
+        ),
+        ("early", None, "is read before it arrived|while wgmma or a TMA store still reads it"),
+        ("overwrite", "ld_st.store_b32(a_smem + 4", "while wgmma or a TMA store still reads it"),
+        ("commit", "pin(acc)", "accumulator is read before its wgmma.wait_group .or without commit_group"),
+        ("touch", "wait()", r"accumulators were written while the product at .*test_twins.py:\d+: multiply.* ran"),
+        ("product wait", None, "leaves the kernel without wgmma.wait_group for all products"),
+        ("fence", "tma.store_2d", "fence.proxy_async is missing"),
+        ("fence barrier", "tma.store_2d", "fence.proxy_async is missing|with no barrier in between"),
+        ("reuse", "ld_st.store_b32(a_smem, 0)", "while wgmma or a TMA store still reads it"),
+        ("store wait", None, "leaves the kernel without tma.wait_group_read"),
+    ],
+)
+def test_what_is_forgotten_between_tma_and_wgmma_is_named(wrong, at, match):
+    (kernel, *arguments), options = fed(wrong)
+    misuse(kernel, *arguments, match=match, at=at, **options)
+
+
+def test_accumulators_are_not_there_before_the_wait():
+    consumers = [
+        lambda x, frag: cvt.pack_f16x2(x[0], 0.0),
+        lambda x, frag: approx.ex2(x[0]),
+        lambda x, frag: shfl.bfly_f32(x[0] * np.float32(2), 1),
+        lambda x, frag: minmax.maximum(x[0], 1.0),
+        lambda x, frag: mma.m16n8k16_f16(x, 0, frag, 0, frag, 0),
+        lambda x, frag: wgmma.product_registers(8, "f16", (0,), 0)(frag, x.view(np.uint32), 0, 1),
+    ]
+    for consume in consumers:
+
+        def kernel(out):
+            smem = cuda.shared.array(0, np.dtype(np.uint8))
+            acc, frag = cuda.local.array(4, np.dtype(np.float32)), cuda.local.array(4, np.dtype(np.float32))
+            frag[:] = 0
+            b = wgmma.descriptor(128, 128, 0)(shared.address(smem))
+            wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, b, b, 0)
+            wgmma.commit_group()
+            consume(acc, frag)  # noqa: B023
+
+        misuse(kernel, 128, np.zeros(1), match="read before its wgmma.wait_group", shared_bytes=2048)
+
+
+def test_register_operands_are_not_changed_while_a_product_runs():
+    def kernel():
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        acc, frag = cuda.local.array(4, np.dtype(np.float32)), cuda.local.array(4, np.dtype(np.uint32))
+        frag[:] = 0
+        acc[:] = 0
+        wgmma.product_registers(8, "f16", (0,), 0)(acc, frag, wgmma.descriptor(128, 128, 0)(shared.address(smem)), 1)
+        wgmma.commit_group()
+        if cuda.threadIdx.x == 77:
+            frag[2] = 1
+        wgmma.wait_group(0)()
+
+    misuse(kernel, 128, match="register operands .* were changed while it ran", thread=77, shared_bytes=2048)
+
+
+# Lanes that go separate ways.
+
+
+def test_lanes_at_different_instructions():
+    def kernel():
+        if cuda.threadIdx.x == 33:
+            vote.any_lane(1)
+        else:
+            shfl.bfly_b32(1, 1)
+
+    message = misuse(kernel, 64, match="must come to one instruction", thread=33, at="vote.any_lane")
+    assert f"thread 32 (warp 1, lane 0) waits in shfl.bfly_b32 at {__file__}:{line_of(kernel, 'shfl')}" in message
+
+
+def test_lanes_at_one_instruction_in_two_places():
+    def kernel():
+        if cuda.threadIdx.x < 16:
+            vote.any_lane(1)
+        else:
+            vote.any_lane(0)
+
+    misuse(kernel, 32, match="must come to one instruction", thread=16, at="vote.any_lane(0)")
+
+
+def test_lanes_with_different_registers():
+    def kernel():
+        registers = cuda.local.array(4, np.dtype(np.uint32))
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        ldmatrix.x1(registers, cuda.threadIdx.x // 31, shared.address(smem))
+
+    misuse(kernel, 32, match=r"ldmatrix.x1\(1,\) is reached while .* waits in ldmatrix.x1\(0,\)", shared_bytes=64)
+
+
+def test_a_lane_that_has_left():
+    def kernel(first):
+        if cuda.threadIdx.x == first[0]:
+            return
+        elect.one_lane()
+
+    for first in (0, 31):  # before the others come, and while they wait
+        message = misuse(kernel, 32, np.array([first]), match="lea?[fv]e?[ts]? the kernel")
+        assert f"thread {first} (warp 0, lane {first})" in message
+        assert f"{__file__}:{line_of(kernel, 'elect')}: elect.one_lane()" in message
+
+
+@pytest.mark.parametrize("elsewhere", ["cuda.syncthreads", "mbarrier.wait", "bar.sync"])
+def test_a_lane_that_waits_elsewhere(elsewhere):
+    def kernel():
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        mbarrier.init(shared.address(smem) + 8 * i, 1)
+        if i != 5:
+            vote.any_lane(1)
+        elif elsewhere == "cuda.syncthreads":
+            cuda.syncthreads()
+        elif elsewhere == "mbarrier.wait":
+            mbarrier.wait(shared.address(smem) + 8 * i, 0)
+        else:
+            bar.sync(3, 32)
+
+    message = misuse(kernel, 32, match="all of a warp must come to one instruction", shared_bytes=256)
+    assert f"thread 0 (warp 0, lane 0) waits in vote.any_lane at {__file__}:{line_of(kernel, 'vote')}" in message
+    assert f"thread 5 (warp 0, lane 5) waits in {elsewhere}" in message
+    assert f"threads 0 to 4, 6 to 31: in vote.any_lane at {__file__}" in message
+
+
+def test_part_of_a_warp_or_warpgroup():
+    def kernel():
+        vote.any_lane(1)
+
+    misuse(kernel, 40, match="a warp of 8 threads, not 32")
+
+    def group():
+        wgmma.commit_group()
+
+    misuse(group, 96, match="a warpgroup of 96 threads, not 128")
+
+
+def test_a_warpgroups_threads_must_give_the_same_descriptors():
+    def kernel():
+        acc = cuda.local.array(4, np.dtype(np.float32))
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        a = wgmma.descriptor(128, 128, 0)(shared.address(smem))
+        wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, a, a + np.uint64(cuda.threadIdx.x // 100), 0)
+
+    misuse(kernel, 128, match="b's descriptor is .* it must be the same", thread=100, shared_bytes=4096)
+
+
+def test_nobody_can_go_on():
+    def kernel():
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        if cuda.threadIdx.x == 0:
+            mbarrier.init(shared.address(smem), 2)
+        cuda.syncthreads()
+        mbarrier.arrive(shared.address(smem)) if cuda.threadIdx.x == 0 else None
+        mbarrier.wait(shared.address(smem), 0)
+
+    message = misuse(kernel, 3, match="waits for ever", shared_bytes=64)
+    assert f"threads 0 to 2: in mbarrier.wait, parity 0, on mbarrier {BASE:#x}" in message
+    assert "1 of 2 arrivals and 0 bytes are missing" in message and "mbarrier.wait(shared.address(smem), 0)" in message
+
+
+def test_a_loop_that_asks_memory_for_ever(monkeypatch):
+    monkeypatch.setattr("numba_flash.sim.block.POLLS", 1000)
+
+    def kernel(flag):
+        if cuda.threadIdx.x < 2:
+            while memory.add(memory.address(flag, 0), 0) == 0:
+                pass
+
+    misuse(kernel, 3, np.zeros(1, np.uint32), match="looks at memory for the 1000th time", at="while memory.add")
+
+
+# Accesses that are none.
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("ld_st.load_b32(at + 2)", "shared address 0x402 is no multiple of 4"),
+        ("ld_st.load_v4(values, 0, at + 8)", "is no multiple of 16"),
+        ("ld_st.load_b32(at + 64)", "4 bytes at shared address 0x440, but shared memory is 0x400 to 0x440"),
+        ("ld_st.store_b32(16, 1)", "4 bytes at shared address 0x10, but"),
+        ("ld_st.store_v4(at + 56, values, 0)", "16 bytes at shared address 0x438"),
+        ("ldmatrix.x1(values, 0, at + 8)", "is no multiple of 16"),
+        ("ldmatrix.x4(values, 0, at + 16 * i)", "16 bytes at shared address 0x440"),
+        ("stmatrix.x1(at + 4, values, 0)", "is no multiple of 16"),
+        ("cp_async.copy16(at + 4, g, 16)", "shared address 0x404 is no multiple of 16"),
+        ("cp_async.copy16(at, g + 4, 16)", "global address .* is no multiple of 16"),
+        ("cp_async.copy16(at, g, 17)", "copies 0 to 16 bytes, not 17"),
+        ("cp_async.copy16(at, g + 64, 1)", "0x.* lie outside of every operand; they begin 64 bytes after .*operand 0"),
+        ("cp_async.copy16(at, g - 16, 16)", "they begin 16 bytes before the beginning of operand 0, uint32"),
+        ("memory.store_b32(12, 0)", "lie outside of every operand$"),
+        ("memory.store_b32(r, 0)", "lie in operand 1, uint32 .16,., which is read-only"),
+        ("memory.store_b16(g + 1, 0)", "is no multiple of 2"),
+        ("memory.store_v4(g + 8, values, 0)", "is no multiple of 16"),
+        ("memory.add(g + 2, 0)", "is no multiple of 4"),
+        ("memory.exchange(g + 64, 0)", "outside of every operand"),
+        ("shared.address(values)", "not the block's shared memory"),
+        ("mbarrier.arrive(at)", "there is no mbarrier at shared address 0x400"),
+        ("mbarrier.init(at + 4, 1)", "is no multiple of 8"),
+        ("mbarrier.init(at, 0)", "counts 1 to 1048575 arrivals, not 0"),
+        ("bar.sync(16, 32)", "barriers are 0 to 15"),
+        ("bar.sync(1, 48)", "threads whole warps"),
+        ("bar.arrive(1, 64)", "threads whole warps of the block's"),
+        ("setmaxnreg.increase(260)()", "a multiple of 8 from 24 to 256, not 260"),
+        ("setmaxnreg.decrease(20)()", "a multiple of 8 from 24 to 256, not 20"),
+        ("tma.prefetch(g)", "there is no tensor map at address"),
+        ("tma.prefetch(tma.parameter('k')())", "there is no tensor map at address .*: 0 maps lie"),
+    ],
+)
+def test_an_access_that_is_none(text, match):
+    def kernel(g_pointer, r_pointer):
+        i = cuda.threadIdx.x
+        values = cuda.local.array(4, np.dtype(np.uint32))
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at, g, r = shared.address(smem), memory.address(g_pointer, 0), memory.address(r_pointer, 0)
+        wrong(at, g, r, i, values)
+
+    wrong = eval(f"lambda at, g, r, i, values: {text}", globals())
+    operand, constant = arrays._aligned((16,), np.dtype(np.uint32)), np.zeros(16, np.uint32)
+    constant.flags.writeable = False
+    misuse(kernel, 32, operand, constant, match=match, shared_bytes=64)
+
+
+# What is done to an mbarrier by two threads.
+
+
+@pytest.mark.parametrize(
+    ("steps", "match"),
+    [
+        ("init(b, 2); init(b, 2)", "initialised a second time"),
+        ("init(b, 1); arrive_expect_tx(b, 16); arrive(b)", "an arrival more than the phase has"),
+        ("init(b, 1); wait(b, 2)", "parity 0 or 1, not 2"),
+        ("init(b, 1); arrive_expect_tx(b, 1 << 20)", "0 to 1048575 bytes can be expected"),
+    ],
+)
+def test_misused_mbarriers(steps, match):
+    def kernel():
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        exec(steps, {**vars(mbarrier), "b": shared.address(smem)})
+
+    misuse(kernel, 1, match=match, thread=0, shared_bytes=64)
+
+
+def test_an_mbarrier_that_others_cannot_know_of():
+    def kernel():
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        if cuda.threadIdx.x == 0:
+            mbarrier.init(shared.address(smem), 2)
+        mbarrier.arrive(shared.address(smem))
+
+    misuse(kernel, 2, match="was initialised by .*thread 0 .*with no barrier in between", thread=1, shared_bytes=64)
+
+
+def test_misused_named_barriers():
+    def twice():
+        bar.arrive(1, 64)
+        bar.arrive(1, 64)
+
+    misuse(twice, 64, match="came a second time to barrier 1", thread=0)
+
+    def counts():
+        bar.sync(1, 64 if cuda.threadIdx.x < 32 else 32)
+
+    misuse(counts, 64, match="barrier 1 for 32 threads, but .*thread 0 .*came for 64", thread=32)
+
+
+def test_setmaxnreg_of_a_part():
+    def part():
+        if cuda.threadIdx.x < 96:
+            setmaxnreg.decrease(24)()
+
+    misuse(part, 128, match="warp 3 of the same warpgroup nothing; all of a warpgroup must execute the same")
+
+    def too_much():
+        setmaxnreg.increase(240)()
+
+    misuse(too_much, 384, match="the block has no more registers")
+
+
+# Copies that are read, or written over, too early.
+
+
+def copies(after):
+    """A kernel in which each thread copies 16 bytes to shared memory, does `after`, and reads its neighbour's."""
+
+    def kernel(source, out):
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at = shared.address(smem)
+        cp_async.copy16(at + 16 * i, memory.address(source, 4 * i), 16)
+        after(at + 16 * i)
+        out[i] = ld_st.load_b32(at + 16 * (i ^ 1))
+
+    return kernel, 32, arrays._aligned((32, 4), np.dtype(np.uint32)), np.zeros(32, np.uint32)
+
+
+def wait_for_copies():
+    cp_async.commit_group()
+    cp_async.wait_group(0)()
+
+
+def test_what_cp_async_brings_is_read_by_others_behind_a_barrier():
+    def right(at):
+        wait_for_copies()
+        cuda.syncthreads()
+
+    kernel, threads, source, out = copies(right)
+    source[:, 0] = np.arange(32)
+    launch(kernel, threads, source, out, shared_bytes=512)
+    np.testing.assert_array_equal(out, np.arange(32) ^ 1)
+
+
+def test_what_cp_async_brings_is_read_too_early():
+    match = "is read before it arrived"
+    misuse(*copies(lambda at: None), match=match, at="ld_st.load_b32", shared_bytes=512)
+    misuse(*copies(lambda at: cuda.syncthreads()), match=match, shared_bytes=512)
+    misuse(*copies(lambda at: cp_async.wait_group(0)()), match=match, shared_bytes=512)  # never committed
+
+    def one_group_too_new(at):
+        cp_async.commit_group()
+        cp_async.wait_group(1)()
+        cuda.syncthreads()
+
+    misuse(*copies(one_group_too_new), match=match, shared_bytes=512)
+
+
+def test_a_barrier_is_missing():
+    def no_barrier(at):
+        wait_for_copies()
+        vote.any_lane(1)  # is none, though all have come
+
+    misuse(*copies(no_barrier), match="written by thread 30, is read with no barrier in between", shared_bytes=512)
+
+    def barrier_too_early(at):
+        cuda.syncthreads()
+        wait_for_copies()
+        vote.any_lane(1)
+
+    misuse(*copies(barrier_too_early), match="with no barrier in between", shared_bytes=512)
+
+
+def test_a_copy_is_written_over():
+    match = "is written while a copy to it is under way"
+    misuse(*copies(lambda at: ld_st.store_b32(at, 1)), match=match, shared_bytes=512)
+    misuse(*copies(lambda at: cp_async.copy16(at, 0, 0)), match=match, shared_bytes=512)
+
+
+def test_stores_are_read_by_others_behind_a_barrier():
+    def kernel(out):
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        ld_st.store_b32(shared.address(smem) + 4 * i, i)
+        cuda.syncwarp()
+        out[i] = ld_st.load_b32(shared.address(smem) + 4 * (i ^ 1))
+        if i < 32:
+            ld_st.load_b32(shared.address(smem) + 4 * (i + 32))
+
+    match = "written by thread 32, is read with no barrier in between"
+    misuse(kernel, 64, np.zeros(64, np.uint32), match=match, at="(i + 32)", thread=0, shared_bytes=256)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "match"),
+    [
+        (lambda at, maps: tma.load_2d(at + 1024 + 128, maps, at, 0, 0), "is no multiple of 1024"),
+        (lambda at, maps: tma.load_3d(at + 1024, maps, at, 0, 0, 0), "3 coordinates for a tensor map of 2 dimensions"),
+        (lambda at, maps: tma.load_2d(at + 9 * 1024, maps, at, 0, 0), "8192 bytes at shared address"),
+        (lambda at, maps: tma.load_2d(at + 1024, maps + 64, at, 0, 0), "there is no tensor map at address"),
+        (lambda at, maps: tma.store_2d(maps, at + 1024, 0, 0), "read-only"),
+    ],
+)
+def test_tma_with_a_wrong_box_or_target(attempt, match):
+    def kernel(tensor_maps, tensor):
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at, maps = shared.address(smem), tma.parameter("kernel")()
+        mbarrier.init(at, 1)
+        fence.mbarrier_init()
+        attempt(at, maps)
+
+    tensor = arrays._aligned((64, 64), np.dtype(np.float16))
+    tensor.flags.writeable = False
+    misuse(kernel, 1, tensor, match=match, thread=0, shared_bytes=16384, maps=((0, TILE),))
+
+
+def test_a_tensor_map_that_reaches_past_its_operand():
+    with pytest.raises(Misuse, match="reaches 128 bytes past its operand"):
+        launch(lambda tensor_maps, tensor: None, 1, random(63, 64), maps=((0, TILE),))
+
+
+# The block's threads.
+
+
+def test_errors_of_other_kinds_keep_their_type():
+    def kernel(out):
+        if cuda.threadIdx.x == 3:
+            out[10]
+        vote.any_lane(1)
+
+    with pytest.raises(IndexError, match=r"tid=\[3, 0, 0\] ctaid=\[0, 0, 0\]: element 10 lies outside"):
+        launch(kernel, 32, np.zeros(3))
+
+
+def test_everything_goes_on_after_an_error():
+    def wrong():
+        if cuda.threadIdx.x != 40:
+            vote.any_lane(1)
+        cuda.syncthreads()
+
+    def right(out):
+        out[cuda.threadIdx.x] = vote.any_lane(1)
+
+    for _ in range(3):
+        misuse(wrong, 64, match="must come to one instruction")
+        assert lanes(right).sum() == 32
+
+
+def test_shared_memory_holds_garbage_in_every_block():
+    def kernel(out):
+        smem = cuda.shared.array(0, np.dtype(np.float32))
+        out[cuda.blockIdx.x] = smem[0]
+        smem[0] = 1
+
+    out = np.zeros(2, np.float32)
+    launch(kernel, 1, out, blocks=2, shared_bytes=16)
+    assert np.isnan(out).all()
+
+
+def test_outside_of_a_kernel():
+    with pytest.raises(RuntimeError, match="in kernels that sim.launch.run launches"):
+        vote.any_lane(1)

@@ -1,0 +1,56 @@
+"""Where fragments and swizzled rows lie: every map hits every place once."""
+
+import numpy as np
+import pytest
+
+from numba_flash.ptx import fragments
+
+LANES = range(fragments.LANES)
+
+
+# (map, elements a lane, rows, columns)
+@pytest.mark.parametrize(
+    ("element", "count", "shape"),
+    [
+        (fragments.a_element, 8, (16, 16)),
+        (fragments.b_element, 4, (16, 8)),
+        (fragments.c_element, 4, (16, 8)),
+        (fragments.c_element, 32, (16, 64)),
+    ],
+)
+def test_every_element_is_held_once(element, count, shape):
+    held = [element(lane, i) for lane in LANES for i in range(count)]
+    assert sorted(held) == list(np.ndindex(shape))
+
+
+def test_a_result_is_the_next_products_operand():
+    """What a lane holds of C, 16 columns of it, in pairs is what it must hold of A."""
+    for lane in LANES:
+        of_c = {fragments.c_element(lane, i): i for i in range(8)}
+        pairs = [[of_c[fragments.a_element(lane, 2 * register + half)] for half in (0, 1)] for register in range(4)]
+        assert pairs == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_row_and_column_are_those_of_the_tables():
+    for lane in LANES:
+        row, column = fragments.row(lane), fragments.column(lane)
+        places = [(row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)]
+        assert [fragments.c_element(lane, i) for i in range(4)] == places
+
+
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
+def test_a_swizzle_only_exchanges_chunks_inside_a_row(swizzle):
+    offset = np.arange(2048)
+    places = fragments.swizzled(offset, swizzle)
+    np.testing.assert_array_equal(fragments.swizzled(places, swizzle), offset)  # done twice it is undone
+    np.testing.assert_array_equal(places // (swizzle or 1), offset // (swizzle or 1))
+    np.testing.assert_array_equal(places % 16, offset % 16)
+
+
+# ldmatrix reads eight rows of one 16-byte column at a time; shared memory has 8 groups of banks of 16 bytes.
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+def test_eight_rows_of_one_column_lie_in_different_banks(swizzle):
+    for column in range(swizzle // 16):
+        for first_row in range(0, 64, 8):
+            places = [fragments.swizzled((first_row + r) * swizzle + 16 * column, swizzle) for r in range(8)]
+            assert len({place // 16 % 8 for place in places}) == 8

@@ -1,0 +1,195 @@
+"""Every function of ptx: it becomes the instruction that it is named after, and it has a twin in sim."""
+
+import ast
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import numba_flash
+from numba_flash import compiled, toolchain
+
+PACKAGE = Path(numba_flash.__file__).parent
+NO_TWIN = ("__init__", "asm", "fragments")
+FAMILIES = sorted(path.stem for path in (PACKAGE / "ptx").glob("*.py") if path.stem not in NO_TWIN)
+
+
+def functions(package, family):
+    """{public name: its parameter names, and those of the function that it makes}, read and not imported."""
+    body = ast.parse((PACKAGE / package / f"{family}.py").read_text()).body
+    defined = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    found = {name: (parameters(node), made(node)) for name, node in defined.items() if not name.startswith("_")}
+    for node in body:  # x1, x2 = _make(...), _make(...)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Tuple, ast.Name)):
+            names = getattr(node.targets[0], "elts", [node.targets[0]])
+            for name, value in zip(names, getattr(node.value, "elts", [node.value] * len(names)), strict=False):
+                maker = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and defined.get(value.func.id)
+                if maker and not name.id.startswith("_"):
+                    found[name.id] = (made(maker), None)
+    return found
+
+
+def parameters(function):
+    """Without the typing context, the first of an intrinsic's."""
+    names = [argument.arg for argument in function.args.args]
+    intrinsic = any(isinstance(d, ast.Name) and d.id == "intrinsic" for d in function.decorator_list)
+    return names[1:] if intrinsic else names
+
+
+def made(function):
+    """The parameters of the function that this one defines and returns, or None."""
+    inner = {node.name: node for node in function.body if isinstance(node, ast.FunctionDef)}
+    last = function.body[-1]
+    if isinstance(last, ast.Return) and isinstance(last.value, ast.Name) and last.value.id in inner:
+        return parameters(inner[last.value.id])
+    return None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_function_has_a_twin_with_the_same_parameters(family):
+    ours, twins = functions("ptx", family), functions("sim", family)
+    assert ours
+    for name, signature in ours.items():
+        assert twins.get(name) == signature, f"sim.{family}.{name}"
+
+
+# What each is in PTX, and a statement that uses it. at: a shared address, g: a global one, f and u: local arrays
+# of float32 and uint32, x: a float32, i: an int32. A function that another makes is called as made[...]().
+USES = {
+    "approx.ex2": ("ex2.approx.ftz.f32", "f[0] = approx.ex2(x)"),
+    "approx.lg2": ("lg2.approx.ftz.f32", "f[0] = approx.lg2(x)"),
+    "approx.rcp": ("rcp.approx.ftz.f32", "f[0] = approx.rcp(x)"),
+    "bar.sync": ("bar.sync", "bar.sync(1, 64)"),
+    "bar.arrive": ("bar.arrive", "bar.arrive(1, 64)"),
+    "cp_async.copy16": ("cp.async.cg.shared.global", "cp_async.copy16(at, g, i)"),
+    "cp_async.commit_group": ("cp.async.commit_group", "cp_async.commit_group()"),
+    "cp_async.wait_group": ("cp.async.wait_group 2", "made()", (2,)),
+    "cvt.pack_f16x2": ("cvt.rn.f16x2.f32", "u[0] = cvt.pack_f16x2(x, x)"),
+    "cvt.pack_bf16x2": ("cvt.rn.bf16x2.f32", "u[0] = cvt.pack_bf16x2(x, x)"),
+    "elect.one_lane": ("elect.sync", "u[0] = elect.one_lane()"),
+    "fence.proxy_async": ("fence.proxy.async.shared::cta", "fence.proxy_async()"),
+    "fence.mbarrier_init": ("fence.mbarrier_init.release.cluster", "fence.mbarrier_init()"),
+    "ld_st.load_b32": ("ld.shared.b32", "u[0] = ld_st.load_b32(at)"),
+    "ld_st.store_b32": ("st.shared.b32", "ld_st.store_b32(at, uint32(i))"),
+    "ld_st.load_v4": ("ld.shared.v4.b32", "ld_st.load_v4(u, 0, at)"),
+    "ld_st.store_v4": ("st.shared.v4.b32", "ld_st.store_v4(at, u, 0)"),
+    "mbarrier.init": ("mbarrier.init.shared::cta.b64", "mbarrier.init(at, 1)"),
+    "mbarrier.arrive": ("mbarrier.arrive.shared::cta.b64", "mbarrier.arrive(at)"),
+    "mbarrier.arrive_expect_tx": ("mbarrier.arrive.expect_tx", "mbarrier.arrive_expect_tx(at, i)"),
+    "mbarrier.wait": ("mbarrier.try_wait.parity", "mbarrier.wait(at, i)"),
+    "memory.address": ("st.global.b32", "memory.store_b32(memory.address(out, i), uint32(1))"),
+    "memory.store_b16": ("st.global.b16", "memory.store_b16(g, uint32(i))"),
+    "memory.store_b32": ("st.global.b32", "memory.store_b32(g, uint32(i))"),
+    "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
+    "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
+    "memory.exchange": ("atom.global.exch.b32", "u[0] = memory.exchange(g, uint32(1))"),
+    "minmax.maximum": ("max.f32", "f[0] = minmax.maximum(x, x)"),
+    "setmaxnreg.increase": ("setmaxnreg.inc.sync.aligned.u32 240", "made()", (240,)),
+    "setmaxnreg.decrease": ("setmaxnreg.dec.sync.aligned.u32 24", "made()", (24,)),
+    "shared.pointer": ("ld.shared", "u[0] = shared.pointer(smem, i)[0]"),
+    "shared.address": ("cvta.to.shared|mov.u32|mov.b32", "u[0] = shared.address(smem)"),
+    "shfl.bfly_f32": ("shfl.sync.bfly.b32", "f[0] = shfl.bfly_f32(x, 1)"),
+    "shfl.bfly_b32": ("shfl.sync.bfly.b32", "u[0] = shfl.bfly_b32(uint32(i), 1)"),
+    "shfl.idx_b32": ("shfl.sync.idx.b32", "u[0] = shfl.idx_b32(uint32(i), 0)"),
+    "special.thread_index": ("%tid.x", "u[0] = special.thread_index()"),
+    "special.block_index": ("%ctaid.x", "u[0] = special.block_index()"),
+    "tma.commit_group": ("cp.async.bulk.commit_group", "tma.commit_group()"),
+    "tma.wait_group_read": ("cp.async.bulk.wait_group.read 1", "made()", (1,)),
+    "tma.prefetch": ("prefetch.tensormap", "tma.prefetch(g)"),
+    "tma.parameter": ("cvta.param.u64", "u[0] = uint32(made())", ("ENTRY",)),
+    "vote.any_lane": ("vote.sync.any.pred", "u[0] = vote.any_lane(uint32(i))"),
+    "wgmma.commit_group": ("wgmma.commit_group.sync.aligned", "wgmma.commit_group()"),
+    "wgmma.wait_group": ("wgmma.wait_group.sync.aligned 1", "made()", (1,)),
+    "wgmma.pin": ("inline asm", "made(f)", (4,)),  # no instruction
+    "wgmma.product_shared": (
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16",
+        "made(f, uint64(1), uint64(2), 1)",
+        (8, "bf16", (0, 2), (0, 2), 0),
+    ),
+    "wgmma.product_registers": (
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16",
+        "made(f, u, uint64(2), 1)",
+        (8, "f16", (0,), 1),
+    ),
+    "wgmma.descriptor": ("and.b64|and.b32", "u[0] = uint32(made(at))", (16, 1024, 128)),
+}
+for count in (1, 2, 4):
+    for suffix in ("", "_trans"):
+        text = f"matrix.sync.aligned.m8n8.x{count}{suffix.replace('_', '.')}.shared.b16"
+        USES[f"ldmatrix.x{count}{suffix}"] = ("ld" + text, f"ldmatrix.x{count}{suffix}(u, 0, at)")
+        USES[f"stmatrix.x{count}{suffix}"] = ("st" + text, f"stmatrix.x{count}{suffix}(at, u, 0)")
+for kind in ("f16", "bf16"):
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    USES[f"mma.m16n8k16_{kind}"] = (text, f"mma.m16n8k16_{kind}(f, 0, u, 0, u, 2)")
+for rank in (2, 3, 4, 5):
+    text, corner = f"cp.async.bulk.tensor.{rank}d.", ", ".join(["i"] * rank)
+    USES[f"tma.load_{rank}d"] = (text + "shared::cluster.global", f"tma.load_{rank}d(at, g, at, {corner})")
+    USES[f"tma.store_{rank}d"] = (text + "global.shared::cta", f"tma.store_{rank}d(g, at, {corner})")
+
+KERNEL = """
+def kernel(out, x, i):
+    smem = cuda.shared.array(0, uint32)
+    f, u = cuda.local.array(4, float32), cuda.local.array(4, uint32)
+    for n in range(4):
+        f[n], u[n] = x, uint32(i)
+    at, g = shared.address(smem), memory.address(out, 0)
+    {}
+    for n in range(4):
+        out[n] = uint32(f[n]) + u[n]
+"""
+
+
+def missing():
+    """Which part of the compiler is not installed, or None."""
+    for package in ("numba_cuda", "cuda.core"):
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            return package
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        for library in ("nvvm", "nvJitLink"):
+            load_nvidia_dynamic_lib(library)
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@functools.cache
+def ptx(statement, factory, arguments):
+    """PTX for Hopper of a kernel with this statement in it."""
+    cuda = toolchain.cuda()
+    from numba import types
+
+    from numba_flash import ptx as package
+
+    names = {"cuda": cuda, **{name: getattr(types, name) for name in ("float32", "int32", "uint32", "uint64")}}
+    names |= {name: getattr(package, name) for name in FAMILIES}
+    if arguments:
+        family, name = factory.split(".")
+        names["made"] = getattr(names[family], name)(*arguments)
+    exec(KERNEL.format(statement), names)
+    signature = types.void(types.CPointer(types.uint32), types.float32, types.int32)
+    with compiled._compiling_for((9, 0)):
+        return cuda.compile(names["kernel"], signature, device=False, abi="numba", cc=(9, 0, "a"), output="ptx")[0]
+
+
+def assemble(text):
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch="sm_90a")).link("cubin")
+
+
+@pytest.mark.skipif(missing() is not None, reason="needs NVVM and nvJitLink: pip install 'numba-flash[cu13]'")
+@pytest.mark.parametrize("function", USES)
+def test_it_becomes_its_instruction(function):
+    mnemonic, statement, *arguments = USES[function]
+    text = ptx(statement, function, *(arguments or [()]))
+    assert re.search("|".join(re.escape(part) for part in mnemonic.split("|")), text), text
+    if function != "tma.parameter":  # which names its kernel
+        assemble(text)
+
+
+def test_every_function_is_compiled_here():
+    assert {f"{family}.{name}" for family in FAMILIES for name in functions("ptx", family)} == set(USES)
