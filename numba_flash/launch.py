@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from .arguments import Scalars, pointer_types, scalars, tensor_maps
 from .arrays import Array, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config
-from .enqueue import enqueuer
+from .enqueue import enqueuer, packed
 from .problem import Problem
 from .select import Choice
 from .target import Target
@@ -20,80 +20,37 @@ from .tensor_maps import TensorMap
 Given = Sequence[Array | None]
 
 
-class Launch(NamedTuple):
-    """What was decided, ready to be run again and again on arrays of the same layouts.
+class Launch:
+    """What was decided, ready to be run again and again on arrays of the same layouts. This one has nothing to do.
 
-    Making one compiles and loads nothing; the first `run` does, or ahead of it `load`.
+    Making one compiles and loads nothing; the first `run` does, or ahead of it `load`. There may be thousands, one
+    for each shape that came, so it is one small object.
     """
 
-    load: Callable[[], object]
-    run: Callable[[Given, int], None]  # (operands, stream): enqueue it there, or compute at once in host memory
+    __slots__ = ()
+
+    def load(self) -> object:
+        """Compile and load what `run` needs."""
+
+    def run(self, operands: Given, stream: int) -> None:
+        """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
 
 def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
-        return Launch(_nothing, lambda operands, stream: _run_reference(problem, operands))
+        return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _on_cpu(problem)
+        return _OnCpu(problem)
     if not problem.batch * problem.heads * problem.seqlen_q:
-        return Launch(_nothing, _nothing)
+        return Launch()
     config = choice.config
     assert config is not None
-    blocks, pointers = grid(config, problem), len(pointer_types(config))
-    ready = on_gpu(config, target, blocks, pointers, scalars(problem), tensor_maps(config, problem))
+    maps = tensor_maps(config, problem)
+    ready = on_gpu(config, target, grid(config, problem), len(pointer_types(config)), scalars(problem), maps)
     if choice.kernel == "v1":
-        ready = _with_workspace(problem, ready)
-    return _announced(problem, ready) if target.simulated else ready
-
-
-def _nothing(*_: object) -> None:
-    """A kernel without a single block, or one that needs no loading."""
-
-
-@functools.lru_cache(maxsize=4096)
-def on_gpu(
-    config: AnyConfig,
-    target: Target,
-    blocks: int,
-    pointers: int,
-    scalars: Scalars,
-    maps: tuple[tuple[int, TensorMap], ...] = (),
-) -> Launch:
-    """One kernel on the GPU, or in the simulator; its operands are `pointers` arrays or None.
-
-    maps: (which operand, the tensor map of it that the kernel takes) in the kernel's order.
-    """
-    if target.simulated:
-        from .sim.launch import run as simulate
-
-        def run_simulated(operands: Given, stream: int) -> None:
-            simulate(
-                lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, maps
-            )
-
-        return Launch(_nothing, run_simulated)
-
-    @functools.cache
-    def load() -> Callable[[Given, int], None]:
-        kernel = compiled(config, target.device, target.cc or (0, 0))
-        return enqueuer(
-            kernel, entry_name(config), target.device, blocks, config.threads, config.shared_bytes, pointers, maps,
-            _flat(scalars),
-        )  # fmt: skip
-
-    def run(operands: Given, stream: int) -> None:
-        load()(operands, stream)
-
-    return Launch(load, run)
-
-
-def _flat(scalars: Scalars) -> list[int | float]:
-    """Tuples laid out, as the compiled kernel takes them."""
-    flat: list[int | float] = []
-    for value in scalars:
-        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
-    return flat
+        ready = _WithWorkspace(problem, ready)
+    return _Announced(problem, ready) if target.simulated else ready
 
 
 def grid(config: Config, problem: Problem) -> int:
@@ -102,52 +59,124 @@ def grid(config: Config, problem: Problem) -> int:
     return blocks if config.kernel == "v1" else blocks * -(-problem.seqlen_q // config.tile_m)
 
 
-def _with_workspace(problem: Problem, ready: Launch) -> Launch:
-    """v1 with what it keeps in global memory between its outer steps: O before rounding, and l and m."""
-    rows, dtype = problem.lse_shape, problem.compute_dtype
-
-    def run(operands: Given, stream: int) -> None:
-        shapes = ((*rows, problem.head_dim_v), rows, rows)
-        q = operands[0]
-        assert q is not None
-        workspace = [arrays.scratch(q, shape, dtype) for shape in shapes]
-        ready.run((*operands, *workspace), stream)
-
-    return Launch(ready.load, run)
+Maps = Sequence[tuple[int, TensorMap]]
 
 
-def _announced(problem: Problem, ready: Launch) -> Launch:
+def on_gpu(config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps = ()) -> Launch:
+    """One kernel on the GPU, or in the simulator; its operands are `pointers` arrays or None.
+
+    maps: (which operand, the tensor map of it that the kernel takes) in the kernel's order.
+    """
+    if target.simulated:
+        return _Simulated(config, blocks, scalars, maps)
+    return _OnGpu(config, target, blocks, pointers, scalars, maps)
+
+
+class _OnGpu(Launch):
+    __slots__ = ("_blocks", "_config", "_constants", "_enqueue", "_maps", "_pointers", "_target")
+
+    def __init__(
+        self, config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps
+    ) -> None:
+        self._config, self._target, self._blocks, self._pointers, self._maps = config, target, blocks, pointers, maps
+        self._constants = packed(scalars)
+        self._enqueue: Callable[..., None] | None = None
+
+    def load(self) -> Callable[..., None]:
+        # one for all problems of this kernel
+        self._enqueue = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
+        return self._enqueue
+
+    def run(self, operands: Given, stream: int) -> None:
+        enqueue = self._enqueue or self.load()
+        enqueue(operands, stream, self._blocks, self._maps, self._constants)
+
+
+@functools.cache
+def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Callable[..., None]:
+    kernel = compiled(config, target.device, target.cc or (0, 0))
+    name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
+    return enqueuer(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
+
+
+class _Simulated(Launch):
+    __slots__ = ("_arguments", "_config")
+
+    def __init__(self, config: AnyConfig, blocks: int, scalars: Scalars, maps: Maps) -> None:
+        self._config, self._arguments = config, (blocks, scalars, maps)
+
+    def run(self, operands: Given, stream: int) -> None:
+        from .sim.launch import run
+
+        config, (blocks, scalars, maps) = self._config, self._arguments
+        run(lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps))
+
+
+class _Announced(Launch):
     """In the simulator, where a call may take minutes: then said at the line that called attention()."""
-    from .sim.launch import warn_if_long
 
-    def run(operands: Given, stream: int) -> None:
-        warn_if_long(problem)
-        ready.run(operands, stream)
+    __slots__ = ("_problem", "_ready")
 
-    return Launch(ready.load, run)
+    def __init__(self, problem: Problem, ready: Launch) -> None:
+        self._problem, self._ready = problem, ready
 
+    def run(self, operands: Given, stream: int) -> None:
+        from .sim.launch import warn_if_long
 
-def _on_cpu(problem: Problem) -> Launch:
-    def load() -> None:
-        from . import cpu  # Numba comes in with it
-
-        cpu.warm_up(problem)
-
-    @functools.cache
-    def forward() -> Callable[[Problem, list[int]], None]:
-        from . import cpu
-
-        return cpu.forward
-
-    def run(operands: Given, stream: int) -> None:
-        forward()(problem, [0 if array is None else array.pointer for array in operands])
-
-    return Launch(load, run)
+        warn_if_long(self._problem)
+        self._ready.run(operands, stream)
 
 
-def _run_reference(problem: Problem, given: Given) -> None:
+class _WithWorkspace(Launch):
+    """v1 with what it keeps in global memory between its outer steps: O before rounding, and l and m."""
+
+    __slots__ = ("_problem", "_ready")
+
+    def __init__(self, problem: Problem, ready: Launch) -> None:
+        self._problem, self._ready = problem, ready
+
+    def load(self) -> object:
+        return self._ready.load()
+
+    def run(self, operands: Given, stream: int) -> None:
+        q, rows, dtype = operands[0], self._problem.lse_shape, self._problem.compute_dtype
+        assert q is not None
+        shapes = ((*rows, self._problem.head_dim_v), rows, rows)
+        self._ready.run((*operands, *(arrays.scratch(q, shape, dtype) for shape in shapes)), stream)
+
+
+class _OnCpu(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def load(self) -> None:
+        _cpu().warm_up(self._problem)
+
+    def run(self, operands: Given, stream: int) -> None:
+        _cpu().forward(self._problem, [0 if array is None else array.pointer for array in operands])
+
+
+@functools.cache
+def _cpu() -> Any:
+    from . import cpu  # Numba comes in with it
+
+    return cpu
+
+
+class _OnReference(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def run(self, operands: Given, stream: int) -> None:
+        _run_reference(self._problem, Operands(*operands))  # type: ignore[arg-type]
+
+
+def _run_reference(problem: Problem, operands: Operands) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
-    operands = Operands(*given)  # type: ignore[arg-type]
 
     def ordered(array: Array) -> np.ndarray:
         view = arrays.host_view(array)

@@ -7,9 +7,8 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash import compiled, testing
+from numba_flash import api, compiled, launch, testing
 from numba_flash.enqueue import enqueuer
-from numba_flash.launch import on_gpu
 from numba_flash.tensor_maps import TensorMap, _encoded, encode, fits
 
 
@@ -50,18 +49,20 @@ def test_a_refused_launch_names_the_error(cupy):
     explained = numba_flash.explain(*on_device(cupy, case))
     config, target = explained.config, explained.target
     kernel = compiled.compiled(config, target.device, target.cc)
-    launch = enqueuer(kernel, "a_kernel", target.device, 1, config.threads, 10**8, 10, (), ())
+    enqueue = enqueuer(kernel, "a_kernel", target.device, config.threads, 10**8, 10, 0, 0)
     with pytest.raises(
         RuntimeError, match="'a_kernel' could not be launched.*100000000 bytes.*CUDA_ERROR_INVALID_VALUE"
     ):
-        launch([None] * 10, 0)
+        enqueue([None] * 10, 0, 1, (), b"")
 
 
 def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):
     case = problem(40, 40, head_dim=40)  # of no other test
     q, k, v = on_device(cupy, case)
     out = cupy.full_like(q, 7)
-    on_gpu.cache_clear()
+    api._decided.cache_clear()
+    launch._loaded.cache_clear()
+    compiled._kernels.clear()
     numba_flash.warmup(q, k, v, out=out)
     cupy.cuda.Device().synchronize()
     assert bool((out == 7).all())

@@ -36,12 +36,17 @@ def launches(monkeypatch):
 
 def enqueuer(pointers=2, maps=(), scalars=(), device=0):
     """(addresses, stream) -> None"""
-    launch = enqueue.enqueuer(KERNEL, "a_kernel", device, 7, 64, 1024, pointers, maps, scalars)
-    return lambda addresses, stream: launch([Array(x, None, None) if x else None for x in addresses], stream)
+    constants = enqueue.packed(scalars)
+    launch = enqueue.enqueuer(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
+
+    def call(addresses, stream):
+        launch([Array(x, None, None) if x else None for x in addresses], stream, 7, maps, constants)
+
+    return call
 
 
 def test_parameters_lie_side_by_side(launches):
-    enqueuer(scalars=(-3, 0.5, 2**40))([0x7F0000001000, 0], 99)
+    enqueuer(scalars=((-3,), 0.5, 2**40))([0x7F0000001000, 0], 99)
     expected = struct.pack("<QQqdq", 0x7F0000001000, 0, -3, 0.5, 2**40)
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
 

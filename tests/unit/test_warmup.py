@@ -14,10 +14,14 @@ def test_it_loads_what_the_call_would_run_and_runs_nothing(monkeypatch):
     seen = []
     monkeypatch.setattr(api, "_decided", api.decide)  # nothing prepared before
 
-    def prepare(choice, problem, target):
-        return Launch(lambda: seen.append((choice.kernel, problem.right, problem.return_lse)), None)
+    class Spy(Launch):
+        def __init__(self, choice, problem, target):
+            self.facts = (choice.kernel, problem.right, problem.return_lse)
 
-    monkeypatch.setattr(api, "prepare", prepare)
+        def load(self):
+            seen.append(self.facts)
+
+    monkeypatch.setattr(api, "prepare", Spy)
     out = np.full_like(X, 7)
     assert numba_flash.warmup(X, X, X, causal=True, return_lse=True, out=(out, np.zeros((1, 1, 3), "f4"))) is None
     assert seen == [("cpu", 0, True)] and (out == 7).all()
