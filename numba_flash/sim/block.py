@@ -128,8 +128,11 @@ class Block(numba_kernel.BlockManager):
             self.wait(thread, None)
 
     def _next(self):
-        while not self.ready and self._arrive():
-            pass
+        try:
+            while not self.ready and self._arrive():
+                pass
+        except Misuse as error:  # of a copy, while no thread runs
+            self.fail(error)
         if not self.ready:
             self.fail(self._stuck())
         return self.ready.popleft()

@@ -1,7 +1,8 @@
 """What registers hold: 16-bit elements in pairs, and the mark of a value that is not there yet.
 
-wgmma's accumulators hold POISON until its wait_group: a NaN that arithmetic hands on and whose bits say what
-it is. Instructions that take registers raise when they meet it.
+wgmma's accumulators hold RUNNING until its wait_group: a signaling NaN, which arithmetic hands on as the quiet
+one with the same payload. So instructions that take registers know both and raise, and an accumulator that
+was computed with in place (scaled, say) is no longer the signaling one.
 """
 
 import ml_dtypes
@@ -9,8 +10,9 @@ import numpy as np
 
 from .errors import Misuse
 
-POISON = 0x7FC0DEAD
-POISON_FLOAT = np.array(POISON, np.uint32).view(np.float32)[()]
+RUNNING = np.uint32(0x7F80DEAD)
+_QUIET = np.uint32(0x00400000)
+_TOUCHED = RUNNING | _QUIET
 ELEMENTS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -39,14 +41,14 @@ def table(element, count):
 def check_float(x):
     """A float32 that is there."""
     x = np.float32(x)
-    if x != x and x.view(np.uint32) == POISON:
+    if x != x and x.view(np.uint32) | _QUIET == _TOUCHED:
         _raise()
     return x
 
 
 def check(values, thread=None):
     """An array of 32-bit registers that are all there."""
-    if (values.view(np.uint32) == POISON).any():
+    if (values.view(np.uint32) | _QUIET == _TOUCHED).any():
         _raise(thread)
 
 

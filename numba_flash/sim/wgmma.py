@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ptx import fragments
 from .errors import Misuse, place
-from .registers import POISON, POISON_FLOAT, check, halves, table
+from .registers import RUNNING, check, halves, table
 from .warp import current, same, together
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # by bits 62 and 63 of a descriptor
@@ -180,7 +180,7 @@ def _compute(n, kind, a_matrix, b_offsets, b_trans):
         for part in words:
             shared.reading[part] += 1
         for registers in acc:
-            registers[:] = POISON_FLOAT
+            registers.view(np.uint32)[:] = RUNNING
         group.products.append(Product(acc, values, operands, words, place(current())))
 
     return compute
@@ -219,7 +219,7 @@ def _finish(group, product, running):
     """Its values arrive, unless a later product on the same accumulators is still running."""
     later = any(np.shares_memory(other.acc[0], product.acc[0]) for other in running)
     for thread, registers, values in zip(group.members, product.acc, product.values, strict=True):
-        if (registers.view(np.uint32) != POISON).any():
+        if (registers.view(np.uint32) != RUNNING).any():
             raise Misuse(f"accumulators were written while the product at {product.place} ran", thread)
         if not later:
             registers[:] = values

@@ -1,6 +1,5 @@
 """How kernels are launched in the simulator, and the private facts of it that this relies on."""
 
-import sys
 import threading
 import warnings
 
@@ -121,19 +120,27 @@ def test_a_write_through_a_pointer_is_seen_in_the_array():
 
 # A launch that ends well and one that ends with an error.
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_the_switch_interval_is_put_back(ends_well):
-    before = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(0.003)
-        arrays = problem(2, 2, batch=1).arguments()
-        if ends_well:
-            numba_flash.attention(**arrays, kernel="v2")
-        else:
-            with pytest.raises(ZeroDivisionError):
-                launch.run(lambda: toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
-        assert sys.getswitchinterval() == pytest.approx(0.003)
-    finally:
-        sys.setswitchinterval(before)
+def test_numbas_own_way_of_running_a_block_is_put_back(ends_well):
+    from numba.cuda.simulator import kernel
+
+    before = kernel.BlockManager
+    if ends_well:
+        numba_flash.attention(**problem(2, 2, batch=1).arguments(), kernel="v2")
+    else:
+        with pytest.raises(ZeroDivisionError):
+            launch.run(lambda: toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
+    assert kernel.BlockManager is before
+
+
+def test_scalars_have_the_types_of_the_compiled_kernel():
+    """int32 and a plain int are int32 to NumPy, int32 and int64 are int64 to both."""
+    seen = []
+
+    def kernel(number, numbers, x):
+        seen.append([type(value) for value in (number, *numbers, x)])
+
+    launch.run(lambda: toolchain.cuda().jit(kernel), 1, 1, 0, (), (1, (2, 2**40), 0.5))
+    assert seen == [[np.int64] * 3 + [np.float64]]
 
 
 def test_launches_of_two_threads_wait_for_each_other():

@@ -577,6 +577,8 @@ def pipeline(wrong=""):
                     wgmma.commit_group()
                 if wrong == "touch":
                     acc[3] = 0
+                if wrong == "scale":
+                    acc[3] *= np.float32(0.5)
                 if wrong == "product wait" and step == 1:
                     return
                 wait()
@@ -635,6 +637,7 @@ def test_a_warpgroup_fed_by_tma():
         ("overwrite", "ld_st.store_b32(a_smem + 4", "while wgmma or a TMA store still reads it"),
         ("commit", "pin(acc)", "accumulator is read before its wgmma.wait_group .or without commit_group"),
         ("touch", "wait()", r"accumulators were written while the product at .*test_twins.py:\d+: multiply.* ran"),
+        ("scale", "wait()", "accumulators were written while the product"),
         ("product wait", None, "leaves the kernel without wgmma.wait_group for all products"),
         ("fence", "tma.store_2d", "fence.proxy_async is missing"),
         ("fence barrier", "tma.store_2d", "fence.proxy_async is missing|with no barrier in between"),
