@@ -158,10 +158,11 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
 
 
 @functools.cache
-def _store() -> Any:
+def _store(max_size_bytes: int | None = None) -> Any:
+    """The entries; those who write give a limit, to keep which every entry's size is looked up at once."""
     from cuda.core.utils import FileStreamProgramCache
 
-    return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=512 * 2**20)
+    return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=max_size_bytes)
 
 
 # How the folders are called in which installers note the version of what compiles, for CUDA 12 and 13.
@@ -212,7 +213,7 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
 
 def write_cache(config: AnyConfig, arch: str, cubin: bytes) -> None:
     try:
-        _store().update({_key(config, arch): cubin + hashlib.sha256(cubin).digest()})
+        _store(512 * 2**20).update({_key(config, arch): cubin + hashlib.sha256(cubin).digest()})
     except Exception as error:
         _complain(error)
 

@@ -2,13 +2,20 @@
 
 import concurrent.futures
 import ctypes
+import re
 import struct
 import types
 
+import compiler
+import numpy as np
 import pytest
 
-from numba_flash import enqueue, tensor_maps
+import numba_flash
+from numba_flash import compiled, enqueue, tensor_maps
+from numba_flash.arguments import pointer_types, scalars
 from numba_flash.arrays import Array
+from numba_flash.select import select
+from numba_flash.target import Target
 from numba_flash.tensor_maps import TensorMap
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs numba-flash[cu13]")
@@ -89,3 +96,16 @@ def test_a_refused_launch_says_what_was_asked_and_why(launches, monkeypatch):
     monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (error,))
     with pytest.raises(RuntimeError, match="'a_kernel'.*7 blocks of 64 threads.*1024 bytes.*CUDA_ERROR_INVALID_VALUE"):
         enqueuer()([1, 2], 0)
+
+
+@compiler.needed
+def test_what_is_packed_has_the_size_and_types_of_the_compiled_parameters():
+    x = np.ones((1, 2, 3, 8), np.float32)
+    problem = numba_flash.explain(x, x, x, softcap=2.0).problem
+    config = select(problem, Target(False, cc=(9, 0), shared_bytes=2**17), "v2").config
+    entry = re.search(r"\.entry.*?\)", compiled.to_ptx(config, (9, 0)), re.DOTALL)[0]
+    expected = ["u64"] * len(pointer_types(config))
+    for value in scalars(problem):
+        expected += ["f64" if isinstance(value, float) else "u64"] * (len(value) if isinstance(value, tuple) else 1)
+    assert re.findall(r"\.param \.(\w+)", entry) == expected
+    assert len(enqueue.packed(scalars(problem))) == 8 * (len(expected) - len(pointer_types(config)))
