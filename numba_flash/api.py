@@ -185,6 +185,7 @@ def understand(
         q.layout, k.layout, v.layout, o and o.layout, lse and lse.layout, bias and bias.layout, mask and mask.layout,
         alibi_slopes and alibi_slopes.layout, seqlens_k and seqlens_k.layout, offsets and offsets.layout, q_offset,
         causal, window, scale, softcap, layout, return_lse, kernel, stream is not None,
+        (q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)) % 16 == 0,
     )  # fmt: skip
     try:
         decision = _decided(*question)
@@ -201,11 +202,12 @@ def decide(
     q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
     mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any,
     causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool,
+    aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up."""
     problem = Problem.of(
         q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse,
+        layout, return_lse, aligned,
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)

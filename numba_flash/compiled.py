@@ -27,7 +27,15 @@ from .cache_folder import cache_folder
 from .config import Config, SoftmaxConfig
 
 AnyConfig = Config | SoftmaxConfig
-MODULES = {"v1": "v1", "v2": "v2", "safe": "softmax_safe", "online": "softmax_online", "blocked": "softmax_blocked"}
+MODULES = {
+    "v1": "v1",
+    "v2": "v2",
+    "mma": "mma_forward",
+    "wgmma": "wgmma_forward",
+    "safe": "softmax_safe",
+    "online": "softmax_online",
+    "blocked": "softmax_blocked",
+}
 _lock = threading.RLock()
 _kernels: dict[tuple[AnyConfig, int], Any] = {}
 

@@ -1,18 +1,24 @@
 """Config: what one kernel is compiled for. Everything in it is a constant of the compiled code."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
+# Tiles of 16-bit elements for tensor cores lie in panels of 64 columns, 128 bytes a row, swizzled (ptx/fragments.py).
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Of a tile in panels."""
+    return rows * 128 * -(-columns // 64)
+
+
 @dataclass(frozen=True)
 class Config:
-    """The compile-time facts of one attention kernel; frozen, hashable, checked, part of the disk cache's key.
+    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
-    tile_m query rows by tile_n keys is what a block works on at a time; v1 and v2 run one thread per
-    query row, so tile_m is also the number of threads. `pad` is how many elements are added to each
-    row of a shared tile that every thread reads its own row of: with pad 0 and a head_dim that is a
-    multiple of 32 all 32 lanes of a warp hit one bank, which is the seeds' experiment.
+    tile_m query rows by tile_n keys is what a block works on at a time.
     """
 
     kernel: str
@@ -21,7 +27,6 @@ class Config:
     head_dim_v: int
     tile_m: int
     tile_n: int
-    pad: int = 1
     write_lse: bool = True
     softcap: bool = False
     alibi_dtype: str | None = None
@@ -29,7 +34,30 @@ class Config:
     mask: bool = False
     seqlens_k: bool = False
     q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
+    blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
     shared_bytes: int = field(init=False)
+
+    tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def threads(self) -> int:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SeedConfig(Config):
+    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads.
+
+    `pad` is how many elements are added to each row of a shared tile that every thread reads its own
+    row of: with pad 0 and a head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which
+    is the seeds' experiment.
+    """
+
+    pad: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.tile_m <= 1024:
@@ -41,12 +69,7 @@ class Config:
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
 
     @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
     def threads(self) -> int:
-        """One for each query row of a tile."""
         return self.tile_m
 
     @property
@@ -71,6 +94,87 @@ class Config:
         for size in sizes:
             starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
         return tuple(starts)
+
+
+@dataclass(frozen=True)
+class TensorConfig(Config):
+    """What the tensor-core kernels share.
+
+    group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
+    head). scaled: scores are finished before the softmax, because softcap, ALiBi or a scale that is not
+    above 0 forbid folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    """
+
+    group: int = 1
+    scaled: bool = False
+    wide_o: bool = True
+
+    WIDEST: ClassVar[int] = 256  # columns of O that a block keeps in registers
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+    NOTE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
+
+    def _check(self, rows_step: int, keys_step: int) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        if self.tile_m < rows_step or self.tile_m % rows_step:
+            raise ValueError(f"tile_m must be a multiple of {rows_step}, not {self.tile_m}")
+        if self.tile_n < keys_step or self.tile_n % keys_step:
+            raise ValueError(f"tile_n must be a multiple of {keys_step}, not {self.tile_n}")
+        if self.group < 1 or self.tile_m % self.group:
+            raise ValueError(f"group must divide tile_m = {self.tile_m}, but is {self.group}")
+        if (self.softcap or self.alibi_dtype) and not self.scaled:
+            raise ValueError("softcap and alibi_dtype need scaled=True")
+
+    @property
+    def queries(self) -> int:
+        """Queries in a tile; with a group of heads each of them is several rows."""
+        return self.tile_m // self.group
+
+    @property
+    def depth(self) -> int:
+        """head_dim in whole steps of a product; what is past head_dim is zero."""
+        return (self.head_dim + 15) // 16 * 16
+
+    @property
+    def v_parts(self) -> int:
+        """Blocks that share one tile's columns of O, each computing the scores anew: registers end at WIDEST."""
+        return -(-self.head_dim_v // self.WIDEST)
+
+    @property
+    def width(self) -> int:
+        """Columns of O that a block computes, in whole steps."""
+        return (-(-self.head_dim_v // self.v_parts) + 15) // 16 * 16
+
+
+@dataclass(frozen=True)
+class MmaConfig(TensorConfig):
+    """Of mma_forward: warps of `warp_rows` query rows.
+
+    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
+    halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
+    registers instead of being read again for each tile.
+    """
+
+    warp_rows: int = 16
+    q_registers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.warp_rows not in (16, 32):
+            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        self._check(self.warp_rows, 16)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m // self.warp_rows * 32
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, K, V, the notes on O's rows and the end are, in bytes. O takes Q's place and may reach into K's."""
+        k_at = tile_bytes(self.tile_m, self.depth)
+        v_at = k_at + tile_bytes(self.tile_n, self.depth)
+        notes_at = tile_bytes(self.tile_m, self.width)  # K and V are no longer needed then
+        end = v_at + tile_bytes(self.tile_n, self.width)
+        return 0, k_at, v_at, notes_at, max(end, notes_at + self.NOTE_BYTES * self.tile_m)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from . import arrays, reference
 from .arguments import Scalars, pointer_types, scalars, tensor_maps
 from .arrays import Array, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
-from .config import Config
+from .config import Config, TensorConfig
 from .enqueue import enqueuer, packed
 from .problem import Problem
 from .select import Choice
@@ -54,9 +54,13 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
 
 
 def grid(config: Config, problem: Problem) -> int:
-    """How many blocks: v1 walks over all queries of a head itself, v2 has a block for each query tile."""
-    blocks = problem.batch * problem.heads
-    return blocks if config.kernel == "v1" else blocks * -(-problem.seqlen_q // config.tile_m)
+    """How many blocks: v1 walks over all queries of a head itself, the others have a block for each query tile."""
+    if config.kernel == "v1":
+        return problem.batch * problem.heads
+    if isinstance(config, TensorConfig):
+        tiles = problem.batch * (problem.heads // config.group) * -(-problem.seqlen_q // config.queries)
+        return tiles * config.v_parts
+    return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
 
 Maps = Sequence[tuple[int, TensorMap]]

@@ -58,6 +58,7 @@ class Problem:
     has_mask: bool
     mask_strides: Strides
     return_lse: bool
+    aligned: bool  # q, k, v and out begin at multiples of 16 bytes
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the output's, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -85,6 +86,7 @@ class Problem:
         q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
+        aligned: bool = True,
     ) -> "Problem":  # fmt: skip
         """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -161,6 +163,7 @@ class Problem:
             has_mask=mask is not None,
             mask_strides=_broadcast_strides("mask", mask, score_shape),
             return_lse=bool(return_lse),
+            aligned=aligned,
         )  # fmt: skip
 
 

@@ -4,18 +4,31 @@ Nothing here touches CUDA or Numba, so every choice can be tested for machines t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from .config import Config
+from .config import Config, MmaConfig, SeedConfig
 from .problem import Problem
 from .target import Target
 
-KERNELS = ("reference", "v1", "v2", "cpu")
+KERNELS = ("reference", "v1", "v2", "mma", "cpu")
+TENSOR = ("mma",)  # those on tensor cores
 
 # (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last query.
 # H200, v2, seqlen 4096, 16 heads, 2026-11-21, in TFLOP/s: float32, head_dim 64: 256 x 16 11.4, 256 x 32 11.3,
 # 128 x 16 11.0, 128 x 32 10.5, 64 x 16 9.6, 256 x 8 9.5, 64 x 32 9.3, 192 x 16 7.7, 160 x 16 5.7 (CuPy's formula 9.1);
 # float16, head_dim 64: 11.9, 128 x 16 11.5, 64 x 16 10.1; float32, head_dim 128: 13.6, 128 x 16 12.9, 64 x 16 10.9.
 SEED_TILES = ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
+# (largest head_dim, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm): the first row whose head_dim is large
+# enough and whose shared memory fits.
+MMA_TILES = (
+    (64, 128, 64, 32, True, 2),
+    (128, 128, 64, 32, False, 2),
+    (128, 64, 64, 16, False, 2),
+    (256, 64, 64, 16, False, 2),
+    (256, 64, 32, 16, False, 1),
+    (512, 64, 32, 16, False, 1),
+    (512, 32, 32, 16, False, 1),
+)
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -50,7 +63,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
         reason = refusal(name, problem, target)
         if reason is None:
             refused += [(later, f"{name} comes first") for later in wanted[index + 1 :]]
-            config = _config(name, problem, target) if name in ("v1", "v2") else None
+            config = None if name in ("reference", "cpu") else _config(name, problem, target)
             copies = config is not None and target.arrays_on_host and not target.simulated
             return Choice(name, config, copies, tuple(refused))
         refused.append((name, reason))
@@ -63,7 +76,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 def _by_preference(target: Target) -> tuple[str, ...]:
     if target.simulated:
         return ("v2",)
-    return ("cpu",) if target.arrays_on_host else ("v2", "v1")
+    return ("cpu",) if target.arrays_on_host else ("mma", "v2", "v1")
 
 
 def _not_asked(name: str, kernel: str, target: Target) -> str:
@@ -74,7 +87,11 @@ def _not_asked(name: str, kernel: str, target: Target) -> str:
     if name == "cpu":
         return "in the simulator v2 is what is looked at" if target.simulated else "the arrays are on a GPU"
     if target.simulated:
-        return "v2 comes first"
+        return (
+            "v2 comes first; in the simulator the tensor-core kernels run when named"
+            if name in TENSOR
+            else "v2 comes first"
+        )
     return "the arrays are in host memory; it runs when named, with copies to the GPU and back"
 
 
@@ -87,8 +104,13 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
             f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set "
             "NUMBA_ENABLE_CUDASIM=1 before Python starts"
         )
-    if _config(name, problem, target) is None:
-        smallest = _make_config(name, problem, SEED_TILES[-1]).shared_bytes
+    if name in TENSOR:
+        reason = _no_tensor_cores(name, problem, target.cc, target.name)
+        if reason is not None:
+            return reason
+    candidates = _candidates(name, problem, target)
+    if not any(config.shared_bytes <= target.shared_bytes for config in candidates):
+        smallest = min(config.shared_bytes for config in candidates)
         return (
             f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {smallest} bytes of "
             f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
@@ -96,23 +118,85 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def _config(name: str, problem: Problem, target: Target) -> Config | None:
-    for tile in SIMULATOR_TILES if target.simulated else SEED_TILES:
-        config = _make_config(name, problem, tile)
-        enough_rows = tile[0] <= 32 or tile[0] < 2 * problem.seqlen_q
-        if config.shared_bytes <= target.shared_bytes and enough_rows:
-            return config
+def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) -> str | None:
+    """Why a tensor-core kernel does not take the problem, apart from shared memory."""
+    if cc < (8, 0):
+        return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"tensor cores multiply float16 and bfloat16 here, not {problem.dtype}"
+    for option in ("bias", "mask"):
+        if problem.bias_dtype if option == "bias" else problem.has_mask:
+            return f"it takes no {option} yet"
+    widest = MMA_TILES[-1][0]
+    if max(problem.head_dim, problem.head_dim_v) > widest:
+        return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
+    if not problem.aligned:
+        return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
+    for operand, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
+        if strides[3] not in (0, 1) or (
+            strides[3] == 0 and (problem.head_dim_v if operand == "v" else problem.head_dim) > 1
+        ):
+            return f"{operand} is not contiguous along dim"
+        if any(stride % 8 for stride in strides[:3]):
+            return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
     return None
 
 
-def _make_config(name: str, problem: Problem, tile: tuple[int, int]) -> Config:
-    return Config(
+def _config(name: str, problem: Problem, target: Target) -> Config | None:
+    return next((c for c in _candidates(name, problem, target) if c.shared_bytes <= target.shared_bytes), None)
+
+
+def _candidates(name: str, problem: Problem, target: Target) -> list[Config]:
+    """Configs to choose from, the best first; the last needs the least shared memory."""
+    if name == "mma":
+        return _mma_candidates(problem)
+    tiles = SIMULATOR_TILES if target.simulated else SEED_TILES
+    # not mostly past the last query
+    fitting = [tile for tile in tiles if tile[0] <= 32 or tile[0] < 2 * problem.seqlen_q]
+    return [SeedConfig(**_features(name, problem), tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in fitting]
+
+
+def _mma_candidates(problem: Problem) -> list[Config]:
+    configs: list[Config] = []
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm in MMA_TILES:
+        if head_dim <= widest:
+            group = _group(problem, tile_m)
+            tile_m = _rows(problem, group, tile_m, warp_rows)
+            configs.append(
+                MmaConfig(
+                    **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
+                    warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm,
+                )
+            )  # fmt: skip
+    return configs
+
+
+def _group(problem: Problem, tile_m: int) -> int:
+    """How many query heads share a tile: all of a KV head's where one head's queries would not fill it."""
+    group = problem.heads // problem.heads_kv if problem.heads_kv else 1
+    return group if problem.seqlen_q < tile_m and tile_m % max(group, 1) == 0 else 1
+
+
+def _rows(problem: Problem, group: int, tile_m: int, step: int) -> int:
+    """tile_m, halved while half of it holds all queries."""
+    while (
+        tile_m > step
+        and tile_m // 2 % step == 0
+        and tile_m // 2 % group == 0
+        and problem.seqlen_q * group <= tile_m // 2
+    ):
+        tile_m //= 2
+    return tile_m
+
+
+def _features(name: str, problem: Problem) -> dict[str, Any]:
+    """What the problem uses, as every Config says it."""
+    return dict(
         kernel=name,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
-        tile_m=tile[0],
-        tile_n=tile[1],
         write_lse=problem.return_lse,
         softcap=problem.softcap is not None,
         alibi_dtype=problem.alibi_dtype,
@@ -120,4 +204,13 @@ def _make_config(name: str, problem: Problem, tile: tuple[int, int]) -> Config:
         mask=problem.has_mask,
         seqlens_k=problem.has_seqlens_k,
         q_offset_source=problem.q_offset_source,
+    )
+
+
+def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
+    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
+    return dict(
+        group=group,
+        scaled=problem.softcap is not None or problem.alibi_dtype is not None or problem.scale <= 0,
+        wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
     )

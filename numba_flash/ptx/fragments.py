@@ -56,6 +56,14 @@ def swizzled(offset, swizzle_bytes):
     return offset ^ ((offset >> 7) & (chunks - 1)) << 4
 
 
+def panel_offset(row, chunk, rows):
+    """Where 16-byte chunk `chunk` of row `row` lies in a tile of `rows` rows: in panels of 128 bytes a row, swizzled.
+
+    So TMA lays a box of 64 16-bit columns down with the 128-byte swizzle. rows: a multiple of 8.
+    """
+    return (chunk >> 3) * rows * 128 + row * 128 + (((chunk ^ row) & 7) << 4)
+
+
 # wgmma's descriptors. A core matrix is 8 rows of 16 bytes. Of a tile whose rows are swizzle_bytes wide:
 #   k-contiguous (A, and B as K is stored): stride is the distance from 8 rows to the next 8 (8 * swizzle_bytes);
 #     leading is not used while a step of 16 stays inside a swizzled row; the next step begins 32 bytes further.

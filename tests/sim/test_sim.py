@@ -10,7 +10,7 @@ from contract import problem
 import numba_flash
 from numba_flash import testing, toolchain
 from numba_flash.compiled import MODULES, source
-from numba_flash.config import Config
+from numba_flash.config import SeedConfig
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
 
@@ -69,7 +69,7 @@ def test_canary_errors_come_out_with_thread_and_block():
 
 
 def test_every_kernel_can_be_made():
-    config = Config("v2", "float16", 8, 8, 16, 16)
+    config = SeedConfig("v2", "float16", 8, 8, 16, 16)
     assert set(MODULES) == {"v1", "v2", "safe", "online", "blocked"}
     assert callable(source(config))
 

@@ -9,13 +9,12 @@ import pytest
 
 from numba_flash import assembler, compiled, testing
 from numba_flash.arguments import SCALAR_TYPES, pointer_types
-from numba_flash.config import Config, SoftmaxConfig
-
+from numba_flash.config import SeedConfig, SoftmaxConfig
 
 pytestmark = compiler.needed
 
-PLAIN = Config("v2", "float32", 64, 64, 128, 16, write_lse=False)
-EVERYTHING = Config(
+PLAIN = SeedConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
+EVERYTHING = SeedConfig(
     "v2", "float16", 59, 33, 64, 16, softcap=True, alibi_dtype="float32", bias_dtype="float16", mask=True,
     seqlens_k=True, q_offset_source="seqlens_k",
 )  # fmt: skip
@@ -24,9 +23,9 @@ CONFIGS = [
     *[dataclasses.replace(PLAIN, kernel=kernel, dtype=dtype) for kernel in ("v1", "v2") for dtype in testing.DTYPES],
     *[dataclasses.replace(EVERYTHING, kernel=kernel) for kernel in ("v1", "v2")],
     dataclasses.replace(EVERYTHING, dtype="bfloat16", bias_dtype="bfloat16", q_offset_source="array"),
-    Config("v2", "float32", 128, 128, 64, 16),
-    Config("v2", "float64", 257, 257, 8, 4),
-    Config("v2", "float32", 1, 1, 1, 4),
+    SeedConfig("v2", "float32", 128, 128, 64, 16),
+    SeedConfig("v2", "float64", 257, 257, 8, 4),
+    SeedConfig("v2", "float32", 1, 1, 1, 4),
     *[SoftmaxConfig(kernel, dtype, 128) for kernel in ("safe", "online", "blocked") for dtype in testing.DTYPES],
 ]
 # The oldest that CUDA 13 knows, and one of each generation after it.
@@ -150,7 +149,7 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
 )  # fmt: skip
 def test_the_key_knows_every_field(other):
     assert compiled._key(PLAIN, "sm_90a") != compiled._key(dataclasses.replace(PLAIN, **other), "sm_90a")
-    assert set(other) <= {field.name for field in dataclasses.fields(Config)}
+    assert set(other) <= {field.name for field in dataclasses.fields(SeedConfig)}
 
 
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_flash.arrays import read
-from numba_flash.config import Config
+from numba_flash.config import SeedConfig
 from numba_flash.problem import Problem
 from numba_flash.select import KERNELS, SEED_TILES, refusal, select
 from numba_flash.target import Target
@@ -101,7 +101,7 @@ def test_refusals_say_why(target, kernel, made, fragments):
 
 
 def test_unknown_names_and_needless_streams_are_refused():
-    with pytest.raises(ValueError, match="auto, reference, v1, v2, cpu, not 'v3'"):
+    with pytest.raises(ValueError, match="auto, reference, v1, v2, mma, cpu, not 'v3'"):
         select(problem(), HOST, "v3")
     with pytest.raises(ValueError, match="host memory"):
         select(problem(), HOST, "cpu", stream=True)
@@ -134,14 +134,14 @@ def test_refusal_is_none_where_a_kernel_runs():
 def test_a_config_checks_itself(wrong):
     right = dict(kernel="v2", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Config(**right | wrong)
+        SeedConfig(**right | wrong)
 
 
 # The fewest bytes, float64, a head_dim that is padded, and both kernels.
 @pytest.mark.parametrize("kernel", ["v1", "v2"])
 @pytest.mark.parametrize(("dtype", "size", "head_dim"), [("float16", 4, 64), ("float64", 8, 64), ("bfloat16", 4, 59)])
 def test_shared_tiles_do_not_overlap(kernel, dtype, size, head_dim):
-    config = Config(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
+    config = SeedConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
     offsets = config.shared_offsets()
     need = [64 * head_dim, 32 * head_dim, 32 * (head_dim + 1), 64 * 32]
     assert all(offset % 4 == 0 for offset in offsets)

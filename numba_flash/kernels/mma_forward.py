@@ -1,0 +1,311 @@
+"""FlashAttention-2 on tensor cores: v2 with mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
+
+Read v2 first: the order is the same, Q outside, K and V inside, one division at the end. What changes is
+who computes. A warp owns `warp_rows` query rows and computes S (warp_rows x tile_n) and O with 16 x 8 x 16
+products; what a lane holds of S is, rounded to 16 bits, what it must hold of P for P . V
+(ptx/fragments.py), so P never leaves the registers. K and V come by cp.async while the products
+of the other one run: V of a tile during S, K of the next tile during softmax and P . V.
+
+Letters as in v2; p_frag, k_frag, v_frag are operands in registers, acc_s and acc_o float32 accumulators.
+Keys are walked from the last tile to the first, so that the tiles that need a mask come first under a
+causal mask. The order is Dao's (FlashAttention-2, 2023).
+
+Launch: grid (batch * heads / group * query tiles * v_parts), block (config.threads), config.shared_bytes of
+dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are contiguous along dim.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from .. import ranges
+from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special
+from .steps import async_tiles, elements, fragment_scores, fragment_softmax, output_rows, scores
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    depth, width, v_parts = config.depth, config.width, config.v_parts
+    _, k_at, v_at, notes_at, _ = config.shared_offsets()
+    alignment, note_bytes = config.ALIGNMENT, config.NOTE_BYTES
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
+    group, queries = config.group, config.queries
+    strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
+    s_blocks, o_blocks = tile_n // 8, width // 8
+    s_count, o_count, p_count = strips * s_blocks * 4, strips * o_blocks * 4, strips * s_blocks * 2
+    q_count = strips * (depth // 16) * 4
+    q_registers, scaled, has_alibi = config.q_registers, config.scaled, config.alibi_dtype is not None
+
+    half = config.dtype == "float16"
+    product = mma.m16n8k16_f16 if half else mma.m16n8k16_bf16
+    pack = cvt.pack_f16x2 if half else cvt.pack_bf16x2
+    load_q = async_tiles.loader(tile_m, depth, threads, group)
+    load_k = async_tiles.loader(tile_n, depth, threads)
+    load_v = async_tiles.loader(tile_n, width, threads)
+    head, _ = scores.make(config)
+    one_score, finish_scores, mask_scores = fragment_scores.make(config, strips)
+    start, softmax, to_p, finish = fragment_softmax.make(config, strips)
+    store_rows = output_rows.make(config, warp_rows, notes_at, one_score)
+    load_slope = elements.loader(config.alibi_dtype or "float32", float32)
+    x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans
+    commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
+    bfly = shfl.bfly_f32
+    thread_index, block_index = special.thread_index, special.block_index
+    store_shared = ld_st.store_b32
+    address, shared_address = memory.address, shared.address
+    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
+    log2_e = float32(fragment_scores.LOG2_E)
+
+    @cuda.jit(device=True, inline="always")
+    def aligned(address):
+        return (address + int32(alignment - 1)) & int32(-alignment)
+
+    @cuda.jit(device=True, inline="always")
+    def chunk_pair(lane_address, pair, panel):
+        """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
+        return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, tile_n / 8, 4) = Q . K^T. q_lane, k_lane: where this lane's matrix rows begin."""
+        for i in range(s_count):
+            acc_s[i] = float32(0)
+        for x in range(depth // 16):
+            # Each step has registers of its own in q_frag, in name: that makes the compiler unroll this loop.
+            if not q_registers:
+                for strip in range(strips):
+                    a = (strip * (depth // 16) + x) * 4
+                    x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)  # (16, 16)
+            for n in range(tile_n // 16):
+                x4(k_frag, 0, chunk_pair(k_lane, x, kv_panel) + n * 2048)  # (16 keys, 16)
+                for strip in range(strips):
+                    a = (strip * (depth // 16) + x) * 4
+                    product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
+                    product(acc_s, (strip * s_blocks + 2 * n + 1) * 4, q_frag, a, k_frag, 2)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        """acc_o (strips, width / 8, 4) += P . V."""
+        for y in range(tile_n // 16):
+            for n in range(width // 16):
+                x4_trans(v_frag, 0, chunk_pair(v_lane, n, kv_panel) + y * 2048)  # (16 keys, 16)
+                for strip in range(strips):
+                    a = (strip * s_blocks + 2 * y) * 2
+                    product(acc_o, (strip * o_blocks + 2 * n) * 4, p_frag, a, v_frag, 0)
+                    product(acc_o, (strip * o_blocks + 2 * n + 1) * 4, p_frag, a, v_frag, 2)
+
+    @cuda.jit(device=True, inline="always")
+    def rescale(acc_o, alpha):
+        for strip in range(strips):
+            for n in range(o_blocks):
+                for i in range(4):
+                    acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+
+    @cuda.jit(device=True, inline="always")
+    def limits(j, tile_pos, left, right, keys, first, end, distance):
+        """The columns [first, end) of tile j that each of the lane's rows sees, from the lane's first column on."""
+        # With the thread's number read anew, none of this is worked out ahead of the loop and kept in registers.
+        thread = thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_column = j * tile_n + first_column_of(lane)
+        for r in range(rows):
+            row = warp * warp_rows + first_row_of(lane) + r * 8
+            q_pos = tile_pos + int64(uint32(row) // uint32(group))
+            first_key, end_key = row_keys(q_pos, left, right, keys)
+            first[r] = int32(min(max(first_key - first_column, -8), tile_n))
+            end[r] = int32(min(max(end_key - first_column, -8), tile_n))
+            distance[r] = float32(q_pos - first_column)
+
+    @cuda.jit(device=True, inline="always")
+    def scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread):
+        """S of tile j while its V is on the way."""
+        v_smem, v_global, v_bytes = v_tile
+        wait_all()
+        cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
+        load_v(v_smem, v_global + j * tile_n * v_bytes, v_bytes, 0, rows_left, columns_left, thread)
+        commit()
+        multiply_q_k(acc_s, q_frag, kv_frag, lanes[0], lanes[1])
+
+    @cuda.jit(device=True, inline="always")
+    def outputs_of_tile(
+        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, may_be_empty
+    ):  # fmt: skip
+        """softmax and O of tile j while the next tile's K is on the way."""
+        k_smem, k_global, k_bytes = k_tile
+        wait_all()
+        cuda.syncthreads()  # V_j is there, and everyone is done with K_j
+        if j > begin:
+            load_k(k_smem, k_global + (j - 1) * tile_n * k_bytes, k_bytes, 0, tile_n, head_dim, thread)
+            commit()
+        softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        to_p(acc_s, p_frag)
+        rescale(acc_o, alpha)
+        multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
+
+    @cuda.jit(device=True, inline="always")
+    def divide(x, y):
+        """x // y of what is never negative; of signed 64-bit numbers it is a hundred instructions."""
+        return int32(uint32(x) // uint32(y))
+
+    @cuda.jit(device=True, inline="always")
+    def tile_of(block, heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):
+        """-> (b, h, h_kv, first_query, part, keys, tile_pos): what a block works on.
+
+        The last queries of a head come first: under a causal mask they see the most keys.
+        """
+        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
+        tiles = divide(block, v_parts)
+        part = int32(block - tiles * v_parts)
+        head_tiles = divide(tiles, m_tiles)
+        first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
+        groups = divide(heads, group)
+        b = divide(head_tiles, groups)
+        h = int32((head_tiles - b * groups) * group)
+        h_kv = divide(h, divide(heads, heads_kv))
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        return b, h, h_kv, first_query, part, int32(keys), first_query + q_start
+
+    @cuda.jit
+    def flash_attention_mma(
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
+        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
+        heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
+    ):  # fmt: skip
+        scale, softcap = float32(scale_), float32(softcap_)
+        scale_log2 = scale * log2_e
+        thread = thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        b, h, h_kv, first_query, part, keys, tile_pos = tile_of(
+            block_index(), heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
+        )
+        queries_left = int32(min(seqlen_q - first_query, queries))
+        columns_left = int32(head_dim_v - part * width)
+
+        smem = cuda.shared.array(0, uint8)
+        q_smem = aligned(shared_address(smem))  # (tile_m, depth)
+        k_smem = q_smem + int32(k_at)  # (tile_n, depth)
+        v_smem = q_smem + int32(v_at)  # (tile_n, width)
+        q_base = b * q_strides[0] + h * q_strides[1] + first_query * q_strides[2]
+        k_base = b * k_strides[0] + h_kv * k_strides[1]
+        v_base = b * v_strides[0] + h_kv * v_strides[1] + part * width
+        q_global, k_global, v_global = address(q, q_base), address(k, k_base), address(v, v_base)
+        q_bytes, head_bytes, k_bytes, v_bytes = 2 * q_strides[2], 2 * q_strides[1], 2 * k_strides[2], 2 * v_strides[2]
+
+        # Rows of this lane's matrices: for Q and V lanes 8 to 15 stand 8 rows below, for K lanes 16 to 31 do.
+        q_lane = q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m)
+        k_lane = k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n)
+        v_lane = v_smem + panel_offset(lane & 15, lane >> 4, tile_n)
+
+        acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
+        acc_o = cuda.local.array(o_count, float32)  # (strips, width / 8, 4)
+        p_frag = cuda.local.array(p_count, uint32)  # (strips, tile_n / 8, 2)
+        q_frag = cuda.local.array(q_count, uint32)
+        kv_frag = cuda.local.array(4, uint32)  # (16, 16) of K or V
+        m = cuda.local.array(rows, float32)
+        l = cuda.local.array(rows, float32)
+        alpha = cuda.local.array(rows, float32)
+        slopes = cuda.local.array(rows, float32)
+        distance = cuda.local.array(rows, float32)
+        first = cuda.local.array(rows, int32)
+        end = cuda.local.array(rows, int32)
+        row_query = cuda.local.array(rows, int32)  # the query of each of the lane's rows, in the tile
+        start(m, l)
+        for i in range(o_count):
+            acc_o[i] = float32(0)
+        lane_row = warp * warp_rows + int32(first_row_of(lane))
+        lane_column = int32(first_column_of(lane))
+        for r in range(rows):
+            row = uint32(lane_row + r * 8)
+            row_query[r] = int32(row // uint32(group))
+            slopes[r] = float32(0)
+            if has_alibi:
+                row_head = min(h + int64(row % uint32(group)), heads - 1)
+                slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
+
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(tile_pos + queries_left - 1, left, right, keys)
+        begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, free, cut = int32(begin_), int32(free_), int32(cut_)
+
+        j = int32(stop - 1)
+        load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
+        if j >= begin:
+            first_key = j * tile_n
+            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys - first_key, head_dim, thread)
+        commit()
+        if q_registers:
+            wait_all()
+            cuda.syncthreads()
+            for strip in range(strips):
+                for x in range(depth // 16):
+                    a = (strip * (depth // 16) + x) * 4
+                    x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
+
+        lanes = (q_lane, k_lane, v_lane)
+        k_tile, v_tile = (k_smem, k_global, k_bytes), (v_smem, v_global, v_bytes)
+        while j >= begin:
+            # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
+            # some of the first kind again.
+            while j >= begin and (j >= cut or j < free):
+                rows_left = keys - j * tile_n
+                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread)
+                limits(j, tile_pos, left, right, keys, first, end, distance)
+                if scaled:
+                    finish_scores(acc_s, slopes, distance, scale, softcap)
+                mask_scores(acc_s, first, end)
+                outputs_of_tile(
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, True
+                )
+                j = int32(j - 1)
+            while j >= free and j < cut:
+                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, tile_n, columns_left, thread)
+                if scaled:
+                    for r in range(rows):
+                        distance[r] = float32(tile_pos + row_query[r] - j * tile_n - lane_column)
+                    finish_scores(acc_s, slopes, distance, scale, softcap)
+                outputs_of_tile(
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, False
+                )
+                j = int32(j - 1)
+
+        # One division, then O in 16 bits to shared memory; in each row's pad whether it is finite, and its lse.
+        # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
+        thread = thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        lane_row = warp * warp_rows + int32(first_row_of(lane))
+        lane_column = int32(first_column_of(lane))
+        b, h, h_kv, first_query, part, keys, tile_pos = tile_of(
+            block_index(), heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
+        )
+        lse_log2 = distance
+        finish(m, l, alpha, lse_log2, scale_log2)
+        wait_all()
+        cuda.syncthreads()  # everyone is done with Q and K
+        o_smem = aligned(shared_address(smem))  # (tile_m, width)
+        for r in range(rows):
+            strip, below = r // 2, r % 2
+            row = lane_row + r * 8
+            suspect = float32(0)
+            for n in range(o_blocks):
+                at = (strip * o_blocks + n) * 4 + below * 2
+                low, high = acc_o[at] * alpha[r], acc_o[at + 1] * alpha[r]
+                suspect += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
+                store_shared(o_smem + panel_offset(row, n, tile_m) + 2 * lane_column, pack(low, high))
+            suspect += bfly(suspect, 1)
+            suspect += bfly(suspect, 2)
+            if lane & 3 == 0:
+                note = o_smem + notes_at + row * note_bytes
+                store_shared(note, uint32(0) if suspect == 0 else uint32(1))
+                store_shared(note + 4, lse_log2[r].view(np.uint32))
+        cuda.syncthreads()
+        store_rows(
+            warp, lane, o_smem, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides), lse,
+            b, h, h_kv, heads, first_query, seqlen_q, part, tile_pos, left, right, keys,
+            alibi_slopes, alibi_strides, scale, softcap,
+        )  # fmt: skip
+
+    return flash_attention_mma

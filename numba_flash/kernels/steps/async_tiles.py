@@ -1,0 +1,55 @@
+"""Tiles of 16-bit elements from global to shared memory with cp.async, 16 bytes a copy."""
+
+from numba import cuda, int32, int64, uint32
+
+from ...ptx import cp_async, fragments
+
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+
+
+def loader(rows, columns, threads, group=1):
+    """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).
+
+    The tile is rows x columns (multiples of 8) at shared address `target`, in panels (ptx/fragments.py).
+    group: rows are that many heads of one query, head_stride bytes apart; queries are row_stride bytes apart.
+    """
+    chunks = columns // 8
+    total = rows * chunks
+    steps = -(-total // threads)
+    # Where a thread keeps its column from step to step, one addition a step finds the next row: offsets of their own
+    # would be computed ahead of the loop over tiles and cost two registers each.
+    regular = group == 1 and threads % chunks == 0
+    rows_a_step = threads // chunks
+    copy16 = cp_async.copy16
+
+    @cuda.jit(device=True, inline="always")
+    def load(target, source, row_stride, head_stride, rows_left, columns_left, thread):
+        """Start the copies; the caller commits, waits and owes a barrier.
+
+        source: global address of row 0; rows_left counts queries when rows are heads. Zeros where row or
+        column do not exist: nothing is read there, so that NaN in the padding of a cache cannot come in.
+        """
+        row = int32(uint32(thread) // uint32(chunks))
+        chunk = int32(uint32(thread) % uint32(chunks))
+        if regular:
+            place = source + int64(row) * row_stride + int64(chunk * 16)
+            count = min(max(2 * columns_left - 16 * chunk, 0), 16)
+            for step in range(steps):
+                here = row < rows_left - step * rows_a_step
+                if total % threads == 0 or row < rows - step * rows_a_step:
+                    to = target + panel_offset(row + step * rows_a_step, chunk, rows)
+                    copy16(to, place, count if here else 0)
+                place += rows_a_step * row_stride
+        else:
+            for step in range(steps):
+                index = uint32(thread + step * threads)
+                row = int32(index // uint32(chunks))
+                chunk = int32(index % uint32(chunks))
+                query = int32(uint32(row) // uint32(group))
+                place = source + int64(query) * row_stride + int64(row - query * group) * head_stride
+                if total % threads == 0 or row < rows:
+                    count = min(max(2 * columns_left - 16 * chunk, 0), 16)
+                    to = target + panel_offset(row, chunk, rows)
+                    copy16(to, place + chunk * 16, count if query < rows_left else 0)
+
+    return load

@@ -1,0 +1,66 @@
+"""Scores of one tile in a warp's accumulators: finished where they need more than a scale, and masked.
+
+acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other; a lane holds the rows lane // 4 and
+8 below of each strip and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows,
+row r being element pair (4 * n + 2 * (r % 2)) of strip r // 2.
+"""
+
+import math
+
+from numba import cuda, float32, int32
+
+from ...ptx import approx
+
+LOG2_E = 1.4426950408889634
+SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
+
+
+def make(config, strips):
+    """-> (one, finish, mask), device functions."""
+    blocks = config.tile_n // 8
+    has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
+    ex2, rcp = approx.ex2, approx.rcp
+    minus_inf = float32(-math.inf)
+    log2_e = float32(LOG2_E)
+
+    @cuda.jit(device=True, inline="always")
+    def tanh(x):
+        square = x * x
+        odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
+        large = float32(1) - float32(2) * rcp(float32(1) + ex2(x * float32(2 * LOG2_E)))
+        return odd if abs(x) < float32(SMALL) else large
+
+    @cuda.jit(device=True, inline="always")
+    def one(product, slope, distance, scale, softcap):
+        """The finished score of one product q . k in units of log2(e); distance: q_pos - k_pos."""
+        if has_softcap:
+            s = tanh(product * (scale / softcap)) * (softcap * log2_e)
+        else:
+            s = product * (scale * log2_e)
+        if has_alibi:
+            s -= slope * log2_e * abs(distance)
+        return s
+
+    @cuda.jit(device=True, inline="always")
+    def finish(acc_s, slopes, distance, scale, softcap):
+        """acc_s <- finished scores. slopes, distance (2 * strips,): of the lane's rows, at its first column."""
+        for strip in range(strips):
+            for n in range(blocks):
+                for i in range(4):
+                    at = (strip * blocks + n) * 4 + i
+                    r = strip * 2 + i // 2
+                    acc_s[at] = one(acc_s[at], slopes[r], distance[r] - float32(n * 8 + i % 2), scale, softcap)
+
+    @cuda.jit(device=True, inline="always")
+    def mask(acc_s, first, end):
+        """acc_s <- -inf where column < first[r] or column >= end[r], counted from the lane's first column."""
+        for strip in range(strips):
+            for n in range(blocks):
+                for i in range(4):
+                    at = (strip * blocks + n) * 4 + i
+                    r = strip * 2 + i // 2
+                    column = int32(n * 8 + i % 2)
+                    if column < first[r] or column >= end[r]:
+                        acc_s[at] = minus_inf
+
+    return one, finish, mask

@@ -1,0 +1,82 @@
+"""The online softmax on a warp's accumulators: one FFMA and one ex2 a score, row sums kept per lane.
+
+A row's scores lie in the four lanes of a quad; only its maximum has to be the same in all of them in every
+tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
+end. Exponents are of 2: with m the running maximum of q . k, p = 2^(s * scale_log2 - m * scale_log2).
+"""
+
+import math
+
+from numba import cuda, float32
+
+from ...ptx import approx, cvt, minmax, shfl
+
+LN_2 = 0.6931471805599453
+
+
+def make(config, strips):
+    """-> (start, update, to_p, finish), device functions. Rows as in steps/fragment_scores."""
+    blocks = config.tile_n // 8
+    rows = 2 * strips
+    scaled = config.scaled  # then the scores are in units of log2(e) already
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    ex2, lg2, rcp = approx.ex2, approx.lg2, approx.rcp
+    maximum, bfly = minmax.maximum, shfl.bfly_f32
+    minus_inf = float32(-math.inf)
+
+    @cuda.jit(device=True, inline="always")
+    def start(m, l):
+        for r in range(rows):
+            m[r] = minus_inf
+            l[r] = float32(0)
+
+    @cuda.jit(device=True, inline="always")
+    def update(acc_s, m, l, alpha, scale_log2, may_be_empty):
+        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- what the older part of O and l is worth.
+
+        may_be_empty, a constant: rows may have seen no key yet, and -inf - -inf would be NaN.
+        """
+        for r in range(rows):
+            base = (r // 2) * blocks * 4 + (r % 2) * 2
+            top = maximum(m[r], maximum(acc_s[base], acc_s[base + 1]))
+            for n in range(1, blocks):
+                top = maximum(top, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
+            top = maximum(top, bfly(top, 1))
+            top = maximum(top, bfly(top, 2))
+            shift = top
+            if may_be_empty:
+                shift = float32(0) if top == minus_inf else top
+            old = m[r]
+            m[r] = top
+            if scaled:
+                alpha[r] = ex2(old - shift)
+            else:
+                alpha[r] = ex2((old - shift) * scale_log2)
+                shift = shift * scale_log2
+            total = float32(0)
+            for n in range(blocks):
+                for i in range(2):
+                    at = base + 4 * n + i
+                    p = ex2(acc_s[at] - shift) if scaled else ex2(acc_s[at] * scale_log2 - shift)
+                    acc_s[at] = p
+                    total += p
+            l[r] = l[r] * alpha[r] + total
+
+    @cuda.jit(device=True, inline="always")
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 2) <- acc_s in 16 bits: the A operand of P . V."""
+        for i in range(strips * blocks * 2):
+            p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
+
+    @cuda.jit(device=True, inline="always")
+    def finish(m, l, alpha, lse_log2, scale_log2):
+        """alpha (rows,) <- 1 / l, 0 for a row without keys; lse_log2 (rows,) <- log2 of the sum of exponentials."""
+        for r in range(rows):
+            total = l[r] + bfly(l[r], 1)
+            total += bfly(total, 2)
+            empty = total == float32(0)
+            alpha[r] = float32(0) if empty else rcp(total)
+            top = m[r] if scaled else m[r] * scale_log2
+            lse_log2[r] = minus_inf if empty else top + lg2(total)
+
+    return start, update, to_p, finish
