@@ -44,7 +44,7 @@ class Thread(numba_kernel.BlockThread):
                 self.block.check_end(self)
         except Abandoned:
             pass
-        except Exception as error:
+        except BaseException as error:  # pytest's are no Exceptions
             self.block.fail(error, self)
         finally:
             self.block.leave(self)

@@ -13,7 +13,7 @@ def copy16(target, source, count):
         raise Misuse(f"cp_async.copy16 copies 0 to 16 bytes, not {count}")
     words = block.shared.words(target, 16, 16)
     data = block.memory.bytes_at(source, count, 16) if count else None
-    block.shared.start_copy(words)
+    block.shared.start_copy(words, thread)
     thread.copies.append((target, words, data, count))
 
 

@@ -9,8 +9,8 @@ import threading
 import numba.cuda
 
 # Frames of these are the simulator's own, not the kernel's.
-_OURS = os.path.dirname(os.path.abspath(__file__))
-_NUMBA = os.path.dirname(os.path.abspath(numba.cuda.__file__))
+_OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_NUMBA = os.path.join(os.path.dirname(os.path.abspath(numba.cuda.__file__)), "")
 _PYTHON = (threading.__file__, contextlib.__file__)
 
 

@@ -83,7 +83,7 @@ def run(
 
 
 def _typed(value: Any) -> Any:
-    """Scalars with the types that the compiled kernel gives them: Python's own would take on those of their partners."""
+    """Scalars with the types that the compiled kernel gives them; Python's own would take on their partners'."""
     if isinstance(value, tuple):
         return tuple(_typed(x) for x in value)
     return np.int64(value) if isinstance(value, int) else np.float64(value)

@@ -1,8 +1,8 @@
 """A block's shared memory by address, and what is on its way to it or reads it.
 
 For every 4 bytes: whether a copy is under way to them, whether an instruction that runs on its own still
-reads them, who wrote them last (by an instruction here, not by index) and whether the writer has fenced them
-for the asynchronous proxy. An access that would be luck on a GPU raises.
+reads them, who wrote them last and who has read them since (by an instruction here, not by index), and whether
+the writer has fenced them for the asynchronous proxy. An access that would be luck on a GPU raises.
 """
 
 import sys
@@ -37,6 +37,10 @@ class SharedMemory:
         self.writer = np.full(words, NOBODY, np.int16)
         self.written = np.zeros(words, np.int32)  # in which epoch of the writer
         self.fenced = np.zeros(words, np.int32)  # in which of its epochs it fenced, or NEVER
+        # For each warp its last read since, a number in _reads, or 0; earlier ones of other lanes are forgotten.
+        self.readers = np.zeros((-(-order.threads // 32), words), np.int32)
+        self._reads = [None]  # (threads, their epochs when they read together)
+        self._latest = {}  # (first thread, how many): (their epochs, the number of that in _reads)
 
     def array(self, shape, dtype, alignment=None):
         """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
@@ -95,10 +99,23 @@ class SharedMemory:
                     f"{where}, written by {by}, is read by the asynchronous proxy: fence.proxy_async is missing"
                 )
             raise Misuse(f"{where}, written by {by}, is read with no barrier in between")
+        if not asynchronous:  # those have an end that is waited for
+            threads = [threads] if isinstance(threads, int) else threads
+            self.readers[threads[0] // 32, words] = self._read_by(threads)
+
+    def _read_by(self, threads):
+        epochs = self.order.known[threads, threads]
+        key, seen = (threads[0], len(threads)), epochs.tobytes()
+        before, number = self._latest.get(key, (None, 0))
+        if before != seen:
+            number = len(self._reads)
+            self._reads.append((threads, epochs))
+            self._latest[key] = seen, number
+        return number
 
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
-        self._free(words)
+        self._free(words, thread.number)
         self.writer[words] = thread.number
         self.written[words] = self.order.now(thread.number)
         self.fenced[words] = NEVER
@@ -106,9 +123,9 @@ class SharedMemory:
             thread.unfenced = [slice(None)]
         thread.unfenced.append(words)
 
-    def start_copy(self, words):
-        """A copy to these words is under way."""
-        self._free(words)
+    def start_copy(self, words, thread):
+        """A copy to these words is under way, from a thread's instruction."""
+        self._free(words, thread.number)
         self.copying[words] = True
 
     def copied(self, words, writer, epoch):
@@ -126,12 +143,24 @@ class SharedMemory:
             self.fenced[words] = np.where(mine, now, fenced)
         thread.unfenced = []
 
-    def _free(self, words):
+    def _free(self, words, thread):
+        """This thread may have these words written over, or an error says who still needs them."""
         if self.copying[words].any():
             raise Misuse(f"{self._first(words, self.copying[words])} is written while a copy to it is under way")
         if self.reading[words].any():
             where = self._first(words, self.reading[words] > 0)
             raise Misuse(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
+        numbers = self.readers[:, words]
+        if not numbers.any():
+            return
+        for number in set(numbers.ravel().tolist()) - {0}:
+            readers, epochs = self._reads[number]
+            # Lanes that read together were all done when the first of them came to a barrier.
+            if not (self.order.known[thread, readers] >= epochs).any():
+                who = f"thread {readers[0]}" if len(readers) == 1 else f"warp {readers[0] // 32}"
+                where = self._first(words, (numbers == number).any(axis=0))
+                raise Misuse(f"{where}, read by {who}, is written over with no barrier in between")
+        self.readers[:, words] = 0
 
     def _first(self, words, which):
         """The first of the words in question, as an address."""

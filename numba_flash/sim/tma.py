@@ -59,7 +59,7 @@ def _load(target, tensor_map, barrier, *coordinates):
     if not mbarrier.fenced:
         raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
     words = block.shared.words(target, count, _alignment(tensor_map))
-    block.shared.start_copy(words)
+    block.shared.start_copy(words, thread)
     column, epoch = block.order.transfer(mbarrier.number)
 
     def arrive():

@@ -912,8 +912,8 @@ def test_setmaxnreg_of_a_part():
 # Copies that are read, or written over, too early.
 
 
-def copies(after):
-    """A kernel in which each thread copies 16 bytes to shared memory, does `after`, and reads its neighbour's."""
+def copies(after, other=1):
+    """A kernel in which each thread copies 16 bytes to shared memory, does `after`, and reads those of another."""
 
     def kernel(source, out):
         i = cuda.threadIdx.x
@@ -921,7 +921,7 @@ def copies(after):
         at = shared.address(smem)
         cp_async.copy16(at + 16 * i, memory.address(source, 4 * i), 16)
         after(at + 16 * i)
-        out[i] = ld_st.load_b32(at + 16 * (i ^ 1))
+        out[i] = ld_st.load_b32(at + 16 * (i ^ other))
 
     return kernel, 32, arrays._aligned((32, 4), np.dtype(np.uint32)), np.zeros(32, np.uint32)
 
@@ -944,9 +944,9 @@ def test_what_cp_async_brings_is_read_by_others_behind_a_barrier():
 
 def test_what_cp_async_brings_is_read_too_early():
     match = "is read before it arrived"
-    misuse(*copies(lambda at: None), match=match, at="ld_st.load_b32", shared_bytes=512)
+    misuse(*copies(lambda at: None, 0), match=match, at="ld_st.load_b32", thread=0, shared_bytes=512)
     misuse(*copies(lambda at: cuda.syncthreads()), match=match, shared_bytes=512)
-    misuse(*copies(lambda at: cp_async.wait_group(0)()), match=match, shared_bytes=512)  # never committed
+    misuse(*copies(lambda at: cp_async.wait_group(0)(), 0), match=match, shared_bytes=512)  # never committed
 
     def one_group_too_new(at):
         cp_async.commit_group()
@@ -984,11 +984,57 @@ def test_stores_are_read_by_others_behind_a_barrier():
         ld_st.store_b32(shared.address(smem) + 4 * i, i)
         cuda.syncwarp()
         out[i] = ld_st.load_b32(shared.address(smem) + 4 * (i ^ 1))
-        if i < 32:
-            ld_st.load_b32(shared.address(smem) + 4 * (i + 32))
+        if i >= 32:
+            ld_st.load_b32(shared.address(smem) + 4 * (i - 32))
 
-    match = "written by thread 32, is read with no barrier in between"
-    misuse(kernel, 64, np.zeros(64, np.uint32), match=match, at="(i + 32)", thread=0, shared_bytes=256)
+    match = "written by thread 31, is read with no barrier in between"
+    misuse(kernel, 64, np.zeros(64, np.uint32), match=match, at="(i - 32)", thread=63, shared_bytes=256)
+
+
+@pytest.mark.parametrize("barrier", ["cuda.syncthreads", "elected", "too early", None])
+def test_a_tile_is_written_over_when_everyone_has_read_it(barrier):
+    """A warp reads with ldmatrix, another one writes; one lane may tell for its warp, after the read."""
+
+    def kernel():
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at, values = shared.address(smem), cuda.local.array(1, np.dtype(np.uint32))
+        if i == 0:
+            mbarrier.init(at + 256, 1)
+        cuda.syncthreads()
+        if i < 32:
+            if barrier == "too early" and i == 9:
+                mbarrier.arrive(at + 256)
+            ldmatrix.x1(values, 0, at + 16 * (i % 8))
+            if barrier == "elected" and i == 9:
+                mbarrier.arrive(at + 256)
+        if barrier == "cuda.syncthreads":
+            cuda.syncthreads()
+        if i >= 32:
+            if barrier in ("elected", "too early"):
+                mbarrier.wait(at + 256, 0)
+            ld_st.store_b32(at + 4 * (i - 32), i)
+
+    if barrier in ("cuda.syncthreads", "elected"):
+        launch(kernel, 64, shared_bytes=512)
+    elif barrier == "too early":
+        match = "shared address 0x400, read by warp 0, is written over with no barrier in between"
+        misuse(kernel, 64, match=match, at="ld_st.store_b32", thread=32, shared_bytes=512)
+    else:  # here the other warp was first
+        misuse(kernel, 64, match="written by thread 63, is read with no barrier in between", shared_bytes=512)
+
+
+def test_a_number_is_written_over_when_everyone_has_read_it():
+    def kernel():
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at = shared.address(smem)
+        if i == 3:
+            ld_st.load_b32(at)
+        elif i == 5:
+            ld_st.store_b32(at, 1)
+
+    misuse(kernel, 6, match="read by thread 3, is written over with no barrier", thread=5, shared_bytes=64)
 
 
 @pytest.mark.parametrize(
