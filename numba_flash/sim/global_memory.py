@@ -6,6 +6,7 @@ from .errors import Misuse
 
 MAPS = 0x4D41_5000_0000  # where the tensor maps seem to lie
 MAP_BYTES = 128
+NEAR = 1 << 16  # bytes; further away an address has nothing to do with an operand
 
 
 class GlobalMemory:
@@ -37,6 +38,7 @@ class GlobalMemory:
         return self.tensors[number]
 
     def _why_not(self, address, count):
+        nearest = None
         for number, pointer in enumerate(self.operands):
             if pointer is None:
                 continue
@@ -44,10 +46,12 @@ class GlobalMemory:
             what = f"operand {number}, {pointer.array.dtype} {pointer.array.shape}"
             if begin <= address and address + count <= begin + data.size:
                 return f"lie in {what}, which is read-only"
-            if begin - 65536 < address < begin + data.size + 65536:
-                where = f"{begin - address} bytes before" if address < begin else f"{address - begin} bytes after"
-                return f"lie outside of every operand; they begin {where} the beginning of {what} ({data.size} bytes)"
-        return "lie outside of every operand"
+            behind = address - begin
+            distance = -behind if behind < 0 else behind - data.size
+            where = f"{-behind} bytes before" if behind < 0 else f"{behind} bytes after"
+            where = f"; they begin {where} the beginning of {what} ({data.size} bytes)"
+            nearest = min(nearest or (NEAR, ""), (distance, where))
+        return f"lie outside of every operand{nearest[1] if nearest else ''}"
 
     def _tensor(self, pointer, tensor_map):
         """The tensor that a map describes, as an array whose last dimension is the map's first."""

@@ -848,7 +848,8 @@ def test_an_access_that_is_none(text, match):
         wrong(at, g, r, i, values)
 
     wrong = eval(f"lambda at, g, r, i, values: {text}", globals())
-    operand, constant = arrays._aligned((16,), np.dtype(np.uint32)), np.zeros(16, np.uint32)
+    memory_of_both = arrays._aligned((4096,), np.dtype(np.uint32))
+    operand, constant = memory_of_both[1024:1040], memory_of_both[3072:3088]
     constant.flags.writeable = False
     misuse(kernel, 32, operand, constant, match=match, shared_bytes=64)
 
