@@ -20,3 +20,9 @@ def sync(typingctx, barrier, threads):
 def arrive(typingctx, barrier, threads):
     """bar.arrive barrier, threads: come and go on without waiting. Twin: sim.bar.arrive."""
     return asm.scalars("bar.arrive $0, $1;", types.void(types.int32, types.int32))
+
+
+@intrinsic
+def warp_sync(typingctx):
+    """bar.warp.sync 0xffffffff: all 32 lanes wait for each other and see each other's accesses (PTX ISA 9.7.13.3)."""
+    return asm.scalars("bar.warp.sync 0xffffffff;", types.void())

@@ -1,7 +1,7 @@
 """Twins of ptx.bar."""
 
 from .errors import Misuse, name
-from .warp import current
+from .warp import current, together
 
 
 class Barrier:
@@ -20,6 +20,14 @@ def sync(barrier, threads):
 
 def arrive(barrier, threads):
     _come(current(), barrier, threads)
+
+
+def warp_sync():
+    together(("bar.warp_sync",), _meet, None)
+
+
+def _meet(warp, given):
+    warp.members[0].block.order.meet(warp.numbers)
 
 
 def _come(thread, barrier, threads):

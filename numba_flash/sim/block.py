@@ -17,7 +17,7 @@ from .errors import Abandoned, Misuse, name, place, place_of_error
 from .order import Order
 from .register_limits import Registers
 from .shared_memory import SharedMemory
-from .warp import Group, syncwarp
+from .warp import Group
 
 POLLS = 300_000  # how often a thread may look at memory in which nothing can change any more
 
@@ -81,7 +81,6 @@ class Block(numba_kernel.BlockManager):
         self.order = Order(len(threads))
         module = numba_kernel._get_kernel_context()
         self.shared = module._shared = SharedMemory(module._shared._dynshared_size, self.order)
-        module.syncwarp = syncwarp
         self.alive = len(threads)
         self.ready.extend(threads)
         for thread in threads:

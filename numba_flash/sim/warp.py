@@ -67,15 +67,6 @@ def together(instruction, compute, given, group="warp"):
     return thread.result
 
 
-def syncwarp(mask=0xFFFFFFFF):
-    """cuda.syncwarp, which Numba's simulator lacks: a barrier of one warp."""
-    together(("cuda.syncwarp",), _meet, None)
-
-
-def _meet(group, given):
-    group.members[0].block.order.meet(group.numbers)
-
-
 def same(group, given, what):
     """The one value that all lanes gave."""
     for thread, value in zip(group.members, given, strict=True):

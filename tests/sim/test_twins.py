@@ -983,7 +983,7 @@ def test_stores_are_read_by_others_behind_a_barrier():
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint8))
         ld_st.store_b32(shared.address(smem) + 4 * i, i)
-        cuda.syncwarp()
+        bar.warp_sync()
         out[i] = ld_st.load_b32(shared.address(smem) + 4 * (i ^ 1))
         if i >= 32:
             ld_st.load_b32(shared.address(smem) + 4 * (i - 32))

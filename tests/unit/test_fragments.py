@@ -47,6 +47,13 @@ def test_a_swizzle_only_exchanges_chunks_inside_a_row(swizzle):
     np.testing.assert_array_equal(places % 16, offset % 16)
 
 
+def test_panels_are_swizzled_boxes_behind_each_other():
+    rows, columns = 24, 160  # two and a half panels of 64 columns
+    places = [fragments.panel_offset(r, c, rows) for c in range(columns // 8) for r in range(rows)]
+    boxes = [(c // 8) * rows * 128 + r * 128 + c % 8 * 16 for c in range(columns // 8) for r in range(rows)]
+    assert places == [fragments.swizzled(offset, 128) for offset in boxes]
+
+
 # ldmatrix reads eight rows of one 16-byte column at a time; shared memory has 8 groups of banks of 16 bytes.
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 def test_eight_rows_of_one_column_lie_in_different_banks(swizzle):

@@ -63,6 +63,7 @@ USES = {
     "approx.rcp": ("rcp.approx.ftz.f32", "f[0] = approx.rcp(x)"),
     "bar.sync": ("bar.sync", "bar.sync(1, 64)"),
     "bar.arrive": ("bar.arrive", "bar.arrive(1, 64)"),
+    "bar.warp_sync": ("bar.warp.sync", "bar.warp_sync()"),
     "cp_async.copy16": ("cp.async.cg.shared.global", "cp_async.copy16(at, g, i)"),
     "cp_async.commit_group": ("cp.async.commit_group", "cp_async.commit_group()"),
     "cp_async.wait_group": ("cp.async.wait_group 2", "made()", (2,)),
