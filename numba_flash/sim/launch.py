@@ -1,9 +1,10 @@
 """Launching a kernel in Numba's CUDA simulator: memory that checks its bounds, one launch at a time."""
 
+import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -92,25 +93,44 @@ def _typed(value: Any) -> Any:
 def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, memory: Any, arguments: tuple) -> None:
     from numba.cuda.simulator import kernel as numba_kernel
 
-    from .block import Block
-
     @toolchain.cuda().jit
     def quiet(*arguments: Any) -> None:
         # Infinities are the kernels' business. NumPy's error state belongs to a thread, so each sets its own.
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
-    numbas = numba_kernel.BlockManager
-    numba_kernel.BlockManager = functools.partial(Block, memory)
-    try:
+    with _instead_of_numbas(numba_kernel, memory):
         quiet[blocks, threads, 0, shared_bytes](*arguments)
+
+
+@contextlib.contextmanager
+def _instead_of_numbas(numba_kernel: Any, memory: Any) -> Iterator[None]:
+    """Blocks that take turns, and the module `cuda` swapped once a module rather than at every call of a function."""
+    from .block import Block
+
+    cuda, swapped = toolchain.cuda(), {}
+
+    def swap(function: Any, simulated: Any) -> contextlib.AbstractContextManager:
+        names = function.__globals__
+        if id(names) not in swapped:
+            swapped[id(names)] = names, [name for name, value in names.items() if value is cuda]
+            names.update(dict.fromkeys(swapped[id(names)][1], simulated))
+        return nothing
+
+    nothing = contextlib.nullcontext()
+    before = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module
+    numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Block, memory), swap
+    try:
+        yield
     finally:
-        numba_kernel.BlockManager = numbas
+        numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = before
+        for names, those in swapped.values():
+            names.update(dict.fromkeys(those, cuda))
 
 
-# Seconds for one score, and more for each element of its products: v1 and v2 on one core of a server, 2026.
-# One thread runs at a time, so nothing but the amount of work counts. The tensor-core kernels are no slower.
-SCORE_SECONDS, PRODUCT_SECONDS = 40e-6, 0.7e-6
+# Seconds for one score, and more for each element of its products: v2 and mma on one core of a busy server, 2026.
+# One thread runs at a time, so nothing but the amount of work counts.
+SCORE_SECONDS, PRODUCT_SECONDS = 25e-6, 0.8e-6
 
 
 def predicted_seconds(problem: Problem) -> float:
