@@ -11,7 +11,7 @@ def load_b32(address):
 
 
 def store_b32(address, value):
-    _store(address, 4, u32(value))
+    _store(address, [u32(value)])
 
 
 def load_v4(values, at, address):
@@ -19,7 +19,7 @@ def load_v4(values, at, address):
 
 
 def store_v4(address, values, at):
-    _store(address, 16, values[at : at + 4].view(np.uint32))
+    _store(address, values[at : at + 4].view(np.uint32))
 
 
 def _loaded(address, count):
@@ -29,8 +29,6 @@ def _loaded(address, count):
     return shared.data[address : address + count].view(np.uint32)
 
 
-def _store(address, count, value):
-    thread, address = current(), int(address)
-    shared = thread.block.shared
-    shared.write(shared.words(address, count, count), thread)
-    shared.data[address : address + count].view(np.uint32)[:] = value
+def _store(address, values):
+    thread = current()
+    thread.block.shared.store(int(address), values, thread)

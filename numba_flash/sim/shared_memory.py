@@ -113,6 +113,28 @@ class SharedMemory:
             self._latest[key] = seen, number
         return number
 
+    def store(self, address, values, thread):
+        """A thread's store of 32-bit values, at a multiple of their size."""
+        count = 4 * len(values)
+        words = self.words(address, count, count)
+        data = self.data[address : address + count].view(np.uint32)
+        if not ((data == values).all() and self._stored_by_others(words, thread.number)):
+            self.write(words, thread)
+            data[:] = values
+
+    def _stored_by_others(self, words, thread):
+        """Whether others stored these words meanwhile: doing the same beside them is harmless.
+
+        Two warpgroups may each set the same rows to zero, fence, and go on with a barrier of their own.
+        """
+        if self.copying[words].any():
+            return False
+        writers, epochs = self.writer[words], self.written[words]
+        unseen = self.order.known[thread, writers] < epochs
+        if unseen.any():
+            np.maximum.at(self.order.known[thread], writers[unseen], epochs[unseen])
+        return unseen.any() or self.reading[words].any()
+
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
         self._free(words, thread.number)

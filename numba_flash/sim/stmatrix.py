@@ -10,7 +10,7 @@ def rows(registers, count, trans):
     matrices = np.ascontiguousarray(registers.T).view(np.uint16).reshape(count, 8, 8)
     if trans:
         matrices = matrices.swapaxes(1, 2)
-    return matrices.reshape(8 * count, 8)
+    return np.ascontiguousarray(matrices).reshape(8 * count, 8)
 
 
 def _stmatrix(count, trans):
@@ -22,9 +22,7 @@ def _stmatrix(count, trans):
             np.stack([registers.view(np.uint32)[at : at + count] for _, registers, at in given]), count, trans
         )
         for thread, (address, _, _), row in zip(warp.members, given, values, strict=False):
-            address = int(address)
-            shared.write(shared.words(address, 16, 16), thread)
-            shared.data[address : address + 16].view(np.uint16)[:] = row
+            shared.store(int(address), row.view(np.uint32), thread)
 
     def stmatrix(address, registers, at):
         together((name, at), compute, (address, registers, at))

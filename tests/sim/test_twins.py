@@ -1025,6 +1025,29 @@ def test_a_tile_is_written_over_when_everyone_has_read_it(barrier):
         misuse(kernel, 64, match="written by thread 63, is read with no barrier in between", shared_bytes=512)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_two_warpgroups_may_set_the_same_rows_to_zero(same):
+    """Each for its own product, while the other's runs; other numbers are a race."""
+
+    def kernel():
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at, acc = shared.address(smem), cuda.local.array(4, np.dtype(np.float32))
+        ld_st.store_b32(at + 1024 + 4 * (i % 128), 0 if same else i // 128)
+        fence.proxy_async()
+        bar.sync(1 + i // 128, 128)
+        wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, describe(at + 1024), describe(at + 1024), 0)
+        wgmma.commit_group()
+        wgmma.wait_group(0)()
+
+    describe = wgmma.descriptor(128, 128, 0)
+    if same:
+        launch(kernel, 256, shared_bytes=4096)
+    else:
+        match = "with no barrier in between|while wgmma or a TMA store still reads it"
+        misuse(kernel, 256, match=match, shared_bytes=4096)
+
+
 def test_a_number_is_written_over_when_everyone_has_read_it():
     def kernel():
         i = cuda.threadIdx.x
