@@ -2,32 +2,22 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
+from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
-from numba_flash.arrays import read
-from numba_flash.config import SeedConfig
-from numba_flash.problem import Problem
-from numba_flash.select import KERNELS, SEED_TILES, refusal, select
+from numba_flash.config import MmaConfig, SeedConfig, TensorConfig
+from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 from numba_flash.target import Target
 
-KB = 1024
-TURING = Target(False, cc=(7, 5), shared_bytes=64 * KB, multiprocessors=40, name="T4")
-AMPERE = Target(False, cc=(8, 6), shared_bytes=99 * KB, multiprocessors=82, name="RTX 3090")
-HOPPER = Target(False, cc=(9, 0), shared_bytes=227 * KB, multiprocessors=132, name="H200")
 HOST = Target(True, why_no_gpu="no driver")
 HOST_BESIDE_GPU = dataclasses.replace(HOPPER, arrays_on_host=True)
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * KB, 132, "simulator")
+BEST_ON_HOPPER = "mma"
 
 
-def problem(head_dim=64, head_dim_v=None, dtype="float16", seqlen=4096, **options):
-    zero = np.zeros((), dtype)
-    shapes = ((1, 2, seqlen, d) for d in (head_dim, head_dim, head_dim_v or head_dim))
-    q, k, v = (read("q", np.broadcast_to(zero, shape)).layout for shape in shapes)
-    arguments = dict.fromkeys(
-        "out out_lse bias mask alibi_slopes seqlens_k q_offsets q_offset window scale softcap".split()
-    )
-    return Problem.of(q, k, v, **arguments | dict(causal=False, layout="bhsd", return_lse=False) | options)
+def strided(*strides, dim=64):
+    """q, k, v or out of the problem that `problem` makes, lying otherwise."""
+    return empty(1, 2, 4096, dim, strides=strides)
 
 
 # Each kind of machine; arrays on the host stay there unless a GPU kernel is named.
@@ -35,24 +25,160 @@ def problem(head_dim=64, head_dim_v=None, dtype="float16", seqlen=4096, **option
     ("target", "kernel", "expected", "copies"),
     [
         (TURING, "auto", "v2", False),
-        (AMPERE, "auto", "v2", False),
-        (HOPPER, "auto", "v2", False),
+        (A100, "auto", "mma", False),
+        (AMPERE, "auto", "mma", False),
+        (ADA, "auto", "mma", False),
+        (HOPPER, "auto", BEST_ON_HOPPER, False),
+        (B200, "auto", "mma", False),
+        (RTX_5090, "auto", "mma", False),
         (HOPPER, "v1", "v1", False),
+        (HOPPER, "mma", "mma", False),
         (HOST, "auto", "cpu", False),
         (HOST, "reference", "reference", False),
         (HOST_BESIDE_GPU, "auto", "cpu", False),
         (HOST_BESIDE_GPU, "v2", "v2", True),
+        (HOST_BESIDE_GPU, "mma", "mma", True),
         (SIMULATOR, "auto", "v2", False),
         (SIMULATOR, "cpu", "cpu", False),
         (SIMULATOR, "v1", "v1", False),
+        (SIMULATOR, "mma", "mma", False),
     ],
 )
 def test_the_choice(target, kernel, expected, copies):
     choice = select(problem(), target, kernel)
     assert (choice.kernel, choice.copies) == (expected, copies)
-    assert (choice.config is not None) == (expected in ("v1", "v2"))
+    assert (choice.config is not None) == (expected not in ("cpu", "reference"))
+    assert isinstance(choice.config, TensorConfig) == (expected in TENSOR)
     assert sorted([expected, *(name for name, _ in choice.refused)]) == sorted(KERNELS)
     assert all(reason for _, reason in choice.refused)
+
+
+# Each thing that tensor cores do not take, alone; "auto" goes on to v2, and says why.
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (dict(dtype="float32"), "not float32"),
+        (dict(dtype="float64"), "not float64"),
+        (dict(bias=empty(4096)), "no bias"),
+        (dict(mask=empty(4096, dtype="bool")), "no mask"),
+        (dict(aligned=False), "address that is not a multiple of 16 bytes"),
+        (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
+        (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
+        (dict(head_dim=60), "q has rows"),
+        (dict(head_dim_v=60), "v has rows"),
+        (dict(k=strided(2**20, 2**19, 65, 1)), "k has rows"),
+        (dict(k=strided(2**20, 2**19 + 1, 64, 1)), "k has rows, heads"),
+        (dict(q=strided(2**20, 2**19, 128, 2)), "q is not contiguous along dim"),
+        (dict(v=strided(2**20, 2**19, 64, -1)), "v is not contiguous along dim"),
+        (dict(k=strided(2**20, 2**19, 64, 0)), "k is not contiguous along dim"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_tensor_cores_do_not_take_goes_to_v2(made, reason):
+    choice = select(problem(**made), A100, "auto")
+    assert choice.kernel == "v2" and reason in dict(choice.refused)["mma"]
+    with pytest.raises(NotImplementedError, match="What would run: kernel='v1' or 'v2'") as caught:
+        select(problem(**made), A100, "mma")
+    assert reason in str(caught.value)
+
+
+# Rows and heads apart, backwards and repeated; one row and one column, whose strides nobody steps along; an output
+# that lies anyhow.
+@pytest.mark.parametrize(
+    "made",
+    [
+        dict(q=strided(2**20, 2**19 + 8, 72, 1), k=strided(2**20, 64, 128, 1), v=strided(2**20, 2**19, -64, 1)),
+        dict(k=strided(0, 0, 64, 1), v=strided(0, 2**19, 0, 1)),
+        dict(seqlen=1, heads=1, head_dim=59),
+        dict(head_dim=1, q=empty(1, 2, 4096, 1, strides=(2**20, 2**19, 8, 5)), seqlen_k=1, heads_kv=1),
+        dict(out=empty(1, 2, 4096, 64, strides=(1, 3, 7 * 4096, 7 * 4096**2))),
+    ],
+    ids=range(5),
+)
+def test_what_tensor_cores_do_take(made):
+    assert select(problem(**made), A100, "auto").kernel == "mma"
+    assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
+
+
+def test_tensor_cores_begin_at_ampere():
+    assert "compute capability 8.0, and T4 has 7.5" in refusal("mma", problem(), TURING)
+
+
+# For every GPU, up to the largest head_dim: the first row whose tiles fit.
+@pytest.mark.parametrize("target", TENSOR_MACHINES, ids=lambda target: target.name)
+def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target):
+    for head_dim in (1, 8, 64, 65, 128, 129, 256, 257, 512):
+        made = problem(head_dim, q=empty(1, 2, 4096, head_dim, strides=(2**22, 2**21, 512, 1)))
+        made = dataclasses.replace(made, k_strides=made.q_strides, v_strides=made.q_strides)
+        assert refusal("mma", made, target) is None
+        config = select(made, target, "mma").config
+        rows = [row for row in MMA_TILES if row[0] >= head_dim]
+        fitting = [c for c in _candidates("mma", made, target) if c.shared_bytes <= target.shared_bytes]
+        assert len(_candidates("mma", made, target)) == len(rows) and config == fitting[0]
+
+
+def test_the_tables_rows_are_in_the_order_in_which_they_are_tried():
+    widest = [row[0] for row in MMA_TILES]
+    assert widest == sorted(widest)
+    for before, row in zip(MMA_TILES, MMA_TILES[1:], strict=False):
+        if before[0] == row[0]:  # for GPUs with less shared memory
+            one, other = (mma(row=x).shared_bytes for x in (before, row))
+            assert other < one, "a row behind one that needs less is never taken"
+
+
+def mma(row=MMA_TILES[0], **others):
+    widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm = row
+    return MmaConfig(
+        **dict(
+            kernel="mma", dtype="float16", head_dim=widest, head_dim_v=widest, tile_m=tile_m, tile_n=tile_n,
+            warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm,
+        ) | others
+    )  # fmt: skip
+
+
+# (seqlen_q, heads, heads_kv) -> (group, tile_m) of the row 128 x 64, warps of 32: a whole tile or more, half a tile,
+# one query; a group that fits, one that fits no tile, none.
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "heads_kv", "group", "tile_m"),
+    [
+        (4096, 2, 2, 1, 128), (128, 2, 2, 1, 128), (65, 2, 2, 1, 128), (64, 2, 2, 1, 64), (33, 2, 2, 1, 64),
+        (32, 2, 2, 1, 32), (1, 2, 2, 1, 32), (128, 8, 2, 1, 128), (127, 8, 2, 4, 128),
+        (16, 8, 2, 4, 64), (8, 8, 2, 4, 32), (9, 8, 2, 4, 64), (1, 64, 1, 64, 64), (1, 32, 1, 32, 32),
+        (20, 6, 2, 1, 32), (1, 256, 1, 1, 32), (1, 128, 1, 128, 128),
+    ],
+)  # fmt: skip
+def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
+    config = select(problem(seqlen=seqlen, seqlen_k=500, heads=heads, heads_kv=heads_kv), A100, "mma").config
+    assert (config.group, config.tile_m) == (group, tile_m)
+    assert config.queries * config.group == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
+
+
+# Why scores cannot wait for the exponent: each alone, and neither.
+@pytest.mark.parametrize(
+    ("options", "scaled"),
+    [({}, False), (dict(scale=2.0), False), (dict(scale=0), True), (dict(scale=-1.0), True), (dict(softcap=3.0), True),
+     (dict(alibi_slopes=empty(2, dtype="float32")), True)],
+)  # fmt: skip
+def test_scores_are_finished_first_where_they_must_be(options, scaled):
+    config = select(problem(**options), A100, "mma").config
+    assert config.scaled == scaled
+    assert (config.softcap, config.alibi_dtype is not None) == ("softcap" in options, "alibi_slopes" in options)
+
+
+# 16 bytes of o at a time: whole chunks, rows at multiples of 16 bytes; and each that is not so.
+@pytest.mark.parametrize(
+    ("made", "wide"),
+    [
+        ({}, True),
+        (dict(out=strided(2**20, 64, 128, 1)), True),
+        (dict(out=strided(2**20, 64, 129, 1)), False),
+        (dict(out=strided(2**20, 2**19, 128, 2)), False),
+        (dict(v=strided(2**20, 2**19, 64, 1, dim=60)), False),
+    ],
+    ids=range(5),
+)
+def test_o_is_written_in_wide_stores_where_it_can_be(made, wide):
+    assert select(problem(**made), A100, "mma").config.wide_o == wide
 
 
 def test_tiles_are_the_largest_that_fit():
@@ -105,7 +231,7 @@ def test_unknown_names_and_needless_streams_are_refused():
         select(problem(), HOST, "v3")
     with pytest.raises(ValueError, match="host memory"):
         select(problem(), HOST, "cpu", stream=True)
-    assert select(problem(), HOPPER, "auto", "cupy", stream=True).kernel == "v2"
+    assert select(problem(), HOPPER, "auto", "cupy", stream=True).kernel == BEST_ON_HOPPER
 
 
 # All that the simulator cannot index; the rungs on the host can still take them.
@@ -135,6 +261,54 @@ def test_a_config_checks_itself(wrong):
     right = dict(kernel="v2", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SeedConfig(**right | wrong)
+
+
+# What the warps and the products divide by, and what a Config must not say at once.
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (dict(dtype="float32"), "float16 and bfloat16, not float32"),
+        (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
+        (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
+        (dict(group=3), "group must divide tile_m = 128"), (dict(softcap=True), "scaled"),
+        (dict(alibi_dtype="float32"), "scaled"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tensor_config_checks_itself(wrong, word):
+    with pytest.raises(ValueError, match=word):
+        mma(**wrong)
+    assert mma(softcap=True, alibi_dtype="float32", scaled=True, group=128).queries == 1
+
+
+# Whole, with tails, wider than registers allow, head_dim_v apart.
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "depth", "width", "parts"),
+    [(64, 64, 64, 64, 1), (1, 1, 16, 16, 1), (17, 31, 32, 32, 1), (512, 256, 512, 256, 1), (8, 257, 16, 144, 2),
+     (512, 512, 512, 256, 2), (64, 500, 64, 256, 2)],
+)  # fmt: skip
+def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts):
+    config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, warp_rows=16)
+    assert (config.depth, config.width, config.v_parts) == (depth, width, parts)
+    assert config.width * config.v_parts >= head_dim_v > config.width * (config.v_parts - 1)
+
+
+# head_dims over one and over several panels of 64 columns, alike and not; tiles of one warp and of several.
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (16, 200), (200, 16), (512, 512)])
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
+def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
+    config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
+    q_at, k_at, v_at, notes_at, end = config.shared_offsets()
+
+    def size(rows, columns):
+        return rows * -(-columns // 64) * 128
+
+    assert q_at == 0 and k_at - q_at == size(tile_m, config.depth) and v_at - k_at == size(tile_n, config.depth)
+    assert end - v_at >= size(tile_n, config.width)
+    assert notes_at >= size(tile_m, config.width) and end - notes_at >= 8 * tile_m
+    assert config.shared_bytes >= end + 1024 - 16, (
+        "the first panel begins at a multiple of 1024, and memory at one of 16"
+    )
 
 
 # The fewest bytes, float64, a head_dim that is padded, and both kernels.
