@@ -5,7 +5,7 @@ One list for both, so that they cannot drift apart. The order is that of the ker
 
 import functools
 
-from .config import Config
+from .config import Config, WgmmaConfig
 from .problem import Problem
 from .ranges import UNBOUNDED
 from .tensor_maps import TensorMap
@@ -19,6 +19,8 @@ def pointer_types(config: Config) -> tuple[str, ...]:
     )  # fmt: skip
     if config.kernel == "v1":
         types += (config.compute_dtype,) * 3  # its workspace: O before rounding, l and m
+    if config.kernel == "wgmma":
+        types += ("uint32",)  # its tile counter
     return types
 
 
@@ -27,7 +29,7 @@ SCALAR_TYPES = (
     *[("int64", 4)] * 6,  # q, k, v, o, bias, mask strides: (batch, head, query or key, dim or key)
     ("int64", 2),  # alibi strides (batch, head)
     ("int64", 2),  # batch strides of seqlens_k and of q_offset
-    *["int64"] * 7,  # heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset
+    *["int64"] * 8,  # batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset
     *["float64"] * 2,  # scale, softcap
 )
 
@@ -42,7 +44,7 @@ def scalars(problem: Problem) -> Scalars:
         problem.q_strides, problem.k_strides, problem.v_strides, problem.o_strides,
         problem.bias_strides, problem.mask_strides, problem.alibi_strides,
         (problem.seqlens_k_stride, problem.q_offset_stride),
-        problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
+        problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
         UNBOUNDED if problem.left is None else problem.left,
         UNBOUNDED if problem.right is None else problem.right,
         problem.q_offset, problem.scale, problem.softcap or 0.0,
@@ -51,4 +53,16 @@ def scalars(problem: Problem) -> Scalars:
 
 def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
     """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
-    return ()
+    if not isinstance(config, WgmmaConfig):
+        return ()
+    p, group = problem, config.group
+    q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
+    # The heads of a group are a dimension of their own, so that a box holds some queries with all of them.
+    q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
+    q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, config.queries, 1, 1))
+    maps = [(0, q)]
+    for operand, strides, columns in ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v)):
+        batch, head, row = (2 * stride for stride in strides[:3])
+        shape = (columns, p.seqlen_k, p.heads_kv, p.batch)
+        maps.append((operand, TensorMap(p.dtype, shape, (row, head, batch), (64, config.tile_n, 1, 1))))
+    return tuple(maps)

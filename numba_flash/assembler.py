@@ -47,6 +47,7 @@ def assemble(ptx: str, arch: str) -> Assembled:
     """Machine code for arch ("sm_90a") from PTX."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch, ptxas_options=["-v"]))
+    options = LinkerOptions(arch=arch, ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     code = linker.link("cubin").code
     return Assembled(bytes(code), linker.get_info_log() + linker.get_error_log())

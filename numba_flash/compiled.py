@@ -58,14 +58,12 @@ def source(config: AnyConfig) -> Any:
 
 
 def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
-    from cuda.core import ObjectCode
-
     arch = architecture(cc)
     cached = read_cache(config, arch)
     if cached is not None:
-        # A cubin that passes its checksum and still does not load is as good as none.
+        # Code that passes its checksum and still does not load is as good as none.
         with contextlib.suppress(Exception):
-            return _opt_in(ObjectCode.from_cubin(cached).get_kernel(entry_name(config)), config, device)
+            return _opt_in(_loaded(config, cached), config, device)
     started = time.perf_counter()
     if sys.stderr.isatty():
         print(
@@ -74,11 +72,29 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
             file=sys.stderr,
             flush=True,
         )
-    cubin = assemble(to_ptx(config, cc), arch).cubin
+    code = to_code(config, cc)
+    kernel = _opt_in(_loaded(config, code), config, device)
     if sys.stderr.isatty():
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    write_cache(config, arch, cubin)
-    return _opt_in(ObjectCode.from_cubin(cubin).get_kernel(entry_name(config)), config, device)
+    write_cache(config, arch, code)
+    return kernel
+
+
+def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
+    """What the disk cache keeps and the driver loads: a cubin, or for a whole program PTX.
+
+    nvJitLink assembles for linking with other code, and then setmaxnreg is ignored and wgmma serialised (C7504,
+    C7512); the driver assembles a module of its own as a whole, and keeps what it made in a cache of its own.
+    """
+    ptx = to_ptx(config, cc)
+    return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
+
+
+def _loaded(config: AnyConfig, code: bytes) -> Any:
+    from cuda.core import ObjectCode
+
+    module = ObjectCode.from_ptx(code) if config.whole_program else ObjectCode.from_cubin(code)
+    return module.get_kernel(entry_name(config))
 
 
 def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
@@ -107,20 +123,26 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
     cuda = toolchain.cuda()
     function = source(config).py_func
-    options: dict[str, Any] = {"fastmath": getattr(config, "fastmath", False)}
-    blocks = getattr(config, "blocks_per_sm", 0)  # what the registers must suffice for
+    options: dict[str, Any] = {}
+    blocks = config.blocks_per_sm  # what the registers must suffice for
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
     with _lock, _compiling_for(cc):
-        ptx, _ = cuda.compile(function, _signature(config), device=False, abi="numba", cc=cc, output="ptx", **options)
+        target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
+        ptx, _ = cuda.compile(
+            function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
+        )
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
-    return _with_tensor_maps(ptx.replace(mangled[1], entry_name(config)), config)
+    ptx = ptx.replace(mangled[1], entry_name(config))
+    if config.whole_program:  # the driver that assembles it may be older than the compiler, but not than these kernels
+        ptx = re.sub(r"^\.version \d+\.\d+", ".version 8.0", ptx, count=1, flags=re.M)
+    return _with_tensor_maps(ptx, config)
 
 
 def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
     """Numba has no parameter of 128 bytes: the kernel's first one, a number by name, becomes its tensor maps."""
-    maps = getattr(config, "tensor_maps", 0)
+    maps = config.tensor_maps
     if not maps:
         return ptx
     name = f"{entry_name(config)}_param_0"
@@ -141,7 +163,7 @@ def _signature(config: AnyConfig) -> Any:
     if isinstance(config, Config):
         pointers, rest = pointer_types(config), SCALAR_TYPES
     plain = {"int64": numba_types.int64, "float64": numba_types.float64}
-    parameters: list[Any] = [numba_types.uint64] if getattr(config, "tensor_maps", 0) else []
+    parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
     parameters += [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
     parameters += [numba_types.UniTuple(plain[x[0]], x[1]) if isinstance(x, tuple) else plain[x] for x in rest]
     return numba_types.void(*parameters)

@@ -38,6 +38,7 @@ class Config:
     shared_bytes: int = field(init=False)
 
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
+    whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
 
     @property
     def compute_dtype(self) -> str:
@@ -178,12 +179,68 @@ class MmaConfig(TensorConfig):
 
 
 @dataclass(frozen=True)
+class WgmmaConfig(TensorConfig):
+    """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+
+    stages: tiles of K and V on their way or in use. ping_pong: consumers take turns with the tensor cores, so
+    that the softmax of one runs beside the products of the other. l2_bytes: how much K and V the blocks of
+    the whole GPU work on at a time, so that it stays in L2.
+    """
+
+    stages: int = 2
+    ping_pong: bool = True
+    l2_bytes: int = 16 * 2**20
+    blocks_per_sm: int = 1
+
+    tensor_maps: ClassVar[int] = 3  # of q, k and v
+    whole_program: ClassVar[bool] = True
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+
+    def __post_init__(self) -> None:
+        self._check(64, 16)
+        if self.consumers not in self.REGISTERS:
+            raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
+        if self.tile_n > 256:
+            raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2, not {self.stages}: the next K is read before this V is done")
+        if self.v_parts > 1 or self.depth > 256:
+            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
+        return self.REGISTERS[self.consumers]
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, the stages of K, those of V, the notes on O's rows, barriers and words, and the end are."""
+        k_at = tile_bytes(self.tile_m, self.depth)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
+        notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
+        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 8 * (7 + 4 * self.stages)
+
+
+@dataclass(frozen=True)
 class SoftmaxConfig:
     """The compile-time facts of one softmax kernel: one thread per row, or one block per row for "blocked"."""
 
     kernel: str  # "safe", "online" or "blocked"
     dtype: str
     threads: int
+
+    tensor_maps: ClassVar[int] = 0
+    whole_program: ClassVar[bool] = False
+    blocks_per_sm: ClassVar[int] = 0
 
     @property
     def compute_dtype(self) -> str:

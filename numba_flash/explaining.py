@@ -25,7 +25,7 @@ class Explanation:
 
     @staticmethod
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
-        blocks = launch.grid(choice.config, problem) if choice.config else 0
+        blocks = launch.grid(choice.config, problem, target) if choice.config else 0
         return Explanation(choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused)
 
     def __str__(self) -> str:

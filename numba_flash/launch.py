@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, reference
+from . import arrays, counters, reference
 from .arguments import Scalars, pointer_types, scalars, tensor_maps
 from .arrays import Array, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
@@ -47,19 +47,23 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     config = choice.config
     assert config is not None
     maps = tensor_maps(config, problem)
-    ready = on_gpu(config, target, grid(config, problem), len(pointer_types(config)), scalars(problem), maps)
+    blocks = grid(config, problem, target)
+    ready = on_gpu(config, target, blocks, len(pointer_types(config)), scalars(problem), maps)
     if choice.kernel == "v1":
         ready = _WithWorkspace(problem, ready)
+    if choice.kernel == "wgmma":
+        ready = _WithCounter(target, ready)
     return _Announced(problem, ready) if target.simulated else ready
 
 
-def grid(config: Config, problem: Problem) -> int:
-    """How many blocks: v1 walks over all queries of a head itself, the others have a block for each query tile."""
+def grid(config: Config, problem: Problem, target: Target) -> int:
+    """How many blocks: v1 walks over all queries of a head itself, wgmma's blocks stay and take tile after tile, and
+    the others have a block for each query tile."""
     if config.kernel == "v1":
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
         tiles = problem.batch * (problem.heads // config.group) * -(-problem.seqlen_q // config.queries)
-        return tiles * config.v_parts
+        return min(tiles, target.multiprocessors) if config.kernel == "wgmma" else tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
 
@@ -129,6 +133,30 @@ class _Announced(Launch):
 
         warn_if_long(self._problem)
         self._ready.run(operands, stream)
+
+
+class _WithCounter(Launch):
+    """wgmma with the counter by which its blocks take query tiles."""
+
+    __slots__ = ("_ready", "_target")
+
+    def __init__(self, target: Target, ready: Launch) -> None:
+        self._target, self._ready = target, ready
+
+    def load(self) -> object:
+        if not self._target.simulated:
+            counters.prepare(self._target.device)
+        return self._ready.load()
+
+    def run(self, operands: Given, stream: int) -> None:
+        q = operands[0]
+        assert q is not None
+        if self._target.simulated:
+            counter = arrays.scratch(q, (counters.WORDS,), "uint32")
+            arrays.host_view(counter)[...] = 0
+        else:
+            counter = counters.counter(q, self._target.device, stream)
+        self._ready.run((*operands, counter), stream)
 
 
 class _WithWorkspace(Launch):

@@ -6,12 +6,14 @@ Nothing here touches CUDA or Numba, so every choice can be tested for machines t
 from dataclasses import dataclass
 from typing import Any
 
-from .config import Config, MmaConfig, SeedConfig
+from .arguments import tensor_maps
+from .config import Config, MmaConfig, SeedConfig, WgmmaConfig
 from .problem import Problem
 from .target import Target
+from .tensor_maps import fits
 
-KERNELS = ("reference", "v1", "v2", "mma", "cpu")
-TENSOR = ("mma",)  # those on tensor cores
+KERNELS = ("reference", "v1", "v2", "mma", "wgmma", "cpu")
+TENSOR = ("mma", "wgmma")  # those on tensor cores
 
 # (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last query.
 # H200, v2, seqlen 4096, 16 heads, 2026-11-21, in TFLOP/s: float32, head_dim 64: 256 x 16 11.4, 256 x 32 11.3,
@@ -28,6 +30,13 @@ MMA_TILES = (
     (256, 64, 32, 16, False, 1),
     (512, 64, 32, 16, False, 1),
     (512, 32, 32, 16, False, 1),
+)
+# (largest head_dim, tile_m, tile_n, ping_pong)
+WGMMA_TILES = (
+    (64, 192, 128, True),
+    (128, 128, 128, True),
+    (256, 128, 80, False),
+    (256, 64, 64, False),
 )
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -76,7 +85,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 def _by_preference(target: Target) -> tuple[str, ...]:
     if target.simulated:
         return ("v2",)
-    return ("cpu",) if target.arrays_on_host else ("mma", "v2", "v1")
+    return ("cpu",) if target.arrays_on_host else ("wgmma", "mma", "v2", "v1")
 
 
 def _not_asked(name: str, kernel: str, target: Target) -> str:
@@ -120,6 +129,8 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
 
 def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) -> str | None:
     """Why a tensor-core kernel does not take the problem, apart from shared memory."""
+    if name == "wgmma" and cc != (9, 0):
+        return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
     if problem.dtype not in ("float16", "bfloat16"):
@@ -127,7 +138,7 @@ def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str)
     for option in ("bias", "mask"):
         if problem.bias_dtype if option == "bias" else problem.has_mask:
             return f"it takes no {option} yet"
-    widest = MMA_TILES[-1][0]
+    widest = (WGMMA_TILES if name == "wgmma" else MMA_TILES)[-1][0]
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
     if not problem.aligned:
@@ -139,6 +150,11 @@ def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str)
             return f"{operand} is not contiguous along dim"
         if any(stride % 8 for stride in strides[:3]):
             return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
+    if name == "wgmma":
+        for index, tensor_map in tensor_maps(_wgmma_candidates(problem)[0], problem):
+            reason = fits(tensor_map)
+            if reason is not None:
+                return f"{'qkv'[index]} cannot be fetched by TMA: {reason}"
     return None
 
 
@@ -150,6 +166,8 @@ def _candidates(name: str, problem: Problem, target: Target) -> list[Config]:
     """Configs to choose from, the best first; the last needs the least shared memory."""
     if name == "mma":
         return _mma_candidates(problem)
+    if name == "wgmma":
+        return _wgmma_candidates(problem)
     tiles = SIMULATOR_TILES if target.simulated else SEED_TILES
     # not mostly past the last query
     fitting = [tile for tile in tiles if tile[0] <= 32 or tile[0] < 2 * problem.seqlen_q]
@@ -169,6 +187,18 @@ def _mma_candidates(problem: Problem) -> list[Config]:
                     warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm,
                 )
             )  # fmt: skip
+    return configs
+
+
+def _wgmma_candidates(problem: Problem) -> list[Config]:
+    configs: list[Config] = []
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    for widest, tile_m, tile_n, ping_pong in WGMMA_TILES:
+        if head_dim <= widest:
+            group = _group(problem, tile_m)
+            tile_m = _rows(problem, group, tile_m, 64)
+            features = _features("wgmma", problem) | _tensor_features(problem, group)
+            configs.append(WgmmaConfig(**features, tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong))
     return configs
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special
+from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
 from .steps import async_tiles, elements, fragment_scores, fragment_softmax, output_rows, scores
+from .steps import repair_rows as repair_rows_step
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
@@ -47,13 +48,15 @@ def make(config):
     load_k = async_tiles.loader(tile_n, depth, threads)
     load_v = async_tiles.loader(tile_n, width, threads)
     head, _ = scores.make(config)
-    one_score, finish_scores, mask_scores = fragment_scores.make(config, strips)
+    one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, strips)
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
-    store_rows = output_rows.make(config, warp_rows, notes_at, one_score)
+    store_rows = output_rows.make(config, warp_rows)
+    repair_rows = repair_rows_step.make(config, warp_rows, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
-    bfly = shfl.bfly_f32
+    bfly, any_lane = shfl.bfly_f32, vote.any_lane
+    write_lse, ln_2 = config.write_lse, float32(fragment_softmax.LN_2)
     thread_index, block_index = special.thread_index, special.block_index
     store_shared = ld_st.store_b32
     address, shared_address = memory.address, shared.address
@@ -104,21 +107,6 @@ def make(config):
             for n in range(o_blocks):
                 for i in range(4):
                     acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
-
-    @cuda.jit(device=True, inline="always")
-    def limits(j, tile_pos, left, right, keys, first, end, distance):
-        """The columns [first, end) of tile j that each of the lane's rows sees, from the lane's first column on."""
-        # With the thread's number read anew, none of this is worked out ahead of the loop and kept in registers.
-        thread = thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        first_column = j * tile_n + first_column_of(lane)
-        for r in range(rows):
-            row = warp * warp_rows + first_row_of(lane) + r * 8
-            q_pos = tile_pos + int64(uint32(row) // uint32(group))
-            first_key, end_key = row_keys(q_pos, left, right, keys)
-            first[r] = int32(min(max(first_key - first_column, -8), tile_n))
-            end[r] = int32(min(max(end_key - first_column, -8), tile_n))
-            distance[r] = float32(q_pos - first_column)
 
     @cuda.jit(device=True, inline="always")
     def scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread):
@@ -173,7 +161,7 @@ def make(config):
     def flash_attention_mma(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
         q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
     ):  # fmt: skip
         scale, softcap = float32(scale_), float32(softcap_)
         scale_log2 = scale * log2_e
@@ -253,7 +241,12 @@ def make(config):
             while j >= begin and (j >= cut or j < free):
                 rows_left = keys - j * tile_n
                 scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread)
-                limits(j, tile_pos, left, right, keys, first, end, distance)
+                # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
+                again = thread_index()
+                limits(
+                    j, (again >> int32(5)) * warp_rows, again & int32(31), tile_pos, left, right, keys,
+                    first, end, distance,
+                )  # fmt: skip
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, first, end)
@@ -285,7 +278,10 @@ def make(config):
         finish(m, l, alpha, lse_log2, scale_log2)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
+        # One division, then O in 16 bits to shared memory, with a note on each row.
         o_smem = aligned(shared_address(smem))  # (tile_m, width)
+        notes = o_smem + notes_at
+        any_suspect = uint32(0)
         for r in range(rows):
             strip, below = r // 2, r % 2
             row = lane_row + r * 8
@@ -297,15 +293,21 @@ def make(config):
                 store_shared(o_smem + panel_offset(row, n, tile_m) + 2 * lane_column, pack(low, high))
             suspect += bfly(suspect, 1)
             suspect += bfly(suspect, 2)
+            flag = uint32(0) if suspect == 0 else uint32(1)
+            any_suspect |= flag
             if lane & 3 == 0:
-                note = o_smem + notes_at + row * note_bytes
-                store_shared(note, uint32(0) if suspect == 0 else uint32(1))
-                store_shared(note + 4, lse_log2[r].view(np.uint32))
+                store_shared(notes + row * note_bytes, flag)
+                store_shared(notes + row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                query = first_query + row // group
+                if write_lse and part == 0 and query < seqlen_q:
+                    lse[(b * heads + h + row % group) * seqlen_q + query] = lse_log2[r] * ln_2
         cuda.syncthreads()
-        store_rows(
-            warp, lane, o_smem, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides), lse,
-            b, h, h_kv, heads, first_query, seqlen_q, part, tile_pos, left, right, keys,
-            alibi_slopes, alibi_strides, scale, softcap,
-        )  # fmt: skip
+        store_rows(warp * warp_rows, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part)
+        if any_lane(any_suspect) != 0:
+            repair_rows(
+                warp * warp_rows, lane, notes, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
+                b, h, h_kv, first_query, seqlen_q, part, tile_pos, left, right, keys,
+                alibi_slopes, alibi_strides, scale, softcap,
+            )  # fmt: skip
 
     return flash_attention_mma

@@ -51,7 +51,7 @@ def make(config):
     def flash_attention_v2(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
         q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         m_tiles = (seqlen_q + tile_m - 1) // tile_m

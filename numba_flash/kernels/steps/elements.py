@@ -16,6 +16,7 @@ ELEMENT_TYPES = {
     "float64": float64,
     "uint8": uint8,
     "int32": int32,
+    "uint32": uint32,
 }
 COMPUTE_TYPES = {"float16": float32, "bfloat16": float32, "float32": float32, "float64": float64}
 

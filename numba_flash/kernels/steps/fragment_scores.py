@@ -7,17 +7,23 @@ row r being element pair (4 * n + 2 * (r % 2)) of strip r // 2.
 
 import math
 
-from numba import cuda, float32, int32
+from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import approx
+from ... import ranges
+from ...ptx import approx, fragments
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+first_row_of = cuda.jit(device=True)(fragments.row)
+first_column_of = cuda.jit(device=True)(fragments.column)
 
 LOG2_E = 1.4426950408889634
 SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
 
 
 def make(config, strips):
-    """-> (one, finish, mask), device functions."""
-    blocks = config.tile_n // 8
+    """-> (one, limits, finish, mask), device functions."""
+    tile_n, group = config.tile_n, config.group
+    blocks = tile_n // 8
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
     ex2, rcp = approx.ex2, approx.rcp
     minus_inf = float32(-math.inf)
@@ -42,6 +48,21 @@ def make(config, strips):
         return s
 
     @cuda.jit(device=True, inline="always")
+    def limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance):
+        """The columns [first, end) of tile j that each of the lane's rows sees, counted from the lane's first column.
+
+        first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`.
+        """
+        first_column = j * tile_n + first_column_of(lane)
+        for r in range(2 * strips):
+            row = first_row + first_row_of(lane) + r * 8
+            q_pos = tile_pos + int64(uint32(row) // uint32(group))
+            first_key, end_key = row_keys(q_pos, left, right, keys)
+            first[r] = int32(min(max(first_key - first_column, -8), tile_n))
+            end[r] = int32(min(max(end_key - first_column, -8), tile_n))
+            distance[r] = float32(q_pos - first_column)
+
+    @cuda.jit(device=True, inline="always")
     def finish(acc_s, slopes, distance, scale, softcap):
         """acc_s <- finished scores. slopes, distance (2 * strips,): of the lane's rows, at its first column."""
         for strip in range(strips):
@@ -63,4 +84,4 @@ def make(config, strips):
                     if column < first[r] or column >= end[r]:
                         acc_s[at] = minus_inf
 
-    return one, finish, mask
+    return one, limits, finish, mask

@@ -1,0 +1,479 @@
+"""FlashAttention-2 for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
+
+Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
+
+Roles. One thread of the producer warpgroup fetches Q, K and V by TMA into shared memory; each consumer
+warpgroup multiplies for 64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when
+all consumers are done with it. Registers move from the producer to the consumers (setmaxnreg).
+
+Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
+the next runs while P . V does. With ping_pong two consumers moreover take turns, so that one multiplies
+while the other computes exponentials.
+
+One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global
+memory, those that see the most keys first, a few heads at a time so that their K and V stay in L2. The
+last block to find no tile left sets the counter back, so it is ready for the next launch.
+
+The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
+(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, uint8, uint32
+
+from .. import ranges
+from ..ptx import (  # noqa: I001
+    bar,
+    cvt,
+    fence,
+    fragments,
+    ld_st,
+    mbarrier,
+    memory,
+    setmaxnreg,
+    shared,
+    shfl,
+    special,
+    tma,
+    vote,
+    wgmma,
+)  # fmt: skip
+from .steps import elements, fragment_scores, fragment_softmax, scores
+from .steps import repair_rows as repair_rows_step
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+
+
+def make(config):
+    tile_m, tile_n, stages, consumers = config.tile_m, config.tile_n, config.stages, config.consumers
+    head_dim_v, depth, width = config.head_dim_v, config.depth, config.width
+    group, queries, note_bytes, alignment = config.group, config.queries, config.NOTE_BYTES, config.ALIGNMENT
+    _, k_at, v_at, notes_at, barriers_at, _ = config.shared_offsets()
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
+    k_panels, v_panels = -(-depth // 64), -(-width // 64)
+    q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
+    s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
+    o_blocks = width // 8
+    all_consumers = 128 * consumers
+    ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
+    scaled, has_alibi, write_lse, wide_o = (
+        config.scaled,
+        config.alibi_dtype is not None,
+        config.write_lse,
+        config.wide_o,
+    )
+    padded = config.seqlens_k  # V may hold anything behind the valid keys
+    l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
+
+    kind = "f16" if config.dtype == "float16" else "bf16"
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
+    q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(depth // 16))
+    k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(depth // 16))
+    v_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
+    multiply_q_k = wgmma.product_shared(tile_n, kind, q_steps, k_steps, 0)
+    multiply_p_v = wgmma.product_registers(width, kind, v_steps, 1)
+    describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
+    describe_v = wgmma.descriptor(kv_panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+    maps_address = tma.parameter("numba_flash_wgmma")
+    load_4d, load_5d = tma.load_4d, tma.load_5d
+    init, expect, arrive, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.arrive, mbarrier.wait
+    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
+    bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
+    bfly, any_lane = shfl.bfly_f32, vote.any_lane
+    thread_index, block_index = special.thread_index, special.block_index
+    load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
+    address, store_b32, store_b16, atomic_add = memory.address, memory.store_b32, memory.store_b16, memory.add
+    exchange, shared_address = memory.exchange, shared.address
+
+    head, _ = scores.make(config)
+    one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
+    start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    repair_rows = repair_rows_step.make(config, 16, one_score)
+    load_slope = elements.loader(config.alibi_dtype or "float32", float32)
+    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
+    log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
+
+    # mbarriers, 8 bytes each, and words; K and V have one barrier of either kind for each stage
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY = (barriers_at + 8 * i for i in range(4))
+    TILE, TILES, M_TILES, HEAD_TILES, HEADS_AT_ONCE = (barriers_at + 32 + 4 * i for i in range(5))
+    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 56 + 8 * stages * i for i in range(4))
+
+    @cuda.jit(device=True, inline="always")
+    def divide(x, y):
+        """x // y of what is never negative; of signed 64-bit numbers it is a hundred instructions."""
+        return int32(uint32(x) // uint32(y))
+
+    @cuda.jit(device=True, inline="always")
+    def stage_of(n):
+        return int32(uint32(n) % uint32(stages))
+
+    @cuda.jit(device=True, inline="always")
+    def phase_of(n):
+        """The parity of the phase in which the n-th use of a ring of stages is filled."""
+        return int32(uint32(n) // uint32(stages)) & 1
+
+    @cuda.jit(device=True, inline="always")
+    def plan(base, batch, heads, heads_kv, seqlen_q, seqlen_k):
+        """How the query tiles are counted; in shared memory, because registers are dear."""
+        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
+        head_tiles = int32(batch) * divide(heads, group)
+        kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(heads, heads_kv * group), head_tiles))
+        store_shared(base + TILES, uint32(m_tiles * head_tiles))
+        store_shared(base + M_TILES, uint32(m_tiles))
+        store_shared(base + HEAD_TILES, uint32(head_tiles))
+        store_shared(base + HEADS_AT_ONCE, uint32(heads_at_once))
+
+    @cuda.jit(device=True, inline="always")
+    def tile_of(t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):
+        """-> (b, h, h_kv, first_query, keys, tile_pos) of query tile t: some heads at a time, last queries first."""
+        m_tiles, head_tiles = int32(load_shared(base + M_TILES)), int32(load_shared(base + HEAD_TILES))
+        heads_at_once = int32(load_shared(base + HEADS_AT_ONCE))
+        a_round = heads_at_once * m_tiles
+        rounds = divide(t, a_round)
+        in_round = t - rounds * a_round
+        first_head = rounds * heads_at_once
+        heads_here = min(heads_at_once, head_tiles - first_head)
+        from_last = divide(in_round, heads_here)
+        head_tile = first_head + (in_round - from_last * heads_here)
+        groups = divide(heads, group)
+        b = divide(head_tile, groups)
+        h = int32((head_tile - b * groups) * group)
+        h_kv = divide(h, divide(heads, heads_kv))
+        first_query = int32((m_tiles - 1 - from_last) * queries)
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        return b, h, h_kv, first_query, int32(keys), first_query + q_start
+
+    @cuda.jit(device=True, inline="always")
+    def tiles_of(first_query, tile_pos, seqlen_q, left, right, keys):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles."""
+        last_pos = tile_pos + min(seqlen_q - first_query, queries) - 1
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @cuda.jit(device=True, inline="always")
+    def load_k(base, n, j, h_kv, b):
+        """K of tile j, the n-th that the block fetches."""
+        stage = stage_of(n)
+        full = base + K_FULL + 8 * stage
+        wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
+        expect(full, k_bytes)
+        for panel in range(k_panels):
+            to = base + k_at + stage * k_bytes + panel * kv_panel
+            load_4d(to, maps_address() + 128, full, panel * 64, j * tile_n, h_kv, b)
+
+    @cuda.jit(device=True, inline="always")
+    def load_v(base, n, j, h_kv, b):
+        """V of tile j, the n-th that the block fetches."""
+        stage = stage_of(n)
+        full = base + V_FULL + 8 * stage
+        wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
+        expect(full, v_bytes)
+        for panel in range(v_panels):
+            to = base + v_at + stage * v_bytes + panel * kv_panel
+            load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
+
+    @cuda.jit(device=True, inline="always")
+    def produce(
+        base, counter, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides, q_offset
+    ):  # fmt: skip
+        """The producer's one thread: fetch what the consumers will need, and hand out the query tiles."""
+        n = int32(0)  # tiles of K and V so far
+        q_phase, tile_phase = int32(1), int32(1)
+        t = block_index()
+        while t < int32(load_shared(base + TILES)):
+            b, h, h_kv, first_query, keys, tile_pos = tile_of(
+                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
+            )
+            begin, _free, _cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
+            if stop > begin:
+                wait(base + Q_EMPTY, q_phase)
+                q_phase = int32(q_phase ^ 1)
+                expect(base + Q_FULL, q_bytes)
+                for panel in range(k_panels):
+                    to = base + panel * q_panel
+                    load_5d(to, maps_address(), base + Q_FULL, panel * 64, 0, first_query, divide(h, group), b)
+                # K of the next tile before V of this one: that is the order in which they are multiplied.
+                j = int32(stop - 1)
+                load_k(base, n, j, h_kv, b)
+                while j > begin:
+                    load_k(base, n + 1, j - 1, h_kv, b)
+                    load_v(base, n, j, h_kv, b)
+                    n = int32(n + 1)
+                    j = int32(j - 1)
+                load_v(base, n, j, h_kv, b)
+                n = int32(n + 1)
+            t = int32(atomic_add(counter, uint32(1))) + int32(cuda.gridDim.x)
+            wait(base + TILE_EMPTY, tile_phase)
+            tile_phase = int32(tile_phase ^ 1)
+            store_shared(base + TILE, uint32(t))
+            arrive(base + TILE_FULL)
+        if atomic_add(counter + 4, uint32(1)) == uint32(cuda.gridDim.x - 1):  # the last one sets all back
+            exchange(counter, uint32(0))
+            exchange(counter + 4, uint32(0))
+
+    @cuda.jit(device=True, inline="always")
+    def erase(base, stage, rows, thread):
+        """V's rows from `rows` on = 0: what lies behind the valid keys may be NaN, which 0 * NaN would let through."""
+        zeros = cuda.local.array(4, uint32)
+        for i in range(4):
+            zeros[i] = uint32(0)
+        for index in range(rows * 8 + thread, tile_n * 8, 128):
+            for panel in range(v_panels):
+                store_shared_v4(base + v_at + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
+        fence_async()
+
+    @cuda.jit(device=True, inline="always")
+    def rescale(acc_o, alpha):
+        for n in range(o_blocks):
+            for i in range(4):
+                acc_o[4 * n + i] *= alpha[i // 2]
+
+    @cuda.jit(device=True, inline="always")
+    def products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
+        """Issue S of the block's n-th tile of keys and P . V of the one before, and wait for S."""
+        stage, v_stage = stage_of(n), stage_of(n - 1)
+        wait(base + K_FULL + 8 * stage, phase_of(n))
+        if ping_pong:
+            bar_sync(me + 1, pair)
+        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
+        commit()
+        wait(base + V_FULL + 8 * v_stage, phase_of(n - 1))
+        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + v_stage * v_bytes), 1)
+        commit()
+        if ping_pong:
+            bar_arrive(following + 1, pair)
+        wait_but_one()
+        pin_s(acc_s)
+
+    @cuda.jit(device=True, inline="always")
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
+        """softmax beside P . V; then P of this tile, and O with the new maximum. Both tiles are given back."""
+        if elected:
+            arrive(base + K_EMPTY + 8 * stage_of(n))
+        softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        wait_all()
+        pin_o(acc_o)
+        if elected:
+            arrive(base + V_EMPTY + 8 * stage_of(n - 1))
+        to_p(acc_s, p_frag)
+        rescale(acc_o, alpha)
+
+    @cuda.jit(device=True, inline="always")
+    def rows_of_lane():
+        """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+        thread = thread_index() - 128
+        return (thread >> int32(5)) * 16, thread & int32(31)
+
+    @cuda.jit(device=True, inline="always")
+    def consume(
+        base, warpgroup, q, k, v, o, lse, alibi_slopes, seqlens_k, q_offsets, q_strides, k_strides, v_strides,
+        o_strides, alibi_strides, batch_strides, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale,
+        softcap,
+    ):  # fmt: skip
+        """A consumer warpgroup: 64 rows of every query tile that the block takes."""
+        acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_o = cuda.local.array(o_count, float32)  # (width / 8, 4)
+        p_frag = cuda.local.array(p_count, uint32)  # (tile_n / 8, 2)
+        m = cuda.local.array(2, float32)
+        l = cuda.local.array(2, float32)
+        alpha = cuda.local.array(2, float32)
+        slopes = cuda.local.array(2, float32)
+        distance = cuda.local.array(2, float32)
+        first = cuda.local.array(2, int32)
+        end = cuda.local.array(2, int32)
+        scale_log2 = scale * log2_e
+        me = int32(warpgroup - 1)  # which of the consumers
+        following = int32(0) if me == consumers - 1 else int32(me + 1)
+        elected = thread_index() & int32(127) == 0
+        q_desc = describe_k(base + me * (64 * 128))
+        n, q_phase, tile_phase = int32(0), int32(0), int32(0)  # n: tiles of K and V so far
+        for i in range(s_count):
+            acc_s[i] = float32(0)
+        if ping_pong and me == consumers - 1:
+            bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
+        t = block_index()
+        while t < int32(load_shared(base + TILES)):
+            b, h, h_kv, first_query, keys, tile_pos = tile_of(
+                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
+            )
+            begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
+            start(m, l)
+            for i in range(o_count):
+                acc_o[i] = float32(0)
+            first_row, lane = rows_of_lane()
+            for r in range(2):
+                slopes[r] = float32(0)
+                if has_alibi:
+                    row_head = h + (first_row + first_row_of(lane) + 8 * r) % group
+                    slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
+            if stop > begin:
+                # The first tile by itself: there is no P . V yet to go with its S.
+                j = int32(stop - 1)
+                wait(base + Q_FULL, q_phase)
+                q_phase = int32(q_phase ^ 1)
+                stage = stage_of(n)
+                wait(base + K_FULL + 8 * stage, phase_of(n))
+                if ping_pong:
+                    bar_sync(me + 1, pair)
+                multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
+                commit()
+                if ping_pong:
+                    bar_arrive(following + 1, pair)
+                wait_all()
+                pin_s(acc_s)
+                if elected:
+                    arrive(base + K_EMPTY + 8 * stage)
+                if scaled or j >= cut or j < free:
+                    first_row, lane = rows_of_lane()
+                    limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                    if scaled:
+                        finish_scores(acc_s, slopes, distance, scale, softcap)
+                    mask_scores(acc_s, first, end)
+                softmax(acc_s, m, l, alpha, scale_log2, True)
+                to_p(acc_s, p_frag)
+                if padded:
+                    wait(base + V_FULL + 8 * stage, phase_of(n))
+                    if keys < (j + 1) * tile_n:
+                        erase(base, stage, keys - j * tile_n, thread_index() & int32(127))
+                        bar_sync(me + 1 + consumers, 128)
+                n = int32(n + 1)
+                j = int32(j - 1)
+                while j >= begin:
+                    # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
+                    # window, some of the first kind again.
+                    while j >= begin and (j >= cut or j < free):
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, n)
+                        first_row, lane = rows_of_lane()
+                        limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                        if scaled:
+                            finish_scores(acc_s, slopes, distance, scale, softcap)
+                        mask_scores(acc_s, first, end)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, n)
+                        n = int32(n + 1)
+                        j = int32(j - 1)
+                    while j >= free and j < cut:
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, n)
+                        if scaled:
+                            first_row, lane = rows_of_lane()
+                            limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                            finish_scores(acc_s, slopes, distance, scale, softcap)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, n)
+                        n = int32(n + 1)
+                        j = int32(j - 1)
+                # The last P . V, for which there is no next S.
+                if elected:
+                    arrive(base + Q_EMPTY)
+                stage = stage_of(n - 1)
+                wait(base + V_FULL + 8 * stage, phase_of(n - 1))
+                multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
+                commit()
+                wait_all()
+                pin_o(acc_o)
+                if elected:
+                    arrive(base + V_EMPTY + 8 * stage)
+
+            # The next query tile is known by now; every reader says so, lest the place is written over.
+            wait(base + TILE_FULL, tile_phase)
+            tile_phase = int32(tile_phase ^ 1)
+            following_tile = int32(load_shared(base + TILE))
+            arrive(base + TILE_EMPTY)
+
+            # Where all this belongs is worked out again: kept through the loop, it would cost the registers of S.
+            b, h, h_kv, first_query, keys, tile_pos = tile_of(
+                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
+            )
+            t = following_tile
+            first_row, lane = rows_of_lane()
+            lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
+            lse_log2 = distance
+            finish(m, l, alpha, lse_log2, scale_log2)
+            any_suspect = uint32(0)
+            for r in range(2):
+                row = lane_row + 8 * r
+                query = divide(row, group)
+                row_head = h + row - query * group
+                suspect = float32(0)
+                for n in range(o_blocks):
+                    suspect += acc_o[4 * n + 2 * r] * float32(0) + acc_o[4 * n + 2 * r + 1] * float32(0)
+                suspect += bfly(suspect, 1)
+                suspect += bfly(suspect, 2)
+                flag = uint32(0) if suspect == 0 else uint32(1)
+                any_suspect |= flag
+                index = first_query + query
+                if lane & 3 == 0:
+                    store_shared(base + notes_at + row * note_bytes, flag)
+                    store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                    if write_lse and index < seqlen_q:
+                        lse[(b * heads + row_head) * seqlen_q + index] = lse_log2[r] * ln_2
+                if index < seqlen_q and flag == 0:
+                    at = b * o_strides[0] + row_head * o_strides[1] + index * o_strides[2] + lane_column * o_strides[3]
+                    to = address(o, at)
+                    for n in range(o_blocks):
+                        two = pack(acc_o[4 * n + 2 * r] * alpha[r], acc_o[4 * n + 2 * r + 1] * alpha[r])
+                        if wide_o:
+                            if 8 * n + 8 <= head_dim_v:
+                                store_b32(to + 16 * n, two)
+                        else:
+                            column = lane_column + 8 * n
+                            if column < head_dim_v:
+                                store_b16(to + 16 * n * o_strides[3], two)
+                            if column + 1 < head_dim_v:
+                                store_b16(to + (16 * n + 2) * o_strides[3], uint32(two >> uint32(16)))
+            if any_lane(any_suspect) != 0:
+                warp_sync()
+                repair_rows(
+                    first_row, lane, base + notes_at, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
+                    b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
+                    alibi_slopes, alibi_strides, scale, softcap,
+                )  # fmt: skip
+        if ping_pong and me == 0:
+            bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
+
+    @cuda.jit
+    def flash_attention_wgmma(
+        tensor_maps, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, counters,
+        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+    ):  # fmt: skip
+        smem = cuda.shared.array(0, uint8)
+        base = (shared_address(smem) + int32(alignment - 1)) & int32(-alignment)
+        thread = thread_index()
+        warpgroup = thread >> int32(7)
+        if thread == 0:
+            plan(base, batch, heads, heads_kv, seqlen_q, seqlen_k)
+            init(base + Q_FULL, 1)
+            init(base + Q_EMPTY, consumers)
+            init(base + TILE_FULL, 1)
+            init(base + TILE_EMPTY, all_consumers)
+            for stage in range(stages):
+                init(base + K_FULL + 8 * stage, 1)
+                init(base + V_FULL + 8 * stage, 1)
+                init(base + K_EMPTY + 8 * stage, consumers)
+                init(base + V_EMPTY + 8 * stage, consumers)
+            fence_init()
+        cuda.syncthreads()
+        if warpgroup == 0:
+            give_registers()
+            if thread == 0:
+                produce(
+                    base, address(counters, 0), heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets,
+                    batch_strides, q_offset,
+                )  # fmt: skip
+        else:
+            take_registers()
+            consume(
+                base, warpgroup, q, k, v, o, lse, alibi_slopes, seqlens_k, q_offsets, q_strides, k_strides, v_strides,
+                o_strides, alibi_strides, batch_strides, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset,
+                float32(scale), float32(softcap),
+            )  # fmt: skip
+
+    return flash_attention_wgmma
