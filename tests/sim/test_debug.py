@@ -14,17 +14,21 @@ import numba_flash
 from numba_flash import toolchain
 from numba_flash.compiled import MODULES, source
 from numba_flash.debug import stop_at
+from numba_flash.select import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
 rng = np.random.default_rng(0)
 # Two query tiles and two key tiles of 16 in the simulator.
 q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
+half = [rng.standard_normal((1, 1, 24, 8)).astype(np.float16) for _ in range(3)]
 x = rng.standard_normal((2, 6), dtype=np.float32)
 ALPHA = "alpha = math.exp"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
+    "mma": "scale, softcap = float32(scale_)",
+    "wgmma": "warpgroup = thread >> int32(7)",
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -152,6 +156,8 @@ def test_every_kernel(kernel):
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
+        elif kernel in TENSOR:
+            numba_flash.attention(*half, kernel=kernel)
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
@@ -179,7 +185,7 @@ def test_warns_when_it_never_stopped(where, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("v9", 1), "knows the kernels v1, v2, safe, online, blocked, not 'v9'"),
+        (("v9", 1), "knows the kernels v1, v2, mma, wgmma, safe, online, blocked, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
         (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = "),

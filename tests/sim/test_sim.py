@@ -1,6 +1,7 @@
 """How kernels are launched in the simulator, and the private facts of it that this relies on."""
 
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -10,7 +11,8 @@ from contract import problem
 import numba_flash
 from numba_flash import testing, toolchain
 from numba_flash.compiled import MODULES, source
-from numba_flash.config import SeedConfig
+from numba_flash.config import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.select import TENSOR
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
 
@@ -69,9 +71,24 @@ def test_canary_errors_come_out_with_thread_and_block():
 
 
 def test_every_kernel_can_be_made():
-    config = SeedConfig("v2", "float16", 8, 8, 16, 16)
-    assert set(MODULES) == {"v1", "v2", "safe", "online", "blocked"}
-    assert callable(source(config))
+    configs = [
+        *[SeedConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
+        MmaConfig("mma", "float16", 8, 8, 16, 16),
+        WgmmaConfig("wgmma", "float16", 8, 8, 64, 16),
+        *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
+    ]
+    assert {config.kernel for config in configs} == set(MODULES)
+    for config in configs:
+        assert callable(source(config))
+
+
+def test_a_tensor_core_tile_takes_seconds():
+    """64 x 64 of head_dim 64: else nobody would step through it."""
+    case = problem(64, 64, batch=1, heads=1, head_dim=64, dtype="float16")
+    for kernel in TENSOR:
+        started = time.perf_counter()
+        testing.check(case, numba_flash.attention(**case.arguments(), kernel=kernel), None, kernel)
+        assert time.perf_counter() - started < 60
 
 
 # How an array may lie: plain, gaps, backwards, repeated, one number, bool and bfloat16 as their bits.
@@ -183,8 +200,6 @@ def test_a_problem_of_minutes_is_announced(monkeypatch):
 
 
 def test_the_predicted_time_is_about_right():
-    import time
-
     case = problem(40, 40, batch=1, head_dim=16)
     numba_flash.attention(**case.arguments(), kernel="v2")  # imports
     started = time.perf_counter()

@@ -16,12 +16,14 @@ PACKAGE = Path(numba_flash.__file__).parent
 ORDER = """
     __main__ demo debug
     testing explaining merging ladder
-    api copies launch enqueue
+    api copies launch enqueue counters
     sim.launch
     cpu cpu_kernel cpu_panel cpu_elements simd_panel simd_row simd_scores simd cpu_cache cpu_plan
     compiled assembler
-    kernels.v1 kernels.v2 kernels.mma_forward kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
-    kernels.steps.output_rows kernels.steps.fragment_scores kernels.steps.fragment_softmax kernels.steps.async_tiles
+    kernels.v1 kernels.v2 kernels.mma_forward kernels.wgmma_forward
+    kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
+    kernels.steps.output_rows kernels.steps.repair_rows kernels.steps.fragment_scores
+    kernels.steps.fragment_softmax kernels.steps.async_tiles
     kernels.steps.scores kernels.steps.tiles kernels.steps.elements
     ptx ptx.approx ptx.bar ptx.cp_async ptx.cvt ptx.elect ptx.fence ptx.ld_st ptx.ldmatrix ptx.mbarrier ptx.memory
     ptx.minmax ptx.mma ptx.setmaxnreg ptx.shared ptx.shfl ptx.special ptx.stmatrix ptx.tma ptx.vote ptx.wgmma
@@ -29,7 +31,7 @@ ORDER = """
     sim.minmax sim.mma sim.setmaxnreg sim.shared sim.shfl sim.special sim.stmatrix sim.tma sim.vote sim.wgmma
     sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
-    arguments select target problem
+    select arguments target problem
     arrays config ranges reference toolchain tensor_maps cache_folder
 """.split()
 

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
-from numba_flash.config import MmaConfig, SeedConfig, TensorConfig
+from numba_flash.config import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
 from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 from numba_flash.target import Target
 
 HOST = Target(True, why_no_gpu="no driver")
 HOST_BESIDE_GPU = dataclasses.replace(HOPPER, arrays_on_host=True)
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * KB, 132, "simulator")
-BEST_ON_HOPPER = "mma"
+BEST_ON_HOPPER = "wgmma"
 
 
 def strided(*strides, dim=64):
@@ -33,6 +33,7 @@ def strided(*strides, dim=64):
         (RTX_5090, "auto", "mma", False),
         (HOPPER, "v1", "v1", False),
         (HOPPER, "mma", "mma", False),
+        (HOPPER, "wgmma", "wgmma", False),
         (HOST, "auto", "cpu", False),
         (HOST, "reference", "reference", False),
         (HOST_BESIDE_GPU, "auto", "cpu", False),
@@ -42,6 +43,7 @@ def strided(*strides, dim=64):
         (SIMULATOR, "cpu", "cpu", False),
         (SIMULATOR, "v1", "v1", False),
         (SIMULATOR, "mma", "mma", False),
+        (SIMULATOR, "wgmma", "wgmma", False),
     ],
 )
 def test_the_choice(target, kernel, expected, copies):
@@ -100,8 +102,26 @@ def test_what_tensor_cores_do_take(made):
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
 
 
-def test_tensor_cores_begin_at_ampere():
+def test_tensor_cores_begin_at_ampere_and_wgmma_is_hoppers_alone():
     assert "compute capability 8.0, and T4 has 7.5" in refusal("mma", problem(), TURING)
+    for target in (TURING, A100, ADA, B200, RTX_5090):
+        assert "compute capability 9.0 only" in refusal("wgmma", problem(), target)
+
+
+# What TMA cannot fetch and what no wgmma tile is wide enough for goes to mma.
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (dict(head_dim=264), "head_dim up to 256"),
+        (dict(k=strided(2**20, 0, 64, 1)), "k cannot be fetched by TMA"),
+        (dict(v=strided(2**20, 2**19, -64, 1)), "v cannot be fetched by TMA"),
+        (dict(k=strided(0, 2**19, 0, 1)), "k cannot be fetched by TMA"),
+    ],
+    ids=range(4),
+)
+def test_what_wgmma_does_not_take_goes_to_mma(made, reason):
+    choice = select(problem(**made), HOPPER, "auto")
+    assert choice.kernel == "mma" and reason in dict(choice.refused)["wgmma"]
 
 
 # For every GPU, up to the largest head_dim: the first row whose tiles fit.
@@ -227,7 +247,7 @@ def test_refusals_say_why(target, kernel, made, fragments):
 
 
 def test_unknown_names_and_needless_streams_are_refused():
-    with pytest.raises(ValueError, match="auto, reference, v1, v2, mma, cpu, not 'v3'"):
+    with pytest.raises(ValueError, match="auto, reference, v1, v2, mma, wgmma, cpu, not 'v3'"):
         select(problem(), HOST, "v3")
     with pytest.raises(ValueError, match="host memory"):
         select(problem(), HOST, "cpu", stream=True)
@@ -279,6 +299,27 @@ def test_a_tensor_config_checks_itself(wrong, word):
     with pytest.raises(ValueError, match=word):
         mma(**wrong)
     assert mma(softcap=True, alibi_dtype="float32", scaled=True, group=128).queries == 1
+
+
+# Consumers, the width of one product, the stages that overlap needs, the registers of a consumer.
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
+        (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
+        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "float16 and bfloat16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wgmma_config_checks_itself(wrong, word):
+    right = dict(kernel="wgmma", dtype="float16", head_dim=64, head_dim_v=64, tile_m=128, tile_n=128)
+    with pytest.raises(ValueError, match=word):
+        WgmmaConfig(**right | wrong)
+    for tile_m in (64, 128, 192):
+        config = WgmmaConfig(**right | dict(tile_m=tile_m))
+        producer, consumer = config.registers
+        assert 128 * (producer + tile_m // 64 * consumer) <= 65536 and producer % 8 == consumer % 8 == 0
+        assert config.threads == 128 + 2 * tile_m
 
 
 # Whole, with tails, wider than registers allow, head_dim_v apart.
