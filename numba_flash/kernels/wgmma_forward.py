@@ -295,7 +295,7 @@ def make(config):
         following = int32(0) if me == consumers - 1 else int32(me + 1)
         elected = thread_index() & int32(127) == 0
         q_desc = describe_k(base + me * (64 * 128))
-        n, q_phase, tile_phase = int32(0), int32(0), int32(0)  # n: tiles of K and V so far
+        taken, q_phase, tile_phase = int32(0), int32(0), int32(0)  # taken: tiles of K and V so far
         for i in range(s_count):
             acc_s[i] = float32(0)
         if ping_pong and me == consumers - 1:
@@ -320,8 +320,8 @@ def make(config):
                 j = int32(stop - 1)
                 wait(base + Q_FULL, q_phase)
                 q_phase = int32(q_phase ^ 1)
-                stage = stage_of(n)
-                wait(base + K_FULL + 8 * stage, phase_of(n))
+                stage = stage_of(taken)
+                wait(base + K_FULL + 8 * stage, phase_of(taken))
                 if ping_pong:
                     bar_sync(me + 1, pair)
                 multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
@@ -341,39 +341,39 @@ def make(config):
                 softmax(acc_s, m, l, alpha, scale_log2, True)
                 to_p(acc_s, p_frag)
                 if padded:
-                    wait(base + V_FULL + 8 * stage, phase_of(n))
+                    wait(base + V_FULL + 8 * stage, phase_of(taken))
                     if keys < (j + 1) * tile_n:
                         erase(base, stage, keys - j * tile_n, thread_index() & int32(127))
                         bar_sync(me + 1 + consumers, 128)
-                n = int32(n + 1)
+                taken = int32(taken + 1)
                 j = int32(j - 1)
                 while j >= begin:
                     # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                     # window, some of the first kind again.
                     while j >= begin and (j >= cut or j < free):
-                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, n)
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                         first_row, lane = rows_of_lane()
                         limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
                         if scaled:
                             finish_scores(acc_s, slopes, distance, scale, softcap)
                         mask_scores(acc_s, first, end)
-                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, n)
-                        n = int32(n + 1)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
+                        taken = int32(taken + 1)
                         j = int32(j - 1)
                     while j >= free and j < cut:
-                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, n)
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                         if scaled:
                             first_row, lane = rows_of_lane()
                             limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
                             finish_scores(acc_s, slopes, distance, scale, softcap)
-                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, n)
-                        n = int32(n + 1)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
+                        taken = int32(taken + 1)
                         j = int32(j - 1)
                 # The last P . V, for which there is no next S.
                 if elected:
                     arrive(base + Q_EMPTY)
-                stage = stage_of(n - 1)
-                wait(base + V_FULL + 8 * stage, phase_of(n - 1))
+                stage = stage_of(taken - 1)
+                wait(base + V_FULL + 8 * stage, phase_of(taken - 1))
                 multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
                 commit()
                 wait_all()

@@ -8,6 +8,9 @@ import contract
 import numpy as np
 import pytest
 
+import numba_flash
+from numba_flash import select, testing
+
 HERE = Path(__file__).parent
 
 
@@ -44,7 +47,26 @@ def to_cupy(x):
     return cupy.ndarray(x.shape, x.dtype, memory.data + start, x.strides)
 
 
-# Every attention kernel that is written for GPUs.
-@pytest.fixture(scope="session", params=["v1", "v2"])
+def to_tensor_cores(x):
+    """Likewise, with rows that begin at multiples of 16 bytes."""
+    return to_cupy(testing.rows_padded(x))
+
+
+SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))
+# A kernel on tensor cores takes seconds to compile: few of them, for many shapes. scripts/gpu_check has all options.
+TENSOR = dict(
+    dtypes=("float16",), features=("causal", "window", "seqlens_k"), head_dims=(40,), max_seqlen=300,
+    strange_strides=False,
+)  # fmt: skip
+
+
+# Every attention kernel that is written for GPUs; a kernel for another GPU is skipped.
+@pytest.fixture(scope="session", params=[name for name in select.KERNELS if name not in ("reference", "cpu")])
 def rung(request):
-    return contract.Rung(request.param, to_cupy, lambda x: x.get(), small=True)
+    if request.param not in select.TENSOR:
+        return contract.Rung(request.param, to_cupy, lambda x: x.get(), SMALL)
+    try:
+        numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), np.float16))] * 3, kernel=request.param)
+    except NotImplementedError as refused:
+        pytest.skip(str(refused))
+    return contract.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)

@@ -21,10 +21,11 @@ def on_gpu(cupy, case):
     return [cupy.asarray(x) for x in (case.q, case.k, case.v)]
 
 
-# The stream that CuPy works on, and one that is named.
+# The stream that CuPy works on, and one that is named; without tensor cores and with them.
 @pytest.mark.parametrize("named", [False, True])
-def test_work_is_done_on_the_callers_stream(cupy, named):
-    case = problem(64, 64)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_work_is_done_on_the_callers_stream(cupy, named, dtype):
+    case = problem(64, 64, head_dim=16, dtype=dtype)
     expected = numba_flash.attention(*on_gpu(cupy, case)).get()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -108,8 +109,9 @@ def test_torch_tensors_come_back_as_torch_tensors(cupy):
     testing.check(case, o.cpu().numpy())
 
 
-def test_lengths_on_the_device_are_clamped(cupy):
-    case = problem(seqlens_k=np.array([30, 0], np.int32))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # without tensor cores, with them
+def test_lengths_on_the_device_are_clamped(cupy, dtype):
+    case = problem(head_dim=16, dtype=dtype, seqlens_k=np.array([30, 0], np.int32))
     q, k, v = on_gpu(cupy, case)
     o, lse = numba_flash.attention(q, k, v, seqlens_k=cupy.array([99, -5], cupy.int32), return_lse=True)
     testing.check(case, o.get(), lse.get())

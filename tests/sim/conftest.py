@@ -1,10 +1,13 @@
 """The tests that run GPU kernels in Numba's CUDA simulator: NUMBA_ENABLE_CUDASIM=1 before Python starts."""
 
+import dataclasses
 import os
 from pathlib import Path
 
 import contract
 import pytest
+
+from numba_flash import select, testing
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -17,7 +20,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="the simulator is off: set NUMBA_ENABLE_CUDASIM=1"))
 
 
+SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # every tile is of 64 keys
+
+
+def tensor(kernel):
+    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=64, slow=True)
+    return dataclasses.replace(rung, limits=TENSOR | dict(features=rung.features))
+
+
 # Every attention kernel that is written for GPUs.
-@pytest.fixture(scope="session", params=["v1", "v2"])
+@pytest.fixture(scope="session", params=[name for name in select.KERNELS if name not in ("reference", "cpu")])
 def rung(request):
-    return contract.Rung(request.param, small=True)
+    if request.param in select.TENSOR:
+        return tensor(request.param)
+    return contract.Rung(request.param, limits=SMALL)

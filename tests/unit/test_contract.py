@@ -34,3 +34,15 @@ def test_the_check_can_fail(wrong):
         o = o.astype(np.float64)
     with pytest.raises(AssertionError):
         testing.check(case, o, lse)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_check_looks_at_finite_rows_beside_strange_ones(value):
+    case = problem(batch=1, causal=True)  # noqa: F405
+    case.v[:, :, 25] = value
+    o, lse = (x.astype(np.float32) for x in testing.oracle(case))
+    assert np.isfinite(o[:, :, 0]).all() and not np.isfinite(o[:, :, -1]).any()
+    testing.check(case, o, lse)
+    o[0, 0, 0, 0] += 1e-3
+    with pytest.raises(AssertionError, match="off by 0.001"):
+        testing.check(case, o, lse)
