@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import numba_flash
@@ -108,7 +108,9 @@ def unchanged(rung, o, clean_o):
 
 @given(st.data())
 def test_random_problems_agree_with_the_oracle(rung, data):
-    rung.check(data.draw(testing.cases(**rung.limits)))
+    case = data.draw(testing.cases(**rung.limits))
+    assume(not rung.tensor or case.q.size and case.k.size)  # as long as EMPTY, below, is an expected failure
+    rung.check(case)
 
 
 # Every dtype that is taken, each with all that changes a score.

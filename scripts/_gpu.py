@@ -1,0 +1,156 @@
+"""What the scripts that need a GPU share: which machine it is, kernels compiled ahead, exact rows, fair times."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import time
+from importlib import metadata
+
+import numpy as np
+
+import numba_flash
+from numba_flash import api, compiled, launch
+
+VERSIONS = (
+    "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",
+    "nvidia-nvjitlink", "nvidia-nvvm",
+)  # fmt: skip
+
+
+def machine():
+    """The GPU, its driver and what is installed, for the results that README quotes."""
+    import cupy as cp
+
+    versions = {}
+    for name in VERSIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return dict(
+        gpu=cp.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        driver=cp.cuda.runtime.driverGetVersion(),
+        python=platform.python_version(),
+        date=time.strftime("%Y-%m-%d"),
+        versions=versions,
+    )
+
+
+def clocks():
+    """The SM clock in MHz and the power in W at this moment, or nothing where nvidia-smi does not say."""
+    query = ["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        mhz, watts = printed.split("\n")[0].split(",")
+        return dict(sm_mhz=float(mhz), watts=float(watts))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
+# Compiling ahead: one kernel takes seconds on one core, and there are many of both.
+
+
+@functools.cache
+def pool():
+    """A process for each core. None of them touches the GPU, and each computes with one thread."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context)
+
+
+def _compile(job):
+    """Fill the disk cache. Returns what went wrong, or None."""
+    config, cc = job
+    try:
+        compiled.write_cache(config, compiled.architecture(cc), compiled.to_code(config, cc))
+    except Exception as error:  # the others are still wanted; who runs this kernel sees the error itself
+        return f"{config}: {error!r}"[:500]
+    return None
+
+
+def compile_ahead(jobs):
+    """Compile every (Config, compute capability) that is not in the disk cache, on all cores."""
+    missing = [x for x in dict.fromkeys(jobs) if compiled.read_cache(x[0], compiled.architecture(x[1])) is None]
+    if missing:
+        start = time.perf_counter()
+        errors = [error for error in pool().map(_compile, missing) if error]
+        for error in errors:
+            print(f"     did not compile: {error}")
+        print(f"     compiled {len(missing) - len(errors)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def with_config(change, q, k, v, out, **options):
+    """(Config, a function that runs attention with it): the Config that select makes, after `change` has seen it."""
+    given, (problem, target, choice, _) = api.understand_call(q, k, v, dict(options, out=out))
+    choice = dataclasses.replace(choice, config=change(choice.config))
+    ready = launch.prepare(choice, problem, target)
+    return choice.config, lambda: ready.run(given, 0)
+
+
+def job(arguments, kernel, **options):
+    """(Config, compute capability) of one call."""
+    explained = numba_flash.explain(**arguments, **options, kernel=kernel)
+    return explained.config, explained.target.cc
+
+
+# Times.
+
+
+class Timer:
+    """Single launches between two CUDA events, behind a spinning GPU, so that what the host takes does not show.
+
+    The L2 is written over before each. Peers take turns, so that a clock that drifts hits all of them alike.
+    """
+
+    SPIN = 300_000  # cycles, about 150 us
+
+    def __init__(self):
+        import torch
+
+        self._torch = torch
+        self._flush = torch.empty(2**28, dtype=torch.int8, device="cuda")  # several times the L2
+
+    def once(self, function):
+        """A function that waits and returns milliseconds, of a launch that is only enqueued yet."""
+        cuda = self._torch.cuda
+        start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        cuda._sleep(self.SPIN)
+        start.record()
+        function()
+        stop.record()
+
+        def wait():
+            stop.synchronize()
+            return start.elapsed_time(stop)
+
+        return wait
+
+    def medians(self, functions, repeats):
+        """{name: milliseconds} of {name: function}."""
+        for function in functions.values():
+            function()  # loaded, and memory for its results in the pool
+        self._torch.cuda.synchronize()
+        times = {name: [] for name in functions}
+        for _ in range(repeats):
+            waits = {name: self.once(function) for name, function in functions.items()}
+            for name, wait in waits.items():
+                times[name].append(wait())
+        return {name: statistics.median(found) for name, found in times.items()}
+
+
+def exact_rows(q, k, v, rows, causal):
+    """float64 attention of some rows of one head; q, k, v are (seqlen, dim) NumPy arrays, bottom-right."""
+    offset = k.shape[0] - q.shape[0]
+    q, k, v = (np.asarray(x, np.float64) for x in (q[rows], k, v))
+    s = q @ k.T / q.shape[1] ** 0.5
+    if causal:
+        s[np.arange(k.shape[0]) > (np.asarray(rows) + offset)[:, None]] = -np.inf
+    p = np.exp(s - s.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True) @ v

@@ -1,0 +1,155 @@
+"""What the compilers make of every tensor-core kernel that select can choose: without a GPU, for every GPU.
+
+A kernel passes its gate when nothing is spilled, nothing lies in local memory, nothing is serialised (C7510 to
+C7519), registers and shared memory suffice for the blocks that its Config counts on, and the instructions for whose
+sake it was written are there. The terminal summary has what was found.
+
+PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them.
+"""
+
+import dataclasses
+import functools
+import shutil
+import subprocess
+import time
+
+import compiler
+import pytest
+from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
+
+from numba_flash import assembler, compiled, select
+
+pytestmark = compiler.needed
+
+TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
+MACHINES = {"mma": (A100, AMPERE, ADA, HOPPER, B200, RTX_5090), "wgmma": (HOPPER,)}
+IN_PTX = {
+    "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
+    "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
+}
+IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
+REGISTERS = 65536  # of a multiprocessor
+
+# Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
+FAILING = {
+    "mma-128-128x64": "spills about 200 bytes: two strips of 16 rows need more than 255 registers",
+    "mma-256-64x64": "spills about 160 bytes",
+    "mma-256-64x32": "spills about 150 bytes",
+    "mma-512-64x32": "Q's fragments, 512 bytes, lie in local memory",
+    "mma-512-32x32": "Q's fragments, 512 bytes, lie in local memory, and spills",
+    "wgmma-64-192x128": "spills 12 bytes",
+    "wgmma-256-128x80": "spills 4 bytes",
+    "wgmma-rich-64": "spills 160 bytes",
+}
+
+
+def of_row(kernel, row):
+    """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim."""
+    made = problem(row[0])
+    rows = [other for other in TABLES[kernel] if other[0] >= row[0]]
+    return select._candidates(kernel, made, HOPPER)[rows.index(row)]
+
+
+def rich(kernel, head_dim, head_dim_v, seqlen):
+    """With everything that a tensor-core kernel takes; few queries share a tile with their group's other heads."""
+
+    def apart(heads, n, dim):
+        return empty(1, heads, n, dim, dtype="bfloat16", strides=(2**24, 2**22, 512, 1))
+
+    made = problem(
+        dtype="bfloat16", q=apart(8, seqlen, head_dim), k=apart(2, 4096, head_dim), v=apart(2, 4096, head_dim_v),
+        softcap=5.0, alibi_slopes=empty(8, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
+        q_offsets=empty(1, dtype="int32"), causal=True, return_lse=True,
+    )  # fmt: skip
+    config = select.select(made, HOPPER, kernel).config
+    assert (config.group > 1) == (seqlen < 64)
+    return config
+
+
+def gates():
+    configs = {}
+    for kernel, table in TABLES.items():
+        configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
+        configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
+        configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
+    assert set(FAILING) <= set(configs), "FAILING names rows that are gone"
+    for name, config in configs.items():
+        marks = [pytest.mark.xfail(strict=True, reason=FAILING[name])] if name in FAILING else []
+        yield pytest.param(config, id=name, marks=marks)
+
+
+@functools.cache
+def tool(name):
+    """A program of NVIDIA's, from the wheels or the path; None where there is none."""
+    from cuda import pathfinder
+
+    try:
+        found = pathfinder.find_nvidia_binary_utility(name)
+    except Exception:  # this cuda-pathfinder does not know the program
+        found = None
+    return found or shutil.which(name)
+
+
+def machine_code(config, ptx, arch, folder):
+    """Assembled as it will be when it runs: by nvJitLink, or a whole program as the driver does it, by ptxas."""
+    if not config.whole_program:
+        return assembler.assemble(ptx, arch)
+    if tool("ptxas") is None:
+        pytest.skip("needs ptxas: the driver assembles this kernel, and there is no driver")
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [tool("ptxas"), "-v", f"-arch={arch}", "-o", str(folder / "kernel.cubin"), str(folder / "kernel.ptx")]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return assembler.Assembled((folder / "kernel.cubin").read_bytes(), log)
+
+
+def complaints(config, made, target, arch):
+    """What does not pass on one GPU."""
+    budget = REGISTERS // (config.threads * max(config.blocks_per_sm, 1)) // 8 * 8  # handed out in eights
+    found = {
+        f"{made.spill_bytes} bytes spilled": made.spill_bytes,
+        f"{made.stack_bytes} bytes of local memory": made.stack_bytes,
+        f"{made.registers} registers, there are {budget}": made.registers > budget,
+        f"{made.shared_bytes} bytes of static shared memory": made.shared_bytes > 16,
+        f"{config.shared_bytes} bytes of shared memory": config.shared_bytes > target.shared_bytes,
+        "; ".join(made.warnings): made.warnings,
+    }
+    return [f"{arch}: {words}" for words, wrong in found.items() if wrong]
+
+
+@pytest.mark.parametrize("config", list(gates()))
+def test_gate(config, request, record_property, tmp_path):
+    started = time.perf_counter()
+    targets = [target for target in MACHINES[config.kernel] if config.shared_bytes <= target.shared_bytes]
+    assert targets, "this row fits no GPU"
+    ptx = compiled.to_ptx(config, targets[0].cc)
+    seconds = time.perf_counter() - started
+    wrong = [f"PTX: no {word}" for word in IN_PTX[config.kernel] if word not in ptx]
+    registers, spills, stack = [], [], []
+    for target in targets:
+        arch = compiled.architecture(target.cc)
+        made = machine_code(config, ptx, arch, tmp_path)
+        wrong += complaints(config, made, target, arch)
+        registers.append(made.registers)
+        spills.append(made.spill_bytes)
+        stack.append(made.stack_bytes)
+        if target is HOPPER and tool("nvdisasm") is not None:
+            (tmp_path / "made.cubin").write_bytes(made.cubin)
+            command = [tool("nvdisasm"), "-c", str(tmp_path / "made.cubin")]
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            wrong += [f"SASS: no {word}" for word in IN_SASS[config.kernel] if word not in sass]
+    record_property(
+        "gate",
+        f"{request.node.callspec.id:26} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
+        f"{config.shared_bytes:8} {seconds:7.1f}",
+    )
+    assert not wrong, wrong
+
+
+def test_what_the_gates_look_for_is_found():
+    """A kernel that has none of it does not pass."""
+    config = dataclasses.replace(of_row("mma", select.MMA_TILES[0]), blocks_per_sm=4)
+    made = assembler.Assembled(
+        b"", "ptxas info: Used 255 registers\n16 bytes stack frame, 8 bytes spill stores\n(C7510) serialized"
+    )
+    small = dataclasses.replace(HOPPER, shared_bytes=1000)
+    assert len(complaints(config, made, small, "sm_90a")) == 5
