@@ -194,6 +194,7 @@ class WgmmaConfig(TensorConfig):
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
+    BARRIER_BYTES: ClassVar[int] = 256
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
     def __post_init__(self) -> None:
@@ -202,8 +203,8 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
         if self.tile_n > 256:
             raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
-        if self.stages < 2:
-            raise ValueError(f"stages must be at least 2, not {self.stages}: the next K is read before this V is done")
+        if not 2 <= self.stages <= 4:
+            raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         if self.v_parts > 1 or self.depth > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
@@ -227,7 +228,7 @@ class WgmmaConfig(TensorConfig):
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
         notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 8 * (7 + 4 * self.stages)
+        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + self.BARRIER_BYTES
 
 
 @dataclass(frozen=True)

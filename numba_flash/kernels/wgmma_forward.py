@@ -19,7 +19,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 """
 
 import numpy as np
-from numba import cuda, float32, int32, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
 from ..ptx import (  # noqa: I001
@@ -99,10 +99,12 @@ def make(config):
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
-    # mbarriers, 8 bytes each, and words; K and V have one barrier of either kind for each stage
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY = (barriers_at + 8 * i for i in range(4))
-    TILE, TILES, M_TILES, HEAD_TILES, HEADS_AT_ONCE = (barriers_at + 32 + 4 * i for i in range(5))
-    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 56 + 8 * stages * i for i in range(4))
+    # mbarriers, 8 bytes each; K and V have one of either kind for each stage, notices of query tiles two.
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY = (barriers_at + 16 * i for i in range(4))
+    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 64 + 8 * stages * i for i in range(4))
+    # A notice is what the producer worked out about a query tile, in words; then how many tiles there are.
+    NOTICES = barriers_at + 64 + 32 * stages
+    WORK, B, H, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(11))
 
     @cuda.jit(device=True, inline="always")
     def divide(x, y):
@@ -119,36 +121,22 @@ def make(config):
         return int32(uint32(n) // uint32(stages)) & 1
 
     @cuda.jit(device=True, inline="always")
-    def plan(base, batch, heads, heads_kv, seqlen_q, seqlen_k):
-        """How the query tiles are counted; in shared memory, because registers are dear."""
+    def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
+        """-> (b, h, first_query) of query tile t; b = batch: there is none. Some heads at a time, last queries first."""
         m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
-        head_tiles = int32(batch) * divide(heads, group)
+        groups = divide(heads, group)
+        head_tiles = int32(batch) * groups
         kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
         heads_at_once = int32(min(kv_heads_at_once * divide(heads, heads_kv * group), head_tiles))
-        store_shared(base + TILES, uint32(m_tiles * head_tiles))
-        store_shared(base + M_TILES, uint32(m_tiles))
-        store_shared(base + HEAD_TILES, uint32(head_tiles))
-        store_shared(base + HEADS_AT_ONCE, uint32(heads_at_once))
-
-    @cuda.jit(device=True, inline="always")
-    def tile_of(t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):
-        """-> (b, h, h_kv, first_query, keys, tile_pos) of query tile t: some heads at a time, last queries first."""
-        m_tiles, head_tiles = int32(load_shared(base + M_TILES)), int32(load_shared(base + HEAD_TILES))
-        heads_at_once = int32(load_shared(base + HEADS_AT_ONCE))
         a_round = heads_at_once * m_tiles
         rounds = divide(t, a_round)
         in_round = t - rounds * a_round
         first_head = rounds * heads_at_once
-        heads_here = min(heads_at_once, head_tiles - first_head)
+        heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
         from_last = divide(in_round, heads_here)
         head_tile = first_head + (in_round - from_last * heads_here)
-        groups = divide(heads, group)
-        b = divide(head_tile, groups)
-        h = int32((head_tile - b * groups) * group)
-        h_kv = divide(h, divide(heads, heads_kv))
-        first_query = int32((m_tiles - 1 - from_last) * queries)
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
-        return b, h, h_kv, first_query, int32(keys), first_query + q_start
+        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
+        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
 
     @cuda.jit(device=True, inline="always")
     def tiles_of(first_query, tile_pos, seqlen_q, left, right, keys):
@@ -182,19 +170,41 @@ def make(config):
             load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
 
     @cuda.jit(device=True, inline="always")
+    def announce(base, i, work, b, h, first_query, keys, tile_pos, begin, free, cut, stop):
+        """The i-th notice to the consumers: work is 0 when there is no more."""
+        at = base + NOTICES + 64 * (i & 1)
+        wait(base + NOTICE_EMPTY + 8 * (i & 1), ((i >> 1) & 1) ^ 1)
+        store_shared(at + WORK, uint32(work))
+        store_shared(at + B, uint32(b))
+        store_shared(at + H, uint32(h))
+        store_shared(at + FIRST_QUERY, uint32(first_query))
+        store_shared(at + KEYS, uint32(keys))
+        store_shared(at + BEGIN, uint32(begin))
+        store_shared(at + FREE, uint32(free))
+        store_shared(at + CUT, uint32(cut))
+        store_shared(at + STOP, uint32(stop))
+        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        arrive(base + NOTICE_FULL + 8 * (i & 1))
+
+    @cuda.jit(device=True, inline="always")
     def produce(
-        base, counter, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides, q_offset
+        base, counter, batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides,
+        q_offset,
     ):  # fmt: skip
-        """The producer's one thread: fetch what the consumers will need, and hand out the query tiles."""
+        """The producer's one thread: hand out the query tiles, and fetch what the consumers will need."""
         n = int32(0)  # tiles of K and V so far
-        q_phase, tile_phase = int32(1), int32(1)
-        t = block_index()
-        while t < int32(load_shared(base + TILES)):
-            b, h, h_kv, first_query, keys, tile_pos = tile_of(
-                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
-            )
-            begin, _free, _cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
+        i = int32(0)  # query tiles so far
+        q_phase = int32(1)
+        b, h, first_query = tile_of(block_index(), batch, heads, heads_kv, seqlen_q, seqlen_k)
+        while b < batch:
+            keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+            tile_pos = first_query + q_start
+            begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
+            announce(base, i, 1, b, h, first_query, keys, tile_pos, begin, free, cut, stop)
+            i = int32(i + 1)
             if stop > begin:
+                h_kv = divide(h, divide(heads, heads_kv))
                 wait(base + Q_EMPTY, q_phase)
                 q_phase = int32(q_phase ^ 1)
                 expect(base + Q_FULL, q_bytes)
@@ -212,24 +222,23 @@ def make(config):
                 load_v(base, n, j, h_kv, b)
                 n = int32(n + 1)
             t = int32(atomic_add(counter, uint32(1))) + int32(cuda.gridDim.x)
-            wait(base + TILE_EMPTY, tile_phase)
-            tile_phase = int32(tile_phase ^ 1)
-            store_shared(base + TILE, uint32(t))
-            arrive(base + TILE_FULL)
+            b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
+        announce(base, i, 0, 0, 0, 0, 0, int64(0), 0, 0, 0, 0)
         if atomic_add(counter + 4, uint32(1)) == uint32(cuda.gridDim.x - 1):  # the last one sets all back
             exchange(counter, uint32(0))
             exchange(counter + 4, uint32(0))
 
     @cuda.jit(device=True, inline="always")
     def erase(base, stage, rows, thread):
-        """V's rows from `rows` on = 0: what lies behind the valid keys may be NaN, which 0 * NaN would let through."""
+        """All consumers: V's rows from `rows` on = 0. Behind the valid keys there may be NaN, and 0 * NaN is NaN."""
         zeros = cuda.local.array(4, uint32)
         for i in range(4):
             zeros[i] = uint32(0)
-        for index in range(rows * 8 + thread, tile_n * 8, 128):
+        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
             for panel in range(v_panels):
                 store_shared_v4(base + v_at + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
         fence_async()
+        bar_sync(4, all_consumers)
 
     @cuda.jit(device=True, inline="always")
     def rescale(acc_o, alpha):
@@ -274,10 +283,20 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @cuda.jit(device=True, inline="always")
+    def position(notice):
+        """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
+        return int64(int32(load_shared(notice + POS_HIGH))) << int64(32) | int64(load_shared(notice + POS_LOW))
+
+    @cuda.jit(device=True, inline="always")
+    def limits_of(j, notice, left, right, first, end, distance):
+        first_row, lane = rows_of_lane()
+        keys = int32(load_shared(notice + KEYS))
+        limits(j, first_row, lane, position(notice), left, right, keys, first, end, distance)
+
+    @cuda.jit(device=True, inline="always")
     def consume(
-        base, warpgroup, q, k, v, o, lse, alibi_slopes, seqlens_k, q_offsets, q_strides, k_strides, v_strides,
-        o_strides, alibi_strides, batch_strides, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale,
-        softcap,
+        base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides, alibi_strides,
+        heads, heads_kv, seqlen_q, left, right, scale, softcap,
     ):  # fmt: skip
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
@@ -295,17 +314,17 @@ def make(config):
         following = int32(0) if me == consumers - 1 else int32(me + 1)
         elected = thread_index() & int32(127) == 0
         q_desc = describe_k(base + me * (64 * 128))
-        taken, q_phase, tile_phase = int32(0), int32(0), int32(0)  # taken: tiles of K and V so far
+        taken, q_phase = int32(0), int32(0)  # tiles of K and V so far
         for i in range(s_count):
             acc_s[i] = float32(0)
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
-        t = block_index()
-        while t < int32(load_shared(base + TILES)):
-            b, h, h_kv, first_query, keys, tile_pos = tile_of(
-                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
-            )
-            begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
+        seen = int32(0)  # query tiles so far
+        wait(base + NOTICE_FULL, 0)
+        while load_shared(base + NOTICES + 64 * (seen & 1) + WORK) != 0:
+            notice = base + NOTICES + 64 * (seen & 1)
+            begin, free = int32(load_shared(notice + BEGIN)), int32(load_shared(notice + FREE))
+            cut, stop = int32(load_shared(notice + CUT)), int32(load_shared(notice + STOP))
             start(m, l)
             for i in range(o_count):
                 acc_o[i] = float32(0)
@@ -313,7 +332,8 @@ def make(config):
             for r in range(2):
                 slopes[r] = float32(0)
                 if has_alibi:
-                    row_head = h + (first_row + first_row_of(lane) + 8 * r) % group
+                    row_head = int32(load_shared(notice + H)) + (first_row + first_row_of(lane) + 8 * r) % group
+                    b = int32(load_shared(notice + B))
                     slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
             if stop > begin:
                 # The first tile by itself: there is no P . V yet to go with its S.
@@ -333,8 +353,7 @@ def make(config):
                 if elected:
                     arrive(base + K_EMPTY + 8 * stage)
                 if scaled or j >= cut or j < free:
-                    first_row, lane = rows_of_lane()
-                    limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                    limits_of(j, notice, left, right, first, end, distance)
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
                     mask_scores(acc_s, first, end)
@@ -342,9 +361,9 @@ def make(config):
                 to_p(acc_s, p_frag)
                 if padded:
                     wait(base + V_FULL + 8 * stage, phase_of(taken))
+                    keys = int32(load_shared(notice + KEYS))
                     if keys < (j + 1) * tile_n:
-                        erase(base, stage, keys - j * tile_n, thread_index() & int32(127))
-                        bar_sync(me + 1 + consumers, 128)
+                        erase(base, stage, keys - j * tile_n, thread_index() - 128)
                 taken = int32(taken + 1)
                 j = int32(j - 1)
                 while j >= begin:
@@ -352,8 +371,7 @@ def make(config):
                     # window, some of the first kind again.
                     while j >= begin and (j >= cut or j < free):
                         products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                        first_row, lane = rows_of_lane()
-                        limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                        limits_of(j, notice, left, right, first, end, distance)
                         if scaled:
                             finish_scores(acc_s, slopes, distance, scale, softcap)
                         mask_scores(acc_s, first, end)
@@ -363,8 +381,7 @@ def make(config):
                     while j >= free and j < cut:
                         products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                         if scaled:
-                            first_row, lane = rows_of_lane()
-                            limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance)
+                            limits_of(j, notice, left, right, first, end, distance)
                             finish_scores(acc_s, slopes, distance, scale, softcap)
                         weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
                         taken = int32(taken + 1)
@@ -381,17 +398,8 @@ def make(config):
                 if elected:
                     arrive(base + V_EMPTY + 8 * stage)
 
-            # The next query tile is known by now; every reader says so, lest the place is written over.
-            wait(base + TILE_FULL, tile_phase)
-            tile_phase = int32(tile_phase ^ 1)
-            following_tile = int32(load_shared(base + TILE))
-            arrive(base + TILE_EMPTY)
-
-            # Where all this belongs is worked out again: kept through the loop, it would cost the registers of S.
-            b, h, h_kv, first_query, keys, tile_pos = tile_of(
-                t, base, heads, heads_kv, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
-            )
-            t = following_tile
+            b, h = int32(load_shared(notice + B)), int32(load_shared(notice + H))
+            first_query = int32(load_shared(notice + FIRST_QUERY))
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             lse_log2 = distance
@@ -430,11 +438,17 @@ def make(config):
                                 store_b16(to + (16 * n + 2) * o_strides[3], uint32(two >> uint32(16)))
             if any_lane(any_suspect) != 0:
                 warp_sync()
+                h_kv = divide(h, divide(heads, heads_kv))
+                keys, tile_pos = int32(load_shared(notice + KEYS)), position(notice)
                 repair_rows(
                     first_row, lane, base + notes_at, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
                     alibi_slopes, alibi_strides, scale, softcap,
                 )  # fmt: skip
+            # Every reader says so when it has read the notice, lest it is written over.
+            arrive(base + NOTICE_EMPTY + 8 * (seen & 1))
+            seen = int32(seen + 1)
+            wait(base + NOTICE_FULL + 8 * (seen & 1), (seen >> 1) & 1)
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
 
@@ -449,11 +463,11 @@ def make(config):
         thread = thread_index()
         warpgroup = thread >> int32(7)
         if thread == 0:
-            plan(base, batch, heads, heads_kv, seqlen_q, seqlen_k)
             init(base + Q_FULL, 1)
             init(base + Q_EMPTY, consumers)
-            init(base + TILE_FULL, 1)
-            init(base + TILE_EMPTY, all_consumers)
+            for i in range(2):
+                init(base + NOTICE_FULL + 8 * i, 1)
+                init(base + NOTICE_EMPTY + 8 * i, all_consumers)
             for stage in range(stages):
                 init(base + K_FULL + 8 * stage, 1)
                 init(base + V_FULL + 8 * stage, 1)
@@ -465,15 +479,14 @@ def make(config):
             give_registers()
             if thread == 0:
                 produce(
-                    base, address(counters, 0), heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets,
-                    batch_strides, q_offset,
+                    base, address(counters, 0), batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k,
+                    q_offsets, batch_strides, q_offset,
                 )  # fmt: skip
         else:
             take_registers()
             consume(
-                base, warpgroup, q, k, v, o, lse, alibi_slopes, seqlens_k, q_offsets, q_strides, k_strides, v_strides,
-                o_strides, alibi_strides, batch_strides, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset,
-                float32(scale), float32(softcap),
+                base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides,
+                alibi_strides, heads, heads_kv, seqlen_q, left, right, float32(scale), float32(softcap),
             )  # fmt: skip
 
     return flash_attention_wgmma

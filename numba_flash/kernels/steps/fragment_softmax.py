@@ -36,31 +36,44 @@ def make(config, strips):
 
         may_be_empty, a constant: rows may have seen no key yet, and -inf - -inf would be NaN.
         """
+        shift = cuda.local.array(rows, float32)
+        # Two chains a row, of maxima and of sums, all rows before anything is exchanged: few warps share a scheduler,
+        # so what does not wait for each other has to stand side by side.
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
-            top = maximum(m[r], maximum(acc_s[base], acc_s[base + 1]))
-            for n in range(1, blocks):
-                top = maximum(top, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
-            top = maximum(top, bfly(top, 1))
-            top = maximum(top, bfly(top, 2))
-            shift = top
-            if may_be_empty:
-                shift = float32(0) if top == minus_inf else top
+            even = maximum(m[r], maximum(acc_s[base], acc_s[base + 1]))
+            odd = maximum(acc_s[base + 4], acc_s[base + 5])
+            for n in range(2, blocks, 2):
+                even = maximum(even, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
+                odd = maximum(odd, maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
+            shift[r] = maximum(even, odd)
+        for r in range(rows):
+            shift[r] = maximum(shift[r], bfly(shift[r], 1))
+        for r in range(rows):
+            shift[r] = maximum(shift[r], bfly(shift[r], 2))
+        for r in range(rows):
             old = m[r]
-            m[r] = top
+            m[r] = shift[r]
+            if may_be_empty:
+                shift[r] = float32(0) if shift[r] == minus_inf else shift[r]
             if scaled:
-                alpha[r] = ex2(old - shift)
+                alpha[r] = ex2(old - shift[r])
             else:
-                alpha[r] = ex2((old - shift) * scale_log2)
-                shift = shift * scale_log2
-            total = float32(0)
+                alpha[r] = ex2((old - shift[r]) * scale_log2)
+                shift[r] = shift[r] * scale_log2
+        for r in range(rows):
+            base = (r // 2) * blocks * 4 + (r % 2) * 2
+            even, odd = l[r] * alpha[r], float32(0)
             for n in range(blocks):
+                at = base + 4 * n
                 for i in range(2):
-                    at = base + 4 * n + i
-                    p = ex2(acc_s[at] - shift) if scaled else ex2(acc_s[at] * scale_log2 - shift)
-                    acc_s[at] = p
-                    total += p
-            l[r] = l[r] * alpha[r] + total
+                    x = acc_s[at + i] if scaled else acc_s[at + i] * scale_log2
+                    acc_s[at + i] = ex2(x - shift[r])
+                if n % 2:
+                    odd += acc_s[at] + acc_s[at + 1]
+                else:
+                    even += acc_s[at] + acc_s[at + 1]
+            l[r] = even + odd
 
     @cuda.jit(device=True, inline="always")
     def to_p(acc_s, p_frag):
