@@ -2,8 +2,8 @@
 
 Every parameter is 8 bytes long (a pointer, an int64, a float64), so they lie side by side just as PTX lays them out;
 tensor maps, 128 bytes each, come first. They are aligned to 64 bytes where they arrive, which is not at a multiple of
-64 from the beginning of the parameters, so the driver is asked where the first one lies. Scalars stay the same from call to call
-and come packed. cuda.core.launch, which takes the arguments one by one, costs the host 7 to 9 us (H200).
+64 from the beginning of the parameters, so the driver is asked where the first one lies. Scalars stay the same from
+call to call and come packed. cuda.core.launch, which takes the arguments one by one, costs the host 7 to 9 us (H200).
 """
 
 import ctypes

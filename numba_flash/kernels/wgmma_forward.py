@@ -85,10 +85,10 @@ def make(config):
     init, expect, arrive, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.arrive, mbarrier.wait
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
-    bfly, any_lane = shfl.bfly_f32, vote.any_lane
+    bfly, bfly_b32, any_lane = shfl.bfly_f32, shfl.bfly_b32, vote.any_lane
     thread_index, block_index = special.thread_index, special.block_index
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
-    address, store_b32, store_b16, atomic_add = memory.address, memory.store_b32, memory.store_b16, memory.add
+    address, store_v2, store_b16, atomic_add = memory.address, memory.store_v2, memory.store_b16, memory.add
     exchange, shared_address = memory.exchange, shared.address
 
     head, _ = scores.make(config)
@@ -122,7 +122,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
-        """-> (b, h, first_query) of query tile t; b = batch: there is none. Some heads at a time, last queries first."""
+        """-> (b, h, first_query) of query tile t (b = batch: none): some heads at a time, last queries first."""
         m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
         groups = divide(heads, group)
         head_tiles = int32(batch) * groups
@@ -422,20 +422,26 @@ def make(config):
                     store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
                     if write_lse and index < seqlen_q:
                         lse[(b * heads + row_head) * seqlen_q + index] = lse_log2[r] * ln_2
-                if index < seqlen_q and flag == 0:
-                    at = b * o_strides[0] + row_head * o_strides[1] + index * o_strides[2] + lane_column * o_strides[3]
-                    to = address(o, at)
+                here = index < seqlen_q and flag == 0
+                at = b * o_strides[0] + row_head * o_strides[1] + index * o_strides[2]
+                if wide_o:
+                    # Two lanes exchange halves of two blocks, so that a quad writes 32 bytes side by side.
+                    odd = lane & 1
+                    to = address(o, at) + int64((lane & 2) * 4 + odd * 16)
+                    for n in range(0, o_blocks, 2):
+                        left_two = pack(acc_o[4 * n + 2 * r] * alpha[r], acc_o[4 * n + 2 * r + 1] * alpha[r])
+                        right_two = pack(acc_o[4 * n + 2 * r + 4] * alpha[r], acc_o[4 * n + 2 * r + 5] * alpha[r])
+                        given = bfly_b32(left_two if odd else right_two, 1)
+                        if here and 8 * (n + odd) + 8 <= head_dim_v:
+                            store_v2(to + 16 * n, given if odd else left_two, right_two if odd else given)
+                else:
                     for n in range(o_blocks):
                         two = pack(acc_o[4 * n + 2 * r] * alpha[r], acc_o[4 * n + 2 * r + 1] * alpha[r])
-                        if wide_o:
-                            if 8 * n + 8 <= head_dim_v:
-                                store_b32(to + 16 * n, two)
-                        else:
-                            column = lane_column + 8 * n
-                            if column < head_dim_v:
-                                store_b16(to + 16 * n * o_strides[3], two)
-                            if column + 1 < head_dim_v:
-                                store_b16(to + (16 * n + 2) * o_strides[3], uint32(two >> uint32(16)))
+                        column = lane_column + 8 * n
+                        if here and column < head_dim_v:
+                            store_b16(address(o, at + column * o_strides[3]), two)
+                        if here and column + 1 < head_dim_v:
+                            store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
             if any_lane(any_suspect) != 0:
                 warp_sync()
                 h_kv = divide(h, divide(heads, heads_kv))
