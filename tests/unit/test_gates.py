@@ -41,6 +41,8 @@ FAILING = {
     "wgmma-256-128x80": "spills 4 bytes",
     "wgmma-rich-64": "spills 160 bytes",
 }
+# Those that pass with some versions of NVVM and nvJitLink only.
+DEPENDS = {"mma-rich-64": "spills 20 bytes with 13.5, none with 13.0"}
 
 
 def of_row(kernel, row):
@@ -72,9 +74,10 @@ def gates():
         configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
-    assert set(FAILING) <= set(configs), "FAILING names rows that are gone"
+    reasons = FAILING | DEPENDS
+    assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():
-        marks = [pytest.mark.xfail(strict=True, reason=FAILING[name])] if name in FAILING else []
+        marks = [pytest.mark.xfail(strict=name in FAILING, reason=reasons[name])] if name in reasons else []
         yield pytest.param(config, id=name, marks=marks)
 
 
