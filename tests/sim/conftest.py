@@ -29,7 +29,7 @@ def tensor(kernel):
     return dataclasses.replace(rung, limits=TENSOR | dict(features=rung.features))
 
 
-# Every attention kernel that is written for GPUs; not wgmma while it is being made, of which test_sim runs a tile.
+# Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma.
 @pytest.fixture(scope="session", params=["v1", "v2", "mma"])
 def rung(request):
     if request.param in select.TENSOR:
