@@ -35,7 +35,7 @@ MMA_TILES = (
 WGMMA_TILES = (
     (64, 192, 128, True),
     (128, 128, 128, True),
-    (256, 128, 80, False),
+    (256, 128, 80, True),
     (256, 64, 64, False),
 )
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.

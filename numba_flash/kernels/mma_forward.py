@@ -38,7 +38,10 @@ def make(config):
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     s_blocks, o_blocks = tile_n // 8, width // 8
     s_count, o_count, p_count = strips * s_blocks * 4, strips * o_blocks * 4, strips * s_blocks * 2
-    q_count = strips * (depth // 16) * 4
+    # Steps of Q's fragments that have registers of their own: all of them where Q stays in registers; in name also
+    # where it does not, because that makes the compiler unroll the loop over steps; one where there are too many.
+    q_slots = depth // 16 if config.q_registers or depth <= 256 else 1
+    q_count = strips * q_slots * 4
     q_registers, scaled, has_alibi = config.q_registers, config.scaled, config.alibi_dtype is not None
 
     half = config.dtype == "float16"
@@ -78,15 +81,14 @@ def make(config):
         for i in range(s_count):
             acc_s[i] = float32(0)
         for x in range(depth // 16):
-            # Each step has registers of its own in q_frag, in name: that makes the compiler unroll this loop.
             if not q_registers:
                 for strip in range(strips):
-                    a = (strip * (depth // 16) + x) * 4
+                    a = (strip * q_slots + x % q_slots) * 4
                     x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)  # (16, 16)
             for n in range(tile_n // 16):
                 x4(k_frag, 0, chunk_pair(k_lane, x, kv_panel) + n * 2048)  # (16 keys, 16)
                 for strip in range(strips):
-                    a = (strip * (depth // 16) + x) * 4
+                    a = (strip * q_slots + x % q_slots) * 4
                     product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
                     product(acc_s, (strip * s_blocks + 2 * n + 1) * 4, q_frag, a, k_frag, 2)
 
@@ -248,7 +250,7 @@ def make(config):
             q_lane = q_row_of_lane(smem)
             for strip in range(strips):
                 for x in range(depth // 16):
-                    a = (strip * (depth // 16) + x) * 4
+                    a = (strip * q_slots + x % q_slots) * 4
                     x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
 
         k_tile, v_tile = (k_smem, k_global, k_bytes), (v_smem, v_global, v_bytes)

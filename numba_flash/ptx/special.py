@@ -21,3 +21,9 @@ def thread_index(typingctx):
 def block_index(typingctx):
     """%ctaid.x, the block in the grid. Twin: sim.special.block_index."""
     return asm.scalars("mov.u32 $0, %ctaid.x;", types.int32())
+
+
+@intrinsic
+def block_count(typingctx):
+    """%nctaid.x, how many blocks the grid has. Twin: sim.special.block_count."""
+    return asm.scalars("mov.u32 $0, %nctaid.x;", types.int32())

@@ -56,7 +56,7 @@ class Thread(numba_kernel.BlockThread):
 class Block(numba_kernel.BlockManager):
     def __init__(self, memory, function, grid_dim, block_dim, debug):
         super().__init__(function, grid_dim, block_dim, debug)
-        self.memory, self.dimensions = memory, block_dim  # memory: GlobalMemory
+        self.memory, self.dimensions, self.grid = memory, block_dim, grid_dim  # memory: GlobalMemory
         self.over, self.error = False, None
         self.ready, self.transfers = deque(), deque()
         self._done = threading.Lock()

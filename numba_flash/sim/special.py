@@ -11,3 +11,7 @@ def thread_index():
 
 def block_index():
     return np.int32(current().blockIdx.x)
+
+
+def block_count():
+    return np.int32(current().block.grid[0])
