@@ -247,53 +247,31 @@ def make(config):
                 acc_o[4 * n + i] *= alpha[i // 2]
 
     @cuda.jit(device=True, inline="always")
-    def consumer():
-        """Which of the consumers this is; worked out anew, registers are dear."""
-        return int32(thread_index() >> int32(7)) - 1
-
-    @cuda.jit(device=True, inline="always")
-    def scores_of_tile(base, acc_s, stage):
-        """Wait for this consumer's turn with the tensor cores and issue S."""
-        me = consumer()
-        if ping_pong:
-            bar_sync(me + 1, pair)
-        q_desc = describe_k(base + me * (64 * 128))
-        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
-        commit()
-
-    @cuda.jit(device=True, inline="always")
-    def end_turn():
-        """The next consumer's products may be issued; the one after the last is the first."""
-        if ping_pong:
-            me = consumer()
-            bar_arrive(1 if me == consumers - 1 else me + 2, pair)
-
-    @cuda.jit(device=True, inline="always")
-    def is_elected():
-        return thread_index() & int32(127) == 0
-
-    @cuda.jit(device=True, inline="always")
-    def products(base, acc_s, acc_o, p_frag, n):
+    def products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
         """Issue S of the block's n-th tile of keys and P . V of the one before, and wait for S."""
         stage, v_stage = stage_of(n), stage_of(n - 1)
         wait(base + K_FULL + 8 * stage, phase_of(n))
-        scores_of_tile(base, acc_s, stage)
+        if ping_pong:
+            bar_sync(me + 1, pair)
+        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
+        commit()
         wait(base + V_FULL + 8 * v_stage, phase_of(n - 1))
         multiply_p_v(acc_o, p_frag, describe_v(base + v_at + v_stage * v_bytes), 1)
         commit()
-        end_turn()
+        if ping_pong:
+            bar_arrive(following + 1, pair)
         wait_but_one()
         pin_s(acc_s)
 
     @cuda.jit(device=True, inline="always")
-    def weights(base, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
         """softmax beside P . V; then P of this tile, and O with the new maximum. Both tiles are given back."""
-        if is_elected():
+        if elected:
             arrive(base + K_EMPTY + 8 * stage_of(n))
         softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         wait_all()
         pin_o(acc_o)
-        if is_elected():
+        if elected:
             arrive(base + V_EMPTY + 8 * stage_of(n - 1))
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha)
@@ -317,7 +295,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def consume(
-        base, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides, alibi_strides,
+        base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides, alibi_strides,
         heads, heads_kv, seqlen_q, left, right, scale, softcap,
     ):  # fmt: skip
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
@@ -332,10 +310,14 @@ def make(config):
         first = cuda.local.array(2, int32)
         end = cuda.local.array(2, int32)
         scale_log2 = scale * log2_e
+        me = int32(warpgroup - 1)  # which of the consumers
+        following = int32(0) if me == consumers - 1 else int32(me + 1)
+        elected = thread_index() & int32(127) == 0
+        q_desc = describe_k(base + me * (64 * 128))
         taken, q_phase = int32(0), int32(0)  # tiles of K and V so far
         for i in range(s_count):
             acc_s[i] = float32(0)
-        if ping_pong and consumer() == consumers - 1:
+        if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         seen = int32(0)  # query tiles so far
         wait(base + NOTICE_FULL, 0)
@@ -360,11 +342,15 @@ def make(config):
                 q_phase = int32(q_phase ^ 1)
                 stage = stage_of(taken)
                 wait(base + K_FULL + 8 * stage, phase_of(taken))
-                scores_of_tile(base, acc_s, stage)
-                end_turn()
+                if ping_pong:
+                    bar_sync(me + 1, pair)
+                multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
+                commit()
+                if ping_pong:
+                    bar_arrive(following + 1, pair)
                 wait_all()
                 pin_s(acc_s)
-                if is_elected():
+                if elected:
                     arrive(base + K_EMPTY + 8 * stage)
                 if scaled or j >= cut or j < free:
                     limits_of(j, notice, left, right, first, end, distance)
@@ -384,24 +370,24 @@ def make(config):
                     # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                     # window, some of the first kind again.
                     while j >= begin and (j >= cut or j < free):
-                        products(base, acc_s, acc_o, p_frag, taken)
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                         limits_of(j, notice, left, right, first, end, distance)
                         if scaled:
                             finish_scores(acc_s, slopes, distance, scale, softcap)
                         mask_scores(acc_s, first, end)
-                        weights(base, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
                         taken = int32(taken + 1)
                         j = int32(j - 1)
                     while j >= free and j < cut:
-                        products(base, acc_s, acc_o, p_frag, taken)
+                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                         if scaled:
                             limits_of(j, notice, left, right, first, end, distance)
                             finish_scores(acc_s, slopes, distance, scale, softcap)
-                        weights(base, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
+                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
                         taken = int32(taken + 1)
                         j = int32(j - 1)
                 # The last P . V, for which there is no next S.
-                if is_elected():
+                if elected:
                     arrive(base + Q_EMPTY)
                 stage = stage_of(taken - 1)
                 wait(base + V_FULL + 8 * stage, phase_of(taken - 1))
@@ -409,7 +395,7 @@ def make(config):
                 commit()
                 wait_all()
                 pin_o(acc_o)
-                if is_elected():
+                if elected:
                     arrive(base + V_EMPTY + 8 * stage)
 
             b, h = int32(load_shared(notice + B)), int32(load_shared(notice + H))
@@ -469,7 +455,7 @@ def make(config):
             arrive(base + NOTICE_EMPTY + 8 * (seen & 1))
             seen = int32(seen + 1)
             wait(base + NOTICE_FULL + 8 * (seen & 1), (seen >> 1) & 1)
-        if ping_pong and consumer() == 0:
+        if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
 
     @cuda.jit
@@ -505,7 +491,7 @@ def make(config):
         else:
             take_registers()
             consume(
-                base, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides,
+                base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides,
                 alibi_strides, heads, heads_kv, seqlen_q, left, right, float32(scale), float32(softcap),
             )  # fmt: skip
 
