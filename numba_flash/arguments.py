@@ -63,6 +63,7 @@ def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap]
     maps = [(0, q)]
     for operand, strides, columns in ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v)):
         batch, head, row = (2 * stride for stride in strides[:3])
-        shape = (columns, p.seqlen_k, p.heads_kv, p.batch)
+        # Without keys nothing is fetched, but a map has no extent of 0.
+        shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (columns, 1, 1, 1)
         maps.append((operand, TensorMap(p.dtype, shape, (row, head, batch), (64, config.tile_n, 1, 1))))
     return tuple(maps)

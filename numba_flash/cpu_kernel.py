@@ -21,7 +21,7 @@ from numba import njit
 from . import cpu_plan as slot
 from . import ranges
 from .cpu_elements import INT, compiled, copy_in, copy_out, fill, gather, row_address
-from .cpu_panel import INFINITY, features, pack, scores, values, values_guarded, values_of_row
+from .cpu_panel import INFINITY, PACKED, features, pack, scores, values, values_guarded, values_of_row
 from .simd import LOG2_E, fetch_add, lanes, load, size_of, store
 from .simd_panel import all_finite, softmax_panel
 from .simd_row import softmax_row
@@ -170,7 +170,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             else:
                 if packs:
                     column = (key_end - key0) * size
-                    values(panel_o, alpha, packed, 0, column, first - key0, s, keys, head_dim_v, zero)
+                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, zero)
                 else:
                     values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
     return scale_log2

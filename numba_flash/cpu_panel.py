@@ -51,6 +51,9 @@ def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
         score_rows_1(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
 
 
+PACKED = 1  # stands for a stride, and is none: those are multiples of an element's size, and may be 0
+
+
 @compiled
 def pack(to, v, v_stride, keys, width, zero):
     """v (keys, width) as column blocks, each contiguous: what `values` reads."""
@@ -68,25 +71,25 @@ def pack(to, v, v_stride, keys, width, zero):
 def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
     """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows after `skip` others.
 
-    v as it lies (v_stride bytes from row to row, column bytes from column to column), or with v_stride 0 packed.
+    v as it lies (v_stride bytes from row to row, column bytes from column to column), or with v_stride PACKED packed.
     """
     size = size_of(zero)
     row = lanes(zero) * size
     at = 0
     while at + TILE_KEYS <= width:
-        stride = v_stride if v_stride != 0 else TILE_KEYS * size
+        stride = v_stride if v_stride != PACKED else TILE_KEYS * size
         value_rows_all(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += TILE_KEYS
     while at + 4 <= width:
-        stride = v_stride if v_stride != 0 else 4 * size
+        stride = v_stride if v_stride != PACKED else 4 * size
         value_rows_4(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += 4
     if at + 2 <= width:
-        stride = v_stride if v_stride != 0 else 2 * size
+        stride = v_stride if v_stride != PACKED else 2 * size
         value_rows_2(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
         at += 2
     if at < width:
-        stride = v_stride if v_stride != 0 else size
+        stride = v_stride if v_stride != PACKED else size
         value_rows_1(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
 
 

@@ -131,7 +131,7 @@ class Problem:
         if out_lse is not None:
             lse_shape = (batch, heads, seqlen_q)
             _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
-            if _elements(out_lse) != _contiguous(lse_shape):
+            if 0 not in lse_shape and _elements(out_lse) != _contiguous(lse_shape):
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
         if mask is not None and mask.dtype != "bool":
             raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
@@ -243,6 +243,8 @@ def _check_output(name: str, out: Layout, shape: tuple[int, ...], dtype: str, wh
         raise TypeError(f"{name} must be {dtype}, not {out.dtype}")
     if out.readonly:
         raise ValueError(f"{name} is read-only; pass an array that can be written")
+    if 0 in shape:
+        return  # no element to hit twice; what strides an empty array has is its library's affair
     reach = 1  # how far the smaller dimensions reach; a stride below that would hit an element twice
     for stride, extent in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
         if stride * out.unit < reach:

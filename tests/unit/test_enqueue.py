@@ -38,6 +38,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(driver, "cuLaunchKernel", launch)
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0))
+    monkeypatch.setattr(driver, "cuKernelGetParamInfo", lambda kernel, index: (OK, 0, 8))
     return seen
 
 
