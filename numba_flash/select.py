@@ -33,10 +33,10 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1),
     (512, 32, 32, 16, False, 1),
 )
-# (largest head_dim, tile_m, tile_n, ping_pong). H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, TFLOP/s at
-# seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 351, 529, 457; 128 x 128 342, 479, 436; without ping-pong 316, 484,
-# 413. head_dim 128: 128 x 128 459, 650, 598; 128 x 176 395, 620, 590; 128 x 112, three stages 408, 615; without ping-pong
-# 401, 614, 559. head_dim 256: 128 x 80 467, 706, 655; 128 x 64 483, 691; without ping-pong 429, 691, 638.
+# (largest head_dim, tile_m, tile_n, ping_pong). H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, TFLOP/s
+# at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 351, 529, 457; 128 x 128 342, 479, 436; without ping-pong 316,
+# 484, 413. head_dim 128: 128 x 128 459, 650, 598; 128 x 176 395, 620, 590; 128 x 112, three stages 408, 615; without
+# ping-pong 401, 614, 559. head_dim 256: 128 x 80 467, 706, 655; 128 x 64 483, 691; without ping-pong 429, 691, 638.
 # Three stages of K and V instead of two, two of Q, and 32 MB of K and V at a time instead of 16 gain nothing.
 WGMMA_TILES = (
     (64, 192, 128, True),
@@ -44,8 +44,8 @@ WGMMA_TILES = (
     (256, 128, 80, True),
     (256, 64, 64, False),
 )
-# Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k, 253
-# TFLOP/s, and with 128 queries 292.
+# Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
+# 253 TFLOP/s, and with 128 queries 292.
 FEW_QUERIES = 1024
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
