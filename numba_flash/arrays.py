@@ -252,7 +252,7 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
         return Array(x.data.ptr, like.layout, x)
     if family == "torch":
         torch = sys.modules["torch"]
-        x = torch.empty(shape, dtype=getattr(torch, dtype), device=like.owner.device)
+        x = like.owner.new_empty(shape, dtype=getattr(torch, dtype))
         return _torch(x) if device is None else Array(x.data_ptr(), like.layout, x)  # only the host looks at strides
     if family == "numba":
         from numba import cuda
@@ -370,7 +370,7 @@ def _current_stream(like: Array) -> int:
     if family == "cupy":
         return sys.modules["cupy"].cuda.get_current_stream(device).ptr
     if family == "torch":
-        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without making a Stream of it
     if family in ("numba", "foreign") and hasattr(like.owner, "__cuda_array_interface__"):
         return like.owner.__cuda_array_interface__.get("stream") or 0
     return 0

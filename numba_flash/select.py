@@ -212,7 +212,9 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
     for widest, tile_m, tile_n, ping_pong in WGMMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
-            if tile_m == 192 and problem.right is not None and problem.seqlen_q <= FEW_QUERIES:
+            few = problem.right is not None and problem.seqlen_q <= FEW_QUERIES
+            # Three consumers have no registers left for scores that are finished before the softmax.
+            if tile_m == 192 and (few or _tensor_features(problem, group)["scaled"]) and 128 % group == 0:
                 tile_m = 128
             tile_m = _rows(problem, group, tile_m, 64)
             features = _features("wgmma", problem) | _tensor_features(problem, group)

@@ -33,6 +33,7 @@ def make(config):
     depth, width, v_parts = config.depth, config.width, config.v_parts
     _, k_at, v_at, notes_at, _ = config.shared_offsets()
     alignment, note_bytes = config.ALIGNMENT, config.NOTE_BYTES
+    many_copies = max(depth, width) > 128
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
     group, queries = config.group, config.queries
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
@@ -83,12 +84,12 @@ def make(config):
         for x in range(depth // 16):
             if not q_registers:
                 for strip in range(strips):
-                    a = (strip * q_slots + x % q_slots) * 4
+                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
                     x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)  # (16, 16)
             for n in range(tile_n // 16):
                 x4(k_frag, 0, chunk_pair(k_lane, x, kv_panel) + n * 2048)  # (16 keys, 16)
                 for strip in range(strips):
-                    a = (strip * q_slots + x % q_slots) * 4
+                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
                     product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
                     product(acc_s, (strip * s_blocks + 2 * n + 1) * 4, q_frag, a, k_frag, 2)
 
@@ -110,53 +111,36 @@ def make(config):
                 for i in range(4):
                     acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
-    # Where this lane's matrix rows begin, for Q and V lanes 8 to 15 stand 8 rows below, for K lanes 16 to 31 do. The
-    # thread's number is read anew where it is needed, here and for copies and masks, so that what follows from it is
-    # not worked out ahead of the loop over tiles: there are no registers to keep it in.
+    @cuda.jit(device=True, inline="always")
+    def again(thread):
+        """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
+        return thread_index() if many_copies else thread
 
     @cuda.jit(device=True, inline="always")
-    def q_row_of_lane(smem):
-        thread = thread_index()
-        row = (thread >> int32(5)) * warp_rows + (thread & int32(15))
-        return aligned(shared_address(smem)) + panel_offset(row, (thread >> int32(4)) & int32(1), tile_m)
-
-    @cuda.jit(device=True, inline="always")
-    def k_row_of_lane(smem):
-        thread = thread_index()
-        row = (thread & int32(7)) + ((thread >> int32(1)) & int32(8))
-        return aligned(shared_address(smem)) + k_at + panel_offset(row, (thread >> int32(3)) & int32(1), tile_n)
-
-    @cuda.jit(device=True, inline="always")
-    def v_row_of_lane(smem):
-        thread = thread_index()
-        row = thread & int32(15)
-        return aligned(shared_address(smem)) + v_at + panel_offset(row, (thread >> int32(4)) & int32(1), tile_n)
-
-    @cuda.jit(device=True, inline="always")
-    def scores_of_tile(j, acc_s, q_frag, kv_frag, smem, v_tile, rows_left, columns_left):
+    def scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread):
         """S of tile j while its V is on the way."""
         v_smem, v_global, v_bytes = v_tile
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(v_smem, v_global + j * tile_n * v_bytes, v_bytes, 0, rows_left, columns_left, thread_index())
+        load_v(v_smem, v_global + j * tile_n * v_bytes, v_bytes, 0, rows_left, columns_left, again(thread))
         commit()
-        multiply_q_k(acc_s, q_frag, kv_frag, q_row_of_lane(smem), k_row_of_lane(smem))
+        multiply_q_k(acc_s, q_frag, kv_frag, lanes[0], lanes[1])
 
     @cuda.jit(device=True, inline="always")
     def outputs_of_tile(
-        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, smem, k_tile, scale_log2, may_be_empty
+        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, may_be_empty
     ):  # fmt: skip
         """softmax and O of tile j while the next tile's K is on the way."""
         k_smem, k_global, k_bytes = k_tile
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
         if j > begin:
-            load_k(k_smem, k_global + (j - 1) * tile_n * k_bytes, k_bytes, 0, tile_n, head_dim, thread_index())
+            load_k(k_smem, k_global + (j - 1) * tile_n * k_bytes, k_bytes, 0, tile_n, head_dim, again(thread))
             commit()
         softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha)
-        multiply_p_v(acc_o, p_frag, kv_frag, v_row_of_lane(smem))
+        multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
 
     @cuda.jit(device=True, inline="always")
     def divide(x, y):
@@ -207,6 +191,11 @@ def make(config):
         q_global, k_global, v_global = address(q, q_base), address(k, k_base), address(v, v_base)
         q_bytes, head_bytes, k_bytes, v_bytes = 2 * q_strides[2], 2 * q_strides[1], 2 * k_strides[2], 2 * v_strides[2]
 
+        # Rows of this lane's matrices: for Q and V lanes 8 to 15 stand 8 rows below, for K lanes 16 to 31 do.
+        q_lane = q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m)
+        k_lane = k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n)
+        v_lane = v_smem + panel_offset(lane & 15, lane >> 4, tile_n)
+
         acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
         acc_o = cuda.local.array(o_count, float32)  # (strips, width / 8, 4)
         p_frag = cuda.local.array(p_count, uint32)  # (strips, tile_n / 8, 2)
@@ -247,36 +236,41 @@ def make(config):
         if q_registers:
             wait_all()
             cuda.syncthreads()
-            q_lane = q_row_of_lane(smem)
             for strip in range(strips):
                 for x in range(depth // 16):
-                    a = (strip * q_slots + x % q_slots) * 4
+                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
                     x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
 
+        lanes = (q_lane, k_lane, v_lane)
         k_tile, v_tile = (k_smem, k_global, k_bytes), (v_smem, v_global, v_bytes)
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
                 rows_left = keys - j * tile_n
-                scores_of_tile(j, acc_s, q_frag, kv_frag, smem, v_tile, rows_left, columns_left)
-                again = thread_index()
+                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread)
+                # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
+                now = thread_index()
                 limits(
-                    j, (again >> int32(5)) * warp_rows, again & int32(31), tile_pos, left, right, keys,
+                    j, (now >> int32(5)) * warp_rows, now & int32(31), tile_pos, left, right, keys,
                     first, end, distance,
                 )  # fmt: skip
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, first, end)
-                outputs_of_tile(j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, smem, k_tile, scale_log2, True)
+                outputs_of_tile(
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, True
+                )
                 j = int32(j - 1)
             while j >= free and j < cut:
-                scores_of_tile(j, acc_s, q_frag, kv_frag, smem, v_tile, tile_n, columns_left)
+                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, tile_n, columns_left, thread)
                 if scaled:
                     for r in range(rows):
                         distance[r] = float32(tile_pos + row_query[r] - j * tile_n - lane_column)
                     finish_scores(acc_s, slopes, distance, scale, softcap)
-                outputs_of_tile(j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, smem, k_tile, scale_log2, False)
+                outputs_of_tile(
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, False
+                )
                 j = int32(j - 1)
 
         # One division, then O in 16 bits to shared memory; in each row's pad whether it is finite, and its lse.

@@ -33,8 +33,6 @@ REGISTERS = 65536  # of a multiprocessor
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING = {
     "mma-128-128x64": "spills about 200 bytes: two strips of 16 rows need more than 255 registers",
-    "mma-256-64x64": "272 bytes in local memory",
-    "wgmma-rich-64": "spills about 170 bytes: softcap and ALiBi in 128 registers",
 }
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {"mma-rich-64": "spills 20 bytes with 13.5, none with 13.0"}
