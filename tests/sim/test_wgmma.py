@@ -1,12 +1,38 @@
 """The part of the contract that wgmma is run through in the simulator: all of it takes minutes, and runs on a GPU."""
 
+import dataclasses
+
 import contract
+import numpy as np
 import pytest
 from contract import test_any_strides, test_many_tiles, test_rows_of_any_stride  # noqa: F401
 
-from numba_flash import testing
+from numba_flash import api, testing
+from numba_flash.target import Target
 
 
 @pytest.fixture(scope="session")
 def rung():
     return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=64, slow=True)
+
+
+# Blocks stay and take tile after tile, which takes more tiles than multiprocessors: rings of stages go round, phases
+# turn, notices follow each other, and every consumer has its turn. In causal order tiles have 3, 2 and 1 tiles of keys.
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
+        (dict(seqlen_q=130, seqlen_k=200, batch=2, heads=2, heads_kv=2), dict(seqlens=(200, 37))),
+        (dict(seqlen_q=300, seqlen_k=60, batch=1, heads=2, heads_kv=2), dict(causal=True)),  # some see no key at all
+    ],
+    ids=["causal", "lengths", "empty tiles"],
+)
+@pytest.mark.parametrize("multiprocessors", [1, 2])
+def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
+    monkeypatch.setattr(api.Target, "of", lambda device: machine)
+    monkeypatch.setattr(api, "_decided", api.decide)  # nothing remembered of the usual machine
+    options = dict(options)
+    if "seqlens" in options:
+        options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
+    rung.check(rung.problem(**shape, head_dim=64), **options)
