@@ -194,7 +194,6 @@ class WgmmaConfig(TensorConfig):
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
-    BARRIER_BYTES: ClassVar[int] = 256
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
     def __post_init__(self) -> None:
@@ -228,7 +227,7 @@ class WgmmaConfig(TensorConfig):
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
         notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + self.BARRIER_BYTES
+        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 64 + 32 * self.stages + 2 * 64
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from .. import ranges
 from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
 from .steps import async_tiles, elements, fragment_scores, fragment_softmax, output_rows, scores
 from .steps import repair_rows as repair_rows_step
+from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
@@ -141,11 +142,6 @@ def make(config):
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha)
         multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
-
-    @cuda.jit(device=True, inline="always")
-    def divide(x, y):
-        """x // y of what is never negative; of signed 64-bit numbers it is a hundred instructions."""
-        return int32(uint32(x) // uint32(y))
 
     @cuda.jit(device=True, inline="always")
     def tile_of(block, heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):

@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import (  # noqa: I001
+from ..ptx import (
     bar,
     cvt,
     fence,
@@ -37,9 +37,10 @@ from ..ptx import (  # noqa: I001
     tma,
     vote,
     wgmma,
-)  # fmt: skip
+)
 from .steps import elements, fragment_scores, fragment_softmax, scores
 from .steps import repair_rows as repair_rows_step
+from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
@@ -57,12 +58,8 @@ def make(config):
     o_blocks = width // 8
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
-    scaled, has_alibi, write_lse, wide_o = (
-        config.scaled,
-        config.alibi_dtype is not None,
-        config.write_lse,
-        config.wide_o,
-    )
+    scaled, has_alibi = config.scaled, config.alibi_dtype is not None
+    write_lse, wide_o = config.write_lse, config.wide_o
     padded = config.seqlens_k  # V may hold anything behind the valid keys
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
 
@@ -102,14 +99,9 @@ def make(config):
     # mbarriers, 8 bytes each; K and V have one of either kind for each stage, notices of query tiles two.
     Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY = (barriers_at + 16 * i for i in range(4))
     K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 64 + 8 * stages * i for i in range(4))
-    # A notice is what the producer worked out about a query tile, in words; then how many tiles there are.
+    # A notice is what the producer worked out about a query tile, in words.
     NOTICES = barriers_at + 64 + 32 * stages
     WORK, B, H, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(11))
-
-    @cuda.jit(device=True, inline="always")
-    def divide(x, y):
-        """x // y of what is never negative; of signed 64-bit numbers it is a hundred instructions."""
-        return int32(uint32(x) // uint32(y))
 
     @cuda.jit(device=True, inline="always")
     def stage_of(n):

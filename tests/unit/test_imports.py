@@ -24,7 +24,7 @@ ORDER = """
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.output_rows kernels.steps.repair_rows kernels.steps.fragment_scores
     kernels.steps.fragment_softmax kernels.steps.async_tiles
-    kernels.steps.scores kernels.steps.tiles kernels.steps.elements
+    kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements
     ptx ptx.approx ptx.bar ptx.cp_async ptx.cvt ptx.elect ptx.fence ptx.ld_st ptx.ldmatrix ptx.mbarrier ptx.memory
     ptx.minmax ptx.mma ptx.setmaxnreg ptx.shared ptx.shfl ptx.special ptx.stmatrix ptx.tma ptx.vote ptx.wgmma
     sim.approx sim.bar sim.cp_async sim.cvt sim.elect sim.fence sim.ld_st sim.ldmatrix sim.memory
