@@ -56,6 +56,8 @@ class GlobalMemory:
     def _tensor(self, pointer, tensor_map):
         """The tensor that a map describes, as an array whose last dimension is the map's first."""
         shape, strides = tensor_map.shape, (2, *tensor_map.strides_bytes)
+        if not pointer.array.size:
+            return np.zeros(shape[::-1], np.uint16)  # a map needs extents; nothing is fetched by it
         strides = [stride if extent > 1 else 2 for extent, stride in zip(shape, strides, strict=True)]
         begin, data = pointer.bytes()
         first = pointer.address(0) - begin

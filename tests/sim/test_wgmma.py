@@ -5,7 +5,7 @@ import dataclasses
 import contract
 import numpy as np
 import pytest
-from contract import test_any_strides, test_many_tiles, test_rows_of_any_stride  # noqa: F401
+from contract import test_any_strides, test_many_tiles, test_nothing_is_defined, test_rows_of_any_stride  # noqa: F401
 
 from numba_flash import api, testing
 from numba_flash.target import Target
