@@ -99,7 +99,7 @@ def attention(
     stream: a stream of CuPy, torch, Numba or cuda.core, or an address; None = the one that the arrays'
         library is working on. Work is enqueued there, and the host does not wait. After a first call
         with the same shapes it can be captured in a CUDA graph.
-    kernel: "auto", or "reference", "v1", "v2", "cpu" by name; `explain` tells which runs and why.
+    kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` tells which runs and why.
 
     A query that sees no key gives o = 0 and lse = -inf, never NaN. What lies in positions that
     seqlens_k, window, causal or mask remove never reaches o, even NaN and Inf. The same call gives the

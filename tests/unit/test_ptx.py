@@ -2,10 +2,10 @@
 
 import ast
 import functools
-import importlib.util
 import re
 from pathlib import Path
 
+import compiler
 import pytest
 
 import numba_flash
@@ -144,21 +144,6 @@ def kernel(out, x, i):
 """
 
 
-def missing():
-    """Which part of the compiler is not installed, or None."""
-    for package in ("numba_cuda", "cuda.core"):
-        if importlib.util.find_spec(package.partition(".")[0]) is None:
-            return package
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-
-    try:
-        for library in ("nvvm", "nvJitLink"):
-            load_nvidia_dynamic_lib(library)
-    except Exception as error:
-        return str(error).splitlines()[0]
-    return None
-
-
 @functools.cache
 def ptx(statement, factory, arguments):
     """PTX for Hopper of a kernel with this statement in it."""
@@ -184,7 +169,7 @@ def assemble(text):
     Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch="sm_90a")).link("cubin")
 
 
-@pytest.mark.skipif(missing() is not None, reason="needs NVVM and nvJitLink: pip install 'numba-flash[cu13]'")
+@compiler.needed
 @pytest.mark.parametrize("function", USES)
 def test_it_becomes_its_instruction(function):
     mnemonic, statement, *arguments = USES[function]
