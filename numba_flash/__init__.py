@@ -13,13 +13,18 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attention": "api",
     "AttentionOutput": "api",
+    "attention_backward": "gradients",
+    "AttentionGradients": "gradients",
     "explain": "explaining",
     "merge": "merging",
     "softmax": "ladder",
     "warmup": "api",
 }
 _MODULES = ("reference", "testing", "debug")
-__all__ = ["AttentionOutput", "attention", "debug", "explain", "merge", "reference", "softmax", "testing", "warmup"]
+__all__ = [
+    "AttentionGradients", "AttentionOutput", "attention", "attention_backward", "debug", "explain", "merge",
+    "reference", "softmax", "testing", "warmup",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import debug as debug
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from .api import attention as attention
     from .api import warmup as warmup
     from .explaining import explain as explain
+    from .gradients import AttentionGradients as AttentionGradients
+    from .gradients import attention_backward as attention_backward
     from .ladder import softmax as softmax
     from .merging import merge as merge
 

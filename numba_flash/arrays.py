@@ -67,6 +67,28 @@ class Operands(NamedTuple):
     q_offset: Array | None
 
 
+class GradientOperands(NamedTuple):
+    """The arrays of one attention_backward call: those of Operands, where o and lse are read, and then its own."""
+
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+    bias: Array | None
+    mask: Array | None
+    alibi_slopes: Array | None
+    seqlens_k: Array | None
+    q_offset: Array | None
+    do: Array
+    dlse: Array | None
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    dbias: Array | None
+    dalibi_slopes: Array | None
+
+
 class _Layouts(dict):
     """(device, shape, strides, unit, dtype, readonly) -> the one Layout of a family with these facts.
 

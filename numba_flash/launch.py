@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arrays, counters, reference
 from .arguments import Scalars, pointer_types, scalars, tensor_maps
-from .arrays import Array, Operands
+from .arrays import Array, GradientOperands, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config, TensorConfig
 from .enqueue import enqueuer, packed
@@ -209,10 +209,26 @@ class _OnReference(Launch):
 
 def _run_reference(problem: Problem, operands: Operands) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    o, lse = reference.forward(
+        *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
+        **reference_options(problem, operands),
+    )
+    assert operands.o is not None
+    view = heads_first(problem, operands.o)
+    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+        view[...] = o.astype(view.dtype)
+    if operands.lse is not None:
+        arrays.host_view(operands.lse)[...] = lse
 
-    def ordered(array: Array) -> np.ndarray:
-        view = arrays.host_view(array)
-        return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
+
+def heads_first(problem: Problem, array: Array) -> np.ndarray:
+    """q, k, v or o, in host memory, as the oracle takes it."""
+    view = arrays.host_view(array)
+    return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
+
+
+def reference_options(problem: Problem, operands: Operands | GradientOperands) -> dict[str, Any]:
+    """The keyword arguments of the oracle's functions."""
 
     def optional(array: Array | None) -> np.ndarray | None:
         return None if array is None else arrays.host_view(array)
@@ -226,10 +242,7 @@ def _run_reference(problem: Problem, operands: Operands) -> None:
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
     slopes = optional(operands.alibi_slopes)
-    o, lse = reference.forward(
-        ordered(operands.q),
-        ordered(operands.k),
-        ordered(operands.v),
+    return dict(
         scale=problem.scale,
         softcap=problem.softcap,
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
@@ -246,8 +259,3 @@ def _run_reference(problem: Problem, operands: Operands) -> None:
             mask=optional(operands.mask),
         ),
     )
-    assert operands.o is not None
-    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
-        ordered(operands.o)[...] = o.astype(arrays.host_view(operands.o).dtype)
-    if operands.lse is not None:
-        arrays.host_view(operands.lse)[...] = lse

@@ -91,16 +91,16 @@ class Problem:
         """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
-        _check_bool("causal", causal)
-        _check_bool("return_lse", return_lse)
+        check_bool("causal", causal)
+        check_bool("return_lse", return_lse)
         named = {
             "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
             "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
         }  # fmt: skip
         given = {name: array for name, array in named.items() if array is not None}
-        _check_one_place(given)
+        check_one_place(given)
         for name, array in given.items():
-            _check_strides(name, array)
+            check_strides(name, array)
 
         if q.dtype not in DTYPES:
             raise TypeError(
@@ -123,15 +123,15 @@ class Problem:
         if q_offsets is None:
             number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
         o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
-        contiguous = _contiguous(o_shape)
+        contiguous = contiguous_strides(o_shape)
         o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
         if out is not None:
             _check_output("out", out, o_shape, q.dtype, f"(layout {layout!r})")
-            o_strides = _ordered(out, order)
+            o_strides = ordered_strides(out, order)
         if out_lse is not None:
             lse_shape = (batch, heads, seqlen_q)
             _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
-            if 0 not in lse_shape and _elements(out_lse) != _contiguous(lse_shape):
+            if 0 not in lse_shape and element_strides(out_lse) != contiguous_strides(lse_shape):
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
         if mask is not None and mask.dtype != "bool":
             raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
@@ -146,15 +146,15 @@ class Problem:
                 )
         return Problem(
             batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
-            _ordered(q, order), _ordered(k, order), _ordered(v, order), o_strides,
+            ordered_strides(q, order), ordered_strides(k, order), ordered_strides(v, order), o_strides,
             scale=_number("scale", scale, head_dim**-0.5, q.dtype),
             left=left,
             right=right,
             q_offset=number,
             q_offset_source=source,
             has_seqlens_k=seqlens_k is not None,
-            seqlens_k_stride=_elements(seqlens_k)[0] if seqlens_k is not None else 0,
-            q_offset_stride=_elements(q_offsets)[0] if q_offsets is not None else 0,
+            seqlens_k_stride=element_strides(seqlens_k)[0] if seqlens_k is not None else 0,
+            q_offset_stride=element_strides(q_offsets)[0] if q_offsets is not None else 0,
             softcap=_softcap(softcap, q.dtype),
             alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
             alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
@@ -197,12 +197,12 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
     return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
 
 
-def _check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-def _check_one_place(given: dict[str, Layout]) -> None:
+def check_one_place(given: dict[str, Layout]) -> None:
     """All arrays of one family and in one memory; nothing is copied across in silence."""
     (first, one), *others = given.items()
     for name, array in others:
@@ -213,26 +213,26 @@ def _check_one_place(given: dict[str, Layout]) -> None:
             raise ValueError(f"all arrays must be in one place, but {first} is in {place[0]} and {name} in {place[1]}")
 
 
-def _check_strides(name: str, array: Layout) -> None:
+def check_strides(name: str, array: Layout) -> None:
     size = ITEM_SIZE.get(array.dtype, 1)
     if any(s * array.unit % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
         strides = tuple(s * array.unit for s in array.strides)
         raise ValueError(f"{name} has strides {strides} in bytes, which are not multiples of its {size}-byte elements")
 
 
-def _elements(array: Layout) -> tuple[int, ...]:
+def element_strides(array: Layout) -> tuple[int, ...]:
     """Strides in elements. A dimension of one element is never stepped along: its stride is 0."""
     size = ITEM_SIZE[array.dtype]
     return tuple(s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
 
 
-def _ordered(array: Layout, order: tuple[int, ...]) -> Strides:
-    strides = _elements(array)
+def ordered_strides(array: Layout, order: tuple[int, ...]) -> Strides:
+    strides = element_strides(array)
     return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array, by the same rule as `_elements`."""
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array, by the same rule as `element_strides`."""
     return tuple(math.prod(shape[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(shape))
 
 
@@ -325,7 +325,7 @@ def _softcap(softcap: Any, dtype: str) -> float | None:
 def _alibi_strides(slopes: Layout | None, batch: int, heads: int) -> tuple[int, int]:
     if slopes is None:
         return (0, 0)
-    strides = _elements(slopes)
+    strides = element_strides(slopes)
     if slopes.shape == (heads,):
         return (0, strides[0])
     if slopes.shape == (batch, heads):
@@ -345,7 +345,7 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
         raise ValueError(
             f"{name} must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {shape}, not shape {array.shape}"
         )
-    strides = (0,) * missing + _elements(array)
+    strides = (0,) * missing + element_strides(array)
     return (strides[0], strides[1], strides[2], strides[3])
 
 
@@ -356,19 +356,29 @@ def check_memory(given: list[Any], problem: Problem) -> None:
     """
     _, _, _, o, lse, *_ = given
     arrays = [array for array in given if array is not None]
+    check_alignments(arrays, OPERAND_NAMES, given)
+    for written in (o, lse):
+        if written is not None and _anything_near(written, arrays):
+            check_overlap("out", written, zip(OPERAND_NAMES, given, strict=True))
+    if problem.has_seqlens_k:
+        check_lengths(Operands(*given).seqlens_k, problem)
+
+
+def check_alignments(arrays: list[Array], names: Iterable[str], given: Iterable[Array | None]) -> None:
+    """arrays: those of `given` that are there. Nearly always none of them is to be looked at by itself."""
     addresses = 0
     for array in arrays:
         addresses |= array.pointer
     if addresses & 7:  # no element is larger than 8 bytes
-        for name, array in zip(OPERAND_NAMES, given, strict=True):
-            if array is not None:
-                check_alignment(name, array)
-    for written in (o, lse):
-        if written is not None and _anything_near(written, arrays):
-            check_overlap("out", written, zip(OPERAND_NAMES, given, strict=True))
-    seqlens_k = Operands(*given).seqlens_k if problem.has_seqlens_k else None
+        for name, one in zip(names, given, strict=True):
+            if one is not None:
+                check_alignment(name, one)
+
+
+def check_lengths(seqlens_k: Array | None, problem: Problem) -> None:
+    """Lengths in host memory; on a device the kernels clamp them, because reading them would mean waiting."""
     if seqlens_k is not None and seqlens_k.layout.device is None and problem.batch:
-        values = host_view(seqlens_k)  # on a device the kernels clamp them: reading them would mean waiting
+        values = host_view(seqlens_k)
         if values.min() < 0 or values.max() > problem.seqlen_k:
             raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
 
@@ -401,8 +411,8 @@ def check_overlap(name: str, written: Array, others: Iterable[tuple[str, Array |
 
 def check_output(name: str, out: Array, like: Array) -> None:
     """An output for a function whose result has its input's shape, dtype and place."""
-    _check_one_place({"x": like.layout, name: out.layout})
-    _check_strides(name, out.layout)
+    check_one_place({"x": like.layout, name: out.layout})
+    check_strides(name, out.layout)
     _check_output(name, out.layout, like.layout.shape, like.layout.dtype, "like x")
     check_alignment(name, out)
     check_overlap(name, out, [("x", like)])

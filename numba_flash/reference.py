@@ -1,13 +1,25 @@
-"""The oracle: attention in float64 NumPy, written to be obviously right. No tiles, no tricks.
+"""The oracle: attention and its gradients in float64 NumPy, written to be obviously right. No tiles, no tricks.
 
 Every other kernel is tested against this file. It takes NumPy arrays in (batch, heads, seqlen, dim)
 order and holds the whole seqlen_q x seqlen_k matrix, so keep the sizes small.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+
+class Gradients(NamedTuple):
+    """Of everything that a score or an output depends on; None for what was not given."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None  # of bias' own shape: summed over the dimensions that it is broadcast in
+    dalibi_slopes: Array | None  # of the slopes' own shape
 
 
 def visible_keys(
@@ -53,35 +65,125 @@ def forward(
     o = softmax(scores) @ v over the visible keys; lse = log(sum(exp(scores))), natural. A row that
     sees no key gives o = 0 and lse = -inf. What lies in invisible positions is never looked at.
     """
-    batch, heads, seqlen_q, _ = q.shape
-    group = heads // k.shape[1] if k.shape[1] else 1
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)  # query head h reads KV head h // group
-
+    k, v = _of_each_head(q, k), _of_each_head(q, v)
     with np.errstate(all="ignore"):  # masked keys may hold anything
-        s = scale * np.einsum("bhid,bhjd->bhij", q, k)
-        if softcap is not None:
-            s = softcap * np.tanh(s / softcap)
-        if alibi_slopes is not None:
-            assert q_offset is not None
-            q_pos = np.arange(seqlen_q)[None, :, None] + q_offset[:, None, None]  # (batch, seqlen_q, 1)
-            distance = np.abs(q_pos - np.arange(k.shape[2]))  # (batch, seqlen_q, seqlen_k)
-            s = s - np.asarray(alibi_slopes, np.float64)[:, :, None, None] * distance[:, None]
-        if bias is not None:
-            s = s + np.asarray(bias, np.float64)
+        s, _ = _scores(q, k, scale, softcap, alibi_slopes, q_offset, bias)
         s = np.where(visible, s, -np.inf)
-
         m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
         p = np.where(s == -np.inf, 0.0, np.exp(s - np.where(m == -np.inf, 0.0, m)))
         l = np.sum(p, axis=-1, keepdims=True)
-        # A key without weight contributes nothing, whatever its value: 0 * NaN must not count.
-        finite = np.isfinite(v)
-        weighted = np.einsum("bhij,bhjd->bhid", p, np.where(finite, v, 0.0))
-        if not finite.all():
-            strange = np.where(finite, 0.0, v)
-            for b, h, j in zip(*np.nonzero(~finite.all(axis=-1)), strict=True):
-                seen = p[b, h, :, j] != 0
-                weighted[b, h, seen] += strange[b, h, j]
-        o = np.where(l == 0, 0.0, weighted / np.where(l == 0, 1.0, l))
+        o = np.where(l == 0, 0.0, _weighted(p, v) / np.where(l == 0, 1.0, l))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
     return o, lse[..., 0]
+
+
+def backward(
+    do: NDArray,  # (batch, heads, seqlen_q, head_dim_v), the gradient that comes in for o
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    o: NDArray,  # (batch, heads, seqlen_q, head_dim_v), of the forward over all keys
+    lse: NDArray,  # (batch, heads, seqlen_q), likewise
+    *,
+    dlse: NDArray | None = None,  # (batch, heads, seqlen_q), the gradient that comes in for lse
+    scale: float,
+    visible: NDArray[np.bool_],
+    softcap: float | None = None,
+    alibi_slopes: NDArray | None = None,
+    q_offset: NDArray | None = None,
+    bias: NDArray | None = None,
+) -> Gradients:
+    """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
+
+    P is not kept from the forward but computed again, P = e^(S - lse), and then, by the seeds' equations,
+
+        dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
+
+    with delta = rowsum(dO * O), from which dlse is taken away: d lse / dS = P. A position without weight
+    (removed, or of a row that sees no key) gets and gives nothing, whatever k, v, q and do hold there.
+    """
+    q, do = np.asarray(q, np.float64), np.asarray(do, np.float64)
+    heads_kv = k.shape[1]
+    k, v = _of_each_head(q, k), _of_each_head(q, v)
+    lse = np.asarray(lse, np.float64)[..., None]
+    with np.errstate(all="ignore"):
+        delta = np.sum(do * np.asarray(o, np.float64), axis=-1, keepdims=True)
+        if dlse is not None:
+            delta = delta - np.asarray(dlse, np.float64)[..., None]
+        s, through_softcap = _scores(q, k, scale, softcap, alibi_slopes, q_offset, bias)
+        seen = visible & (s != -np.inf) & (lse != -np.inf)
+        p = np.where(seen, np.exp(s - lse), 0.0)
+        ds = np.where(p == 0, 0.0, p * (np.einsum("bhid,bhjd->bhij", do, v) - delta))
+        dproduct = np.where(p == 0, 0.0, scale * through_softcap * ds)  # of q . k, before it was scaled
+        dq = _weighted(dproduct, k)
+        dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
+        dv = _of_each_kv_head(_weighted(p.swapaxes(2, 3), do), heads_kv)
+        dbias = dalibi_slopes = None
+        if bias is not None:
+            dbias = _summed(ds, bias.shape)
+        if alibi_slopes is not None:
+            assert q_offset is not None
+            of_positions = np.where(p == 0, 0.0, -ds * _distance(q_offset, q.shape[2], k.shape[2]))
+            dalibi_slopes = _summed(of_positions, (*alibi_slopes.shape, 1, 1))[..., 0, 0]
+    return Gradients(dq, dk, dv, dbias, dalibi_slopes)
+
+
+def _scores(
+    q: NDArray,
+    k: NDArray,  # (batch, heads, seqlen_k, head_dim)
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: NDArray | None,
+    q_offset: NDArray | None,
+    bias: NDArray | None,
+) -> tuple[Array, Array]:
+    """Scores before any is removed, (batch, heads, seqlen_q, seqlen_k), and the softcap's derivative there, or 1."""
+    s = scale * np.einsum("bhid,bhjd->bhij", np.asarray(q, np.float64), k)
+    through_softcap = np.ones(())
+    if softcap is not None:
+        s = softcap * np.tanh(s / softcap)
+        through_softcap = 1 - (s / softcap) ** 2
+    if alibi_slopes is not None:
+        assert q_offset is not None
+        slopes = np.asarray(alibi_slopes, np.float64)[:, :, None, None]
+        s = s - slopes * _distance(q_offset, q.shape[2], k.shape[2])
+    if bias is not None:
+        s = s + np.asarray(bias, np.float64)
+    return s, through_softcap
+
+
+def _distance(q_offset: NDArray, seqlen_q: int, seqlen_k: int) -> NDArray:
+    """|position of the query - position of the key|, (batch, 1, seqlen_q, seqlen_k)."""
+    q_pos = np.arange(seqlen_q)[None, :, None] + q_offset[:, None, None]
+    return np.abs(q_pos - np.arange(seqlen_k))[:, None]
+
+
+def _weighted(weights: Array, rows: Array) -> Array:
+    """weights @ rows, where a row without weight contributes nothing, whatever it holds: 0 * NaN must not count."""
+    finite = np.isfinite(rows)
+    total = np.einsum("bhij,bhjd->bhid", weights, np.where(finite, rows, 0.0))
+    if not finite.all():
+        strange = np.where(finite, 0.0, rows)
+        for b, h, j in zip(*np.nonzero(~finite.all(axis=-1)), strict=True):
+            seen = weights[b, h, :, j] != 0
+            total[b, h, seen] += weights[b, h, seen, j, None] * strange[b, h, j]
+    return total
+
+
+def _of_each_head(q: NDArray, x: NDArray) -> Array:
+    """k or v repeated for all query heads: query head h reads KV head h // group."""
+    group = q.shape[1] // x.shape[1] if x.shape[1] else 1
+    return np.repeat(np.asarray(x, np.float64), group, axis=1)
+
+
+def _of_each_kv_head(x: Array, heads_kv: int) -> Array:
+    """The gradient of `_of_each_head`: summed over the query heads of each group."""
+    batch, heads, *rest = x.shape
+    return x.reshape(batch, heads_kv, heads // heads_kv if heads_kv else 1, *rest).sum(axis=2)
+
+
+def _summed(x: Array, shape: tuple[int, ...]) -> Array:
+    """The gradient of broadcasting from `shape` to x.shape."""
+    whole = (1,) * (x.ndim - len(shape)) + shape
+    repeated = tuple(axis for axis, (have, want) in enumerate(zip(whole, x.shape, strict=True)) if have != want)
+    return x.sum(axis=repeated, keepdims=True).reshape(shape)

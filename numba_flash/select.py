@@ -3,6 +3,8 @@
 Nothing here touches CUDA or Numba, so every choice can be tested for machines that are not there.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,18 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 
     family: the kind of arrays that came; stream: whether a stream was named, which only a GPU has.
     """
+    check_request(kernel, target, family, stream)
+    wanted = _by_preference(target) if kernel == "auto" else (kernel,)
+    refuses = functools.partial(refusal, problem=problem, target=target)
+    not_asked = functools.partial(_not_asked, kernel=kernel, target=target)
+    name, refused = first_that_can(kernel, wanted, KERNELS, refuses, not_asked)
+    config = None if name in ("reference", "cpu") else _config(name, problem, target)
+    copies = config is not None and target.arrays_on_host and not target.simulated
+    return Choice(name, config, copies, refused)
+
+
+def check_request(kernel: str, target: Target, family: str, stream: bool) -> None:
+    """What is wrong with a call whatever its problem is."""
     if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
     if stream and target.arrays_on_host:
@@ -75,18 +89,27 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
             f"the simulator (NUMBA_ENABLE_CUDASIM) takes NumPy arrays only, and {family} arrays were given; "
             "unset NUMBA_ENABLE_CUDASIM, or pass NumPy arrays"
         )
-    wanted = _by_preference(target) if kernel == "auto" else (kernel,)
-    refused = [(name, _not_asked(name, kernel, target)) for name in KERNELS if name not in wanted]
+
+
+Refused = tuple[tuple[str, str], ...]
+
+
+def first_that_can(
+    kernel: str,
+    wanted: tuple[str, ...],
+    names: tuple[str, ...],
+    refusal: Callable[[str], str | None],
+    not_asked: Callable[[str], str],
+) -> tuple[str, Refused]:
+    """The first of `wanted` without a reason to refuse, and why each other of `names` does not run."""
+    refused = [(name, not_asked(name)) for name in names if name not in wanted]
     for index, name in enumerate(wanted):
-        reason = refusal(name, problem, target)
+        reason = refusal(name)
         if reason is None:
-            refused += [(later, f"{name} comes first") for later in wanted[index + 1 :]]
-            config = None if name in ("reference", "cpu") else _config(name, problem, target)
-            copies = config is not None and target.arrays_on_host and not target.simulated
-            return Choice(name, config, copies, tuple(refused))
+            return name, (*refused, *((later, f"{name} comes first") for later in wanted[index + 1 :]))
         refused.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused if name in wanted)
-    others = [name for name in KERNELS if name not in wanted and refusal(name, problem, target) is None]
+    others = [name for name in names if name not in wanted and refusal(name) is None]
     possible = f" What would run: kernel={' or '.join(map(repr, others))}." if others else ""
     raise NotImplementedError(f"kernel={kernel!r} cannot run this problem here. {reasons}.{possible}")
 

@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 ORDER = """
     __main__ demo debug
     testing explaining merging ladder
-    api copies launch enqueue counters
+    gradients api copies launch_backward launch enqueue counters
     sim.launch
     cpu cpu_kernel cpu_panel cpu_elements simd_panel simd_row simd_scores simd cpu_cache cpu_plan
     compiled assembler
@@ -31,7 +31,7 @@ ORDER = """
     sim.minmax sim.mma sim.setmaxnreg sim.shared sim.shfl sim.special sim.stmatrix sim.tma sim.vote sim.wgmma
     sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
-    select arguments target problem
+    select_backward select arguments target backward_problem problem
     arrays config ranges reference toolchain tensor_maps cache_folder
 """.split()
 

@@ -1,0 +1,181 @@
+"""attention_backward: the gradients of attention(), along the same straight line."""
+
+import functools
+from typing import Any, NamedTuple
+
+from . import arrays
+from .api import refuse_what_is_to_come
+from .arrays import Array, Layout
+from .backward_problem import BackwardProblem
+from .launch import Launch
+from .launch_backward import cpu_backward, prepare_backward
+from .problem import check_alignments, check_lengths, window_sides
+from .select_backward import BackwardChoice, select_backward
+from .target import Target
+
+
+class AttentionGradients(NamedTuple):
+    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias and dalibi_slopes in those of bias and
+    alibi_slopes. None for what was not wanted."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dalibi_slopes: Any = None
+
+
+class Decision(NamedTuple):
+    """What is to be computed, where and by what; and that, ready to be run."""
+
+    problem: BackwardProblem
+    target: Target
+    choice: BackwardChoice
+    launch: Launch
+
+
+def attention_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    wanted: tuple[str, ...] = ("dq", "dk", "dv"),
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: Any = None,
+    seqlens_k: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: tuple[Any, ...] = (),
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhsd",
+    deterministic: bool = True,
+    stream: Any = None,
+    kernel: str = "auto",
+) -> AttentionGradients:
+    """The gradients of `attention` in memory proportional to the inputs: no scores are kept, they are computed again.
+
+    >>> o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv, *_ = numba_flash.attention_backward(do, q, k, v, o, lse, causal=True)
+
+    With P = e^(S - lse), where S are the scores that `attention` describes, and delta = rowsum(do * o) - dlse:
+
+        dv = P^T do     dP = do v^T     dS = P * (dP - delta)     dq = scale * dS k     dk = scale * dS^T q
+
+    and dS is also the gradient of bias; with softcap dS of q and k is times 1 - tanh(x / cap)^2.
+
+    do: the gradient of o, in o's shape and dtype. q, k, v and all options: as `attention` was called with
+    them. o, lse: what it returned with return_lse=True. If they come from a longer set of keys of which k
+    and v are a part, as in context-parallel attention, the results are that part's share: dk and dv are
+    final, and dq is to be summed over the parts. lse must be contiguous; everything else may have any strides.
+    dlse: the gradient of lse, (batch, heads, seqlen_q) in lse's dtype; None = lse was not used.
+    wanted: what to compute, names of AttentionGradients' fields; what is left out costs nothing.
+    deterministic: True = the same call gives the same bits. False allows a kernel to add up in any order
+        where that is faster; none does yet.
+    stream: as for `attention`.
+    kernel: "auto", or by name "reference", "v2", "cpu".
+
+    Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes) in the caller's kind of array: dq, dk, dv
+    like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
+    and dtype, summed over the dimensions in which it is broadcast, as is dalibi_slopes. Sums are in float32,
+    for float64 in float64, and are rounded once.
+
+    A query that sees no key (lse -inf) gives and gets zero, as does a key that no query sees. What lies in
+    positions that seqlens_k, window, causal or mask remove never reaches a gradient, even NaN and Inf.
+
+    Raises TypeError, ValueError and NotImplementedError as `attention` does.
+
+    Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
+    """
+    refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    given, (problem, _, _, launch) = understand(
+        do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
+        mask, layout, deterministic, stream, kernel,
+    )  # fmt: skip
+    like = given[0]
+    assert like is not None
+    dtypes = (problem.forward.dtype,) * 3 + (problem.forward.bias_dtype, problem.forward.alibi_dtype)
+    results = [
+        arrays.empty(like, shape, str(dtype)) if name in problem.wanted else None
+        for name, shape, dtype in zip(AttentionGradients._fields, problem.shapes, dtypes, strict=True)
+    ]
+    launch.run([*given, *results], arrays.stream_of(like, stream))
+    return AttentionGradients(*(None if array is None else arrays.give(like, array) for array in results))
+
+
+def understand(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, causal: Any, window: Any, q_offset: Any,
+    seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, layout: Any, deterministic: Any,
+    stream: Any, kernel: Any,
+) -> tuple[list[Array | None], Decision]:  # fmt: skip
+    """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands."""
+    offsets = None
+    if q_offset is not None and arrays.is_array(q_offset):
+        offsets, q_offset = q_offset, None
+    named = dict(
+        q=q, k=k, v=v, o=o, lse=lse, bias=bias, mask=mask, alibi_slopes=alibi_slopes, seqlens_k=seqlens_k,
+        q_offset=offsets, do=do, dlse=dlse,
+    )  # fmt: skip
+    optional = ("bias", "mask", "alibi_slopes", "seqlens_k", "q_offset", "dlse")
+    given = [None if x is None and name in optional else arrays.read(name, x) for name, x in named.items()]
+    if window is not None:
+        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
+    present = [array for array in given if array is not None]
+    addresses = 0
+    for array in (*given[:4], given[10]):  # q, k, v, o and do
+        assert array is not None
+        addresses |= array.pointer
+    question = (
+        *[array and array.layout for array in given], wanted, q_offset, causal, window, scale, softcap, layout,
+        deterministic, kernel, stream is not None, addresses % 16 == 0,
+    )  # fmt: skip
+    try:
+        decision = _decided(*question)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        decision = decide(*question)  # something that cannot be a key was given: say what is wrong with it
+    check_alignments(present, named, given)
+    if decision.problem.forward.has_seqlens_k:
+        check_lengths(given[8], decision.problem.forward)
+    return given, decision
+
+
+def decide(
+    q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, bias: Layout | None, mask: Layout | None,
+    alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, do: Layout, dlse: Layout | None,
+    wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, deterministic: Any,
+    kernel: Any, has_stream: bool, aligned: bool,
+) -> Decision:  # fmt: skip
+    """All that follows from layouts and options, so that a call seen before is decided by looking it up."""
+    problem = BackwardProblem.of(
+        do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
+        softcap, layout, wanted, deterministic, aligned,
+    )  # fmt: skip
+    target = Target.of(q.device)
+    choice = select_backward(problem, target, kernel, q.family, has_stream, _no_cpu)
+    return Decision(problem, target, choice, prepare_backward(choice, problem, target))
+
+
+# typed: 1 and True are equal as keys, but only one of them is a causal=
+_decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
+
+
+def _no_cpu(problem: BackwardProblem) -> str | None:
+    """Why the CPU rung does not compute these gradients, or None."""
+    try:
+        reasons = cpu_backward().reasons(problem)
+    except ImportError:
+        return "its backward is not built yet"
+    return "; ".join(reasons) or None
