@@ -68,6 +68,6 @@ def test_finite_differences(which, with_dlse):
             x = inputs[INPUTS[name]]
             assert gradient.shape == x.shape and gradient.dtype == x.dtype and gradient.flags.c_contiguous
             direction = g.standard_normal(x.shape)
-            up, down = (value(**{INPUTS[name]: x + sign * STEP * direction}) for sign in (1, -1))
+            up, down = (value(**{INPUTS[name]: np.asarray(x + sign * STEP * direction)}) for sign in (1, -1))
             # the third derivative times STEP**2, and the cancellation of two values of about 100
             assert abs((up - down) / (2 * STEP) - np.sum(gradient * direction)) < 1e-7, name
