@@ -32,7 +32,7 @@ ORDER = """
     sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select arguments target backward_problem problem
-    arrays config ranges reference toolchain tensor_maps cache_folder
+    arrays config_backward config ranges reference toolchain tensor_maps cache_folder
 """.split()
 
 MODULES = sorted(
