@@ -67,7 +67,7 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
     memory[0] = 0  # keeps it alive until here
 
 
-_launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
+launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
 SERIAL_SECONDS = 0.3e-3
@@ -110,7 +110,7 @@ def forward(problem: Problem, pointers: Sequence[int]) -> None:
     if plan.serial:
         run_serial(plan.kernel, plan.address, *pointers)
         return
-    with _launch_lock:
+    with launch_lock:
         run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)
 
 

@@ -99,6 +99,21 @@ def row_address(start, plan, stride, b, head, i):
 
 
 @compiled
+def length_and_offset(plan, pointers, b):
+    """How many keys of a batch entry count, and where its query 0 stands among them."""
+    valid, length = load(plan, slot.SEQLEN_K, INT), INT
+    if load(plan, slot.HAS_SEQLENS_K, INT):
+        length = np.int64(load(load(pointers, 8, INT), b * load(plan, slot.SEQLENS_K_STRIDE, INT), np.int32(0)))
+        valid = min(max(length, 0), valid)
+    offset, source = load(plan, slot.Q_OFFSET, INT), load(plan, slot.Q_OFFSET_SOURCE, INT)
+    if source == 1:
+        offset += length
+    elif source == 2:
+        offset += np.int64(load(load(pointers, 9, INT), b * load(plan, slot.Q_OFFSET_STRIDE, INT), np.int32(0)))
+    return valid, offset
+
+
+@compiled
 def fill(to, count, value):
     for i in range(count):
         store(to, i, value)

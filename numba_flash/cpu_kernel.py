@@ -20,16 +20,29 @@ from numba import njit
 
 from . import cpu_plan as slot
 from . import ranges
-from .cpu_elements import INT, compiled, copy_in, copy_out, fill, gather, row_address
-from .cpu_panel import INFINITY, PACKED, features, pack, scores, values, values_guarded, values_of_row
-from .simd import LOG2_E, fetch_add, lanes, load, size_of, store
+from .cpu_elements import INT, compiled, copy_in, copy_out, fill, gather, length_and_offset, row_address
+from .cpu_panel import (
+    INFINITY,
+    PACKED,
+    added,
+    hide,
+    is_featured,
+    pack,
+    row_keys,
+    scaled,
+    scores,
+    sign_and_units,
+    values,
+    values_guarded,
+    values_of_row,
+)
+from .simd import fetch_add, lanes, load, size_of, store
 from .simd_panel import all_finite, softmax_panel
 from .simd_row import softmax_row
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
 # kernel that everything else is inlined into.
 inlined = njit(error_model="numpy", inline="always")
-row_keys = compiled(ranges.row_keys)
 key_tiles = compiled(ranges.key_tiles)
 PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
 
@@ -50,11 +63,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     width = 1 if by_rows else lanes(zero)
     panels = (rows + width - 1) // width
     removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
-    featured = removes or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
-    scale = load(plan, slot.SCALE, 0.0)
-    # The scale's sign, or its being zero, goes into q; its size into the exponent, which costs nothing.
-    sign = kind(1 if scale > 0 else (-1 if scale < 0 else 0))
-    scale_log2 = kind(LOG2_E if featured or scale == 0 else abs(scale) * LOG2_E)
+    featured = is_featured(plan)
+    sign, scale_log2 = sign_and_units(plan, zero)
 
     o, m = state, state + panels * head_dim_v * width * size
     l = m + panels * width * size  # noqa: E741
@@ -123,7 +133,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 zero,
             )
             if featured:
-                features(
+                scaled(s, 0, keys, width, plan, zero)
+                added(
                     s,
                     alibi,
                     keys,
@@ -139,13 +150,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     zero,
                 )
             if free > first or cut < end:
-                for r in range(first_row, last_row + 1):
-                    row_first, row_end = row_keys(r // group + offset, left, right, valid)
-                    at = s + (r - first_row) * size
-                    for key in range(first, min(row_first, end)):
-                        store(at, (key - first) * width, kind(-INFINITY))
-                    for key in range(max(row_end, first), end):
-                        store(at, (key - first) * width, kind(-INFINITY))
+                rows_of_panel = last_row + 1 - first_row
+                hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
             if removes:
@@ -245,16 +251,7 @@ def run_task(task, frame, scratch, zero):
     row0 = (load(plan, slot.TILES, INT) - 1 - group_of_rows // units) * tile_m
     rows = min(tile_m, load(plan, slot.SEQLEN_Q, INT) * group - row0)
 
-    valid, length = load(plan, slot.SEQLEN_K, INT), INT
-    if load(plan, slot.HAS_SEQLENS_K, INT):
-        length = np.int64(load(load(pointers, 8, INT), b * load(plan, slot.SEQLENS_K_STRIDE, INT), np.int32(0)))
-        valid = min(max(length, 0), valid)
-    offset, source = load(plan, slot.Q_OFFSET, INT), load(plan, slot.Q_OFFSET_SOURCE, INT)
-    if source == 1:
-        offset += length
-    elif source == 2:
-        offset += np.int64(load(load(pointers, 9, INT), b * load(plan, slot.Q_OFFSET_STRIDE, INT), np.int32(0)))
-
+    valid, offset = length_and_offset(plan, pointers, b)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
     first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
     last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)

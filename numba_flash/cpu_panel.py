@@ -7,11 +7,12 @@ import math
 import numpy as np
 
 from . import cpu_plan as slot
+from . import ranges
 from .cpu_elements import INT, compiled, get, row_address
-from .simd import PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
+from .simd import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .simd_panel import pack_rows, score_rows, value_rows
 from .simd_row import dot_rows, value_columns
-from .simd_scores import cap_scores, mask_scores, scale_scores, slope_scores
+from .simd_scores import cap_scores, cap_scores_slopes, mask_scores, scale_scores, slope_scores
 
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
@@ -22,6 +23,7 @@ value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 
 value_column_guarded = value_columns(0, guarded=True)
 
 INFINITY = math.inf
+row_keys = compiled(ranges.row_keys)
 
 
 @compiled
@@ -132,18 +134,46 @@ def add_bias(s, step, keys, bias, stride, dtype, zero):
 
 
 @compiled
-def features(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """Scale, softcap, ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
+def is_featured(plan):
+    """Whether more than a scale comes between the products and the softmax."""
+    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
+    return removes or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
+
+
+@compiled
+def sign_and_units(plan, zero):
+    """What q is multiplied by, and the powers of 2 that a score is worth.
+
+    The scale's sign, or its being zero, goes into q; its size into the exponent, which costs nothing, unless
+    `scaled` has to see it.
+    """
+    kind, scale = type(zero), load(plan, slot.SCALE, 0.0)
+    sign = kind(1 if scale > 0 else (-1 if scale < 0 else 0))
+    return sign, kind(LOG2_E if is_featured(plan) or scale == 0 else abs(scale) * LOG2_E)
+
+
+@compiled
+def scaled(s, slopes, keys, width, plan, zero):
+    """Scale and softcap of a panel: s (keys, width), and slopes likewise, the softcap's derivatives (0 = unwanted)."""
+    kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
+    count = (keys * width + vector - 1) // vector * vector
+    scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
+    if load(plan, slot.HAS_SOFTCAP, INT):
+        cap = kind(load(plan, slot.SOFTCAP, 0.0))
+        if slopes != 0:
+            cap_scores_slopes(s, slopes, count, cap, zero)
+        else:
+            cap_scores(s, count, cap, zero)
+
+
+@compiled
+def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
 
     alibi is room for two numbers a row.
     """
     kind, size = type(zero), size_of(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    vector = lanes(zero) // PANEL_VECTORS
-    count = (keys * width + vector - 1) // vector * vector
-    scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
-    if load(plan, slot.HAS_SOFTCAP, INT):
-        cap_scores(s, count, kind(load(plan, slot.SOFTCAP, 0.0)), zero)
     dtype = load(plan, slot.ALIBI_DTYPE, INT)
     if dtype != slot.ABSENT:
         slopes = load(pointers, 7, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
@@ -173,3 +203,15 @@ def features(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, p
             stride = load(plan, slot.MASK_STRIDE + 3, INT)
             mask = row_address(load(pointers, 6, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
             mask_scores(s + r * size, width, keys, mask, stride, zero)
+
+
+@compiled
+def hide(s, first, end, first_row, rows, width, group, offset, left, right, valid, zero):
+    """-inf where a row of a panel does not see a key: s (keys, width) for keys [first, end), `rows` rows of it."""
+    for r in range(rows):
+        row_first, row_end = row_keys((first_row + r) // group + offset, left, right, valid)
+        at = s + r * size_of(zero)
+        for key in range(first, min(row_first, end)):
+            store(at, (key - first) * width, type(zero)(-INFINITY))
+        for key in range(max(row_end, first), end):
+            store(at, (key - first) * width, type(zero)(-INFINITY))

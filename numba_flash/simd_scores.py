@@ -60,6 +60,20 @@ def cap_scores(b, shape, s, count, cap):
     loop(b, I64(0), count, I64(shape.width), [], body)
 
 
+@vector_function("iiix")
+def cap_scores_slopes(b, shape, s, slopes, count, cap):
+    """The same, and slopes = 1 - tanh(s / cap)^2, what the gradient of a capped score is multiplied by."""
+    s, slopes, cap = shape.pointer(b, s), shape.pointer(b, slopes), shape.splat(b, cap)
+
+    def body(i, _):
+        y = _tanh(b, shape, b.fdiv(shape.load(b, s, i), cap))
+        shape.store(b, b.fmul(y, cap), s, i)
+        shape.store(b, b.fmul(b.fsub(shape.const(1.0), y), b.fadd(shape.const(1.0), y)), slopes, i)
+        return []
+
+    loop(b, I64(0), count, I64(shape.width), [], body)
+
+
 @vector_function("iiii")
 def slope_scores(b, shape, s, keys, slopes, distances):
     """ALiBi on a panel: s (keys, lanes) -= slopes * |distances - key|, both (lanes,), distances from key 0."""

@@ -1,0 +1,80 @@
+"""What the CPU's backward kernels have to know of a problem: the forward's numbers (cpu_plan.py), and more of them.
+
+Tiles depend on the shape of one head alone, so that bits depend neither on the batch nor on the threads.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from . import cpu_plan as slot
+from .backward_problem import BackwardProblem
+
+# Where the numbers stand that come to those of the forward; *_STRIDE as there.
+DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DBIAS_STRIDE, DLSE_STRIDE, DALIBI_STRIDE = range(
+    slot.NUMBERS, slot.NUMBERS + 28, 4
+)
+HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 28, slot.NUMBERS + 35)
+NUMBERS = slot.NUMBERS + 35
+
+# A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
+PLAN, POINTERS = 0, 1
+O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
+COUNTERS, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
+FRAME_NUMBERS = 24
+
+# Keys of a tile and query rows of a task. Scores and their gradients of such a tile stay in the second-level
+# cache, those of a panel nearly in the first.
+TILE_N = 96
+MAX_TILE_M = 128
+ENOUGH_TILES = 8  # query tiles of a head, if it has as many panels: tasks for several threads even in one head
+
+
+class Plan(NamedTuple):
+    numbers: np.ndarray
+    units: int  # (batch, KV head) pairs
+    key_tiles: int
+    tasks: int
+    sums_bytes: tuple[int, int]  # of all dk and dv in the precision computed in
+    scratch_bytes: int  # of a thread
+
+
+def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
+    """The numbers of a problem. lanes: query rows of a panel in its compute type; width: of a vector."""
+    p = problem.forward
+    numbers = np.zeros(NUMBERS, np.int64)
+    numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
+    size = slot.ITEMSIZES[numbers[slot.DTYPE]]
+    for at, strides in ((DO_STRIDE, problem.do_strides), (DQ_STRIDE, problem.dq_strides),
+                        (DK_STRIDE, problem.dk_strides), (DV_STRIDE, problem.dv_strides)):  # fmt: skip
+        numbers[at : at + 4] = np.multiply(strides, size)
+    if p.bias_dtype is not None:
+        item = slot.ITEMSIZES[slot.DTYPE_CODES[p.bias_dtype]]
+        numbers[DBIAS_STRIDE : DBIAS_STRIDE + 4] = np.multiply(problem.dbias_strides, item)
+    if p.alibi_dtype is not None:
+        item = slot.ITEMSIZES[slot.DTYPE_CODES[p.alibi_dtype]]
+        numbers[DALIBI_STRIDE : DALIBI_STRIDE + 2] = np.multiply(problem.dalibi_strides, item)
+    size = 8 if p.dtype == "float64" else 4
+    numbers[DLSE_STRIDE : DLSE_STRIDE + 3] = np.multiply(problem.dlse_strides, size)
+    numbers[HAS_DLSE] = problem.has_dlse
+    for at, name in ((WANTS_DQ, "dq"), (WANTS_DK, "dk"), (WANTS_DV, "dv")):
+        numbers[at] = name in problem.wanted
+
+    rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
+    panels = -(-rows // lanes)
+    tile_m = max(1, min(panels // ENOUGH_TILES, MAX_TILE_M // lanes)) * lanes
+    tiles, key_tiles = -(-rows // tile_m), -(-p.seqlen_k // TILE_N)
+    units = p.batch * p.heads_kv
+    columns, columns_v = (-(-n // width) * width for n in (p.head_dim, p.head_dim_v))
+    numbers[slot.TILE_M], numbers[slot.TILE_N], numbers[slot.TILES] = tile_m, TILE_N, tiles
+    numbers[slot.CHUNKS], numbers[slot.BY_ROWS], numbers[slot.TASKS] = 1, False, tiles * units
+    numbers[KEY_TILES], numbers[COLUMNS], numbers[COLUMNS_V] = key_tiles, columns, columns_v
+
+    keys = p.batch * p.heads_kv * p.seqlen_k * size
+    sums = tuple(keys * n if name in problem.wanted else 0 for name, n in (("dk", columns), ("dv", columns_v)))
+    # Of a query tile q, do and dq, q and do again by rows; of both p and dS; K, V, and K packed.
+    blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
+    of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 2)
+    of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
+    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
+    return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
