@@ -20,21 +20,21 @@ LOG2_E = 1.4426950408889634
 SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
 
 
+@cuda.jit(device=True, inline="always")
+def tanh(x):
+    square = x * x
+    odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
+    large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))
+    return odd if abs(x) < float32(SMALL) else large
+
+
 def make(config, strips):
     """-> (one, limits, finish, mask), device functions."""
     tile_n, group = config.tile_n, config.group
     blocks = tile_n // 8
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
-    ex2, rcp = approx.ex2, approx.rcp
     minus_inf = float32(-math.inf)
     log2_e = float32(LOG2_E)
-
-    @cuda.jit(device=True, inline="always")
-    def tanh(x):
-        square = x * x
-        odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
-        large = float32(1) - float32(2) * rcp(float32(1) + ex2(x * float32(2 * LOG2_E)))
-        return odd if abs(x) < float32(SMALL) else large
 
     @cuda.jit(device=True, inline="always")
     def one(product, slope, distance, scale, softcap):

@@ -1,0 +1,89 @@
+"""The products of a backward tile, one warp at a time: scores from two tiles, gradients from scores and a tile.
+
+A warp owns `warp_rows` rows of the block's own tile, in strips of 16, and multiplies them with all rows of the
+tile that the block walks over. Both lie in panels in shared memory (ptx/fragments.py).
+"""
+
+from numba import cuda, int32
+
+from ...ptx import fragments, ldmatrix, mma
+
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+
+
+@cuda.jit(device=True, inline="always")
+def chunk_pair(lane_address, pair, panel):
+    """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
+    return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
+
+
+def make(config):
+    """-> (lanes, load_own, scores_product, gradient_product). The last three are given `columns` of their tile and
+    return device functions for it."""
+    strips = config.warp_rows // 16
+    own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
+    own_rows, other_rows, warp_rows = config.own_rows, config.other_rows, config.warp_rows
+    blocks = other_rows // 8  # of 8 columns of scores
+    in_registers = config.in_registers
+    product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
+    x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans
+
+    @cuda.jit(device=True, inline="always")
+    def lanes(thread):
+        """Where this lane's matrix rows begin, from the beginning of a tile: (own, other, other transposed)."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        own = panel_offset(warp * warp_rows + (lane & 15), lane >> 4, own_rows)
+        other = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, other_rows)
+        transposed = panel_offset(lane & 15, lane >> 4, other_rows)
+        return own, other, transposed
+
+    def load_own(columns):
+        steps = columns // 16
+
+        @cuda.jit(device=True, inline="always")
+        def load(a_frag, own_lane):
+            """a_frag (strips, columns / 16, 4) <- the warp's rows."""
+            for strip in range(strips):
+                for x in range(steps):
+                    x4(a_frag, (strip * steps + x) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
+
+        return load
+
+    def scores_product(columns):
+        steps = columns // 16
+
+        @cuda.jit(device=True, inline="always")
+        def multiply(acc, a_frag, b_frag, own_lane, other_lane):
+            """acc (strips, other_rows / 8, 4) += own . other^T over `columns`.
+
+            a_frag (strips, columns / 16, 4): what load_own left; without in_registers it is loaded here, and has as
+            many steps in name only, because that makes the compiler unroll the loop over them.
+            """
+            for x in range(steps):
+                if not in_registers:
+                    for strip in range(strips):
+                        x4(a_frag, (strip * steps + x) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
+                for n in range(other_rows // 16):
+                    x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
+                    for strip in range(strips):
+                        a = (strip * steps + x) * 4
+                        product(acc, (strip * blocks + 2 * n) * 4, a_frag, a, b_frag, 0)
+                        product(acc, (strip * blocks + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
+
+        return multiply
+
+    def gradient_product(columns):
+        @cuda.jit(device=True, inline="always")
+        def multiply(acc, a_frag, b_frag, other_transposed):
+            """acc (strips, columns / 8, 4) += a . other, a_frag (strips, other_rows / 8, 2) from the scores."""
+            for y in range(other_rows // 16):
+                for n in range(columns // 16):
+                    x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    for strip in range(strips):
+                        a = (strip * blocks + 2 * y) * 2
+                        product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, a, b_frag, 0)
+                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
+
+        return multiply
+
+    return lanes, load_own, scores_product, gradient_product

@@ -1,0 +1,72 @@
+"""Rows of a gradient from a warp's sums to global memory, through the block's own tile in shared memory.
+
+The own tile's rows are read by the warp that owns them and by nobody else, so when a warp has done its last
+product it may put its gradient there, and no other warp has to wait.
+"""
+
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import bar, cvt, fragments, ld_st, memory, shfl
+
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+first_row_of = cuda.jit(device=True)(fragments.row)
+first_column_of = cuda.jit(device=True)(fragments.column)
+
+
+def make(config, columns):
+    """-> (stage, store) for a gradient of `columns` columns; its rows are contiguous."""
+    own_rows, warp_rows = config.own_rows, config.warp_rows
+    padded = (columns + 15) // 16 * 16
+    strips, blocks = warp_rows // 16, padded // 8
+    wide = columns % 8 == 0  # rows can be written 16 bytes at a time
+    step = columns // 8 if wide else columns  # copies in a row
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
+    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
+    bfly, warp_sync = shfl.bfly_b32, bar.warp_sync
+
+    @cuda.jit(device=True, inline="always")
+    def stage(acc, factor, tile, first_row, lane, rows_that_count):
+        """tile <- acc (strips, padded / 8, 4) times factor in 16 bits, zeros in rows from rows_that_count on.
+
+        first_row: the warp's. -> a bit for each row of the warp that is not finite, the same in all lanes.
+        """
+        suspects = uint32(0)
+        for r in range(2 * strips):
+            in_warp = int32(first_row_of(lane)) + r * 8
+            row = first_row + in_warp
+            counts = row < rows_that_count
+            suspect = float32(0)
+            for n in range(blocks):
+                at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2
+                low = acc[at] * factor if counts else float32(0)
+                high = acc[at + 1] * factor if counts else float32(0)
+                suspect += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
+                store_shared(tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane)), pack(low, high))
+            if suspect != 0:
+                suspects |= uint32(1) << uint32(in_warp)
+        for distance in (1, 2, 4, 8, 16):
+            suspects |= bfly(suspects, distance)
+        warp_sync()
+        return suspects
+
+    @cuda.jit(device=True, inline="always")
+    def store(tile, first_row, lane, target, base, row_stride, rows_left, suspects):
+        """The warp's rows that exist and are no suspects; base: where row 0 of the tile is."""
+        four = cuda.local.array(4, uint32)
+        for index in range(lane, warp_rows * step, 32):
+            in_warp = int32(uint32(index) // uint32(step))
+            row = first_row + in_warp
+            column = (index - in_warp * step) * (8 if wide else 1)
+            if row < rows_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
+                staged = tile + panel_offset(row, column >> 3, own_rows)
+                at = base + row * row_stride + column
+                if wide:
+                    load_v4(four, 0, staged)
+                    store_v4(address(target, at), four, 0)
+                else:
+                    pair = load_b32(staged + ((column & 6) << 1))
+                    half = uint32(pair >> uint32(16)) if column % 2 else pair
+                    store_b16(address(target, at), half)
+
+    return stage, store

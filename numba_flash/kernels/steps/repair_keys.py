@@ -1,0 +1,101 @@
+"""Rows of dK and dV that came out NaN or Inf, computed again without what they may not see.
+
+As in steps/repair_rows: a tensor core multiplies every p and dS of a tile, also those of 0 of a query that does
+not see the key, and 0 * NaN is NaN. Such a row is computed here, query by query, without the removed ones.
+"""
+
+import math
+
+from numba import cuda, float32, int64, uint32
+
+from ... import ranges
+from ...ptx import shfl
+from . import elements
+from .fragment_scores import LOG2_E
+
+key_queries = cuda.jit(device=True)(ranges.key_queries)
+
+
+def make(config, weight, through_softcap):
+    """-> repair_keys, a device function. weight, through_softcap: of steps/score_gradients."""
+    head_dim, head_dim_v, warp_rows = config.head_dim, config.head_dim_v, config.warp_rows
+    of_dk, of_dv, has_softcap = config.of_dk, config.of_dv, config.softcap
+    has_alibi, parts, parts_v = config.alibi_dtype is not None, -(-head_dim // 32), -(-head_dim_v // 32)
+    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    load_slope = elements.loader(config.alibi_dtype or "float32", float32)
+    bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
+
+    @cuda.jit(device=True, inline="always")
+    def repair_keys(
+        suspects, first_row, lane, pointers, strides, results, result_strides, lse, delta, alibi_slopes, alibi_strides,
+        b, heads, h_first, h_end, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
+    ):  # fmt: skip
+        """One warp, those of its rows from first_row on that have a bit in suspects, of the tile at first_key."""
+        q, k, v, do = pointers
+        q_strides, k_strides, v_strides, do_strides = strides
+        dk, dv = results
+        dk_strides, dv_strides = result_strides
+        row_dk = cuda.local.array(parts, float32)
+        row_dv = cuda.local.array(parts_v, float32)
+        for in_warp in range(warp_rows):
+            if (suspects >> uint32(in_warp)) & uint32(1) != 0:
+                key = int64(first_key + first_row + in_warp)
+                for c in range(parts):
+                    row_dk[c] = float32(0)
+                for c in range(parts_v):
+                    row_dv[c] = float32(0)
+                k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
+                v_at = b * v_strides[0] + h_kv * v_strides[1] + key * v_strides[2]
+                first_query, end_query = key_queries(key, q_start, left, right, seqlen_q)
+                for h in range(h_first, h_end):
+                    slope = float32(0)
+                    if has_alibi:
+                        slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
+                    for query in range(first_query, end_query):
+                        q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
+                        do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
+                        row = (b * heads + h) * seqlen_q + query
+                        product, dp = float32(0), float32(0)
+                        for x in range(lane, head_dim, 32):
+                            product += load(q, q_at + x) * load(k, k_at + x)
+                        if of_dk:
+                            for x in range(lane, head_dim_v, 32):
+                                dp += load(do, do_at + x) * load(v, v_at + x)
+                        for distance in (1, 2, 4, 8, 16):
+                            product += bfly(product, distance)
+                            dp += bfly(dp, distance)
+                        row_lse = float32(lse[row])
+                        p = float32(0)
+                        if row_lse != minus_inf:
+                            away = float32(query + q_start - key)
+                            p = weight(product, slope, away, scale, softcap, row_lse * log2_e)
+                        if p != 0:
+                            ds = float32(0)
+                            if of_dk:
+                                ds = p * (dp - float32(delta[row])) * scale
+                                if has_softcap:
+                                    ds *= through_softcap(product, scale, softcap)
+                            if of_dv:
+                                for c in range(parts_v):
+                                    x = int64(lane + 32 * c)
+                                    if x < head_dim_v:
+                                        row_dv[c] += p * load(do, do_at + x)
+                            if ds != 0:
+                                for c in range(parts):
+                                    x = int64(lane + 32 * c)
+                                    if x < head_dim:
+                                        row_dk[c] += ds * load(q, q_at + x)
+                if of_dk:
+                    at = b * dk_strides[0] + h_kv * dk_strides[1] + key * dk_strides[2]
+                    for c in range(parts):
+                        x = int64(lane + 32 * c)
+                        if x < head_dim:
+                            store(dk, at + x, row_dk[c])
+                if of_dv:
+                    at = b * dv_strides[0] + h_kv * dv_strides[1] + key * dv_strides[2]
+                    for c in range(parts_v):
+                        x = int64(lane + 32 * c)
+                        if x < head_dim_v:
+                            store(dv, at + x, row_dv[c])
+
+    return repair_keys

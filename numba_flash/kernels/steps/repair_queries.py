@@ -1,0 +1,70 @@
+"""Rows of dQ that came out NaN or Inf, computed again without the keys that they may not see (steps/repair_keys)."""
+
+import math
+
+from numba import cuda, float32, int64, uint32
+
+from ... import ranges
+from ...ptx import shfl
+from . import elements
+from .fragment_scores import LOG2_E
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+
+
+def make(config, weight, through_softcap):
+    """-> repair_queries, a device function. weight, through_softcap: of steps/score_gradients."""
+    head_dim, head_dim_v, warp_rows = config.head_dim, config.head_dim_v, config.warp_rows
+    has_softcap, parts = config.softcap, -(-config.head_dim // 32)
+    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
+
+    @cuda.jit(device=True, inline="always")
+    def repair_queries(
+        suspects, first_row, lane, pointers, strides, dq, dq_strides, lse, delta, slope,
+        b, h, heads, h_kv, first_query, q_start, seqlen_q, keys, left, right, scale, softcap,
+    ):  # fmt: skip
+        """One warp, those of its rows from first_row on that have a bit in suspects, of the tile at first_query."""
+        q, k, v, do = pointers
+        q_strides, k_strides, v_strides, do_strides = strides
+        row_dq = cuda.local.array(parts, float32)
+        for in_warp in range(warp_rows):
+            if (suspects >> uint32(in_warp)) & uint32(1) != 0:
+                query = int64(first_query + first_row + in_warp)
+                for c in range(parts):
+                    row_dq[c] = float32(0)
+                q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
+                do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
+                row = (b * heads + h) * seqlen_q + query
+                row_lse, row_delta = float32(lse[row]), float32(delta[row])
+                first_key, end_key = row_keys(query + q_start, left, right, keys)
+                if row_lse == minus_inf:
+                    end_key = first_key
+                for key in range(first_key, end_key):
+                    k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
+                    v_at = b * v_strides[0] + h_kv * v_strides[1] + key * v_strides[2]
+                    product, dp = float32(0), float32(0)
+                    for x in range(lane, head_dim, 32):
+                        product += load(q, q_at + x) * load(k, k_at + x)
+                    for x in range(lane, head_dim_v, 32):
+                        dp += load(do, do_at + x) * load(v, v_at + x)
+                    for distance in (1, 2, 4, 8, 16):
+                        product += bfly(product, distance)
+                        dp += bfly(dp, distance)
+                    away = float32(query + q_start - key)
+                    p = weight(product, slope, away, scale, softcap, row_lse * log2_e)
+                    ds = p * (dp - row_delta) * scale
+                    if has_softcap:
+                        ds *= through_softcap(product, scale, softcap)
+                    if p != 0 and ds != 0:
+                        for c in range(parts):
+                            x = int64(lane + 32 * c)
+                            if x < head_dim:
+                                row_dq[c] += ds * load(k, k_at + x)
+                at = b * dq_strides[0] + h * dq_strides[1] + query * dq_strides[2]
+                for c in range(parts):
+                    x = int64(lane + 32 * c)
+                    if x < head_dim:
+                        store(dq, at + x, row_dq[c])
+
+    return repair_queries
