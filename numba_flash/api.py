@@ -111,10 +111,17 @@ def attention(
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
     refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
-    given, (problem, _, choice, launch) = understand(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
-        out, stream, kernel,
-    )  # fmt: skip
+    try:
+        given, (problem, _, choice, launch) = understand(
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
+            out, stream, kernel,
+        )  # fmt: skip
+    except arrays.Recorded as recorded:
+        return bridge(recorded.family).attention(
+            q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out,
+            stream=stream, kernel=kernel,
+        )  # fmt: skip
     like, o, lse = given[0], given[O], given[LSE]
     if o is None:
         o = given[O] = arrays.empty(like, problem.o_shape, problem.dtype)
@@ -130,6 +137,24 @@ def attention(
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
+
+
+def bridge(framework: str) -> Any:
+    """The module that makes attention an operation of `framework`: it stands above this one, and is imported only when
+    an array asks for it."""
+    if framework == "torch":
+        from .bridges import torch as module
+    else:
+        from .bridges import jax as module  # type: ignore[no-redef]
+    return module
+
+
+def _in_torch_compile(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return bridge("torch").attention(q, k, v, **options)
+
+
+# What torch.compile traces in attention's place. Asking in each call whether one is being traced would cost 0.1 us.
+attention._torchdynamo_inline = _in_torch_compile  # type: ignore[attr-defined]
 
 
 def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:

@@ -117,6 +117,14 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Recorded(NotImplementedError):
+    """A framework is recording what is done to this array; its bridge, numba_flash.bridges.<family>, makes the call."""
+
+    def __init__(self, message: str, family: str):
+        super().__init__(message)
+        self.family = family
+
+
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
 
@@ -148,9 +156,10 @@ def _torch(x: Any) -> Array:
     if x.layout is not torch.strided or not (x.is_cuda or x.is_cpu):
         raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
     if x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "a torch tensor that requires grad was given; gradients are not there yet, and detaching it "
-            "in silence would lose them: call attention under torch.no_grad(), or pass tensor.detach()"
+        raise Recorded(
+            "a torch tensor that requires grad was given, and here its gradient would be lost: call this under "
+            "torch.no_grad(), or pass tensor.detach()",
+            "torch",
         )
     device = x.get_device() if x.is_cuda else None
     facts = _torch_layouts[device, x.shape, x.stride(), x.element_size(), x.dtype, False]
@@ -160,11 +169,22 @@ def _torch(x: Any) -> Array:
 def _jax(x: Any) -> Array:
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
-        raise NotImplementedError("a traced JAX array was given; attention cannot run inside jax.jit or jax.grad yet")
+        raise Recorded(
+            "a traced JAX array was given, which has no values: call this outside jax.jit and jax.grad", "jax"
+        )
     if next(iter(x.devices())).platform != "cpu":
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
     facts = _layouts["jax"][None, host.shape, host.strides, 1, host.dtype, True]
+    return Array(_host_pointer(host), facts, x, host)
+
+
+def _jax_buffer(x: Any) -> Array:
+    """What a callback of JAX is handed: memory of XLA's, whose results are written in place."""
+    if x.__dlpack_device__()[0] != 1:  # kDLCPU
+        return _cuda_interface(x, "jax")
+    host = np.asarray(x)
+    facts = _layouts["jax"][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
     return Array(_host_pointer(host), facts, x, host)
 
 
@@ -231,7 +251,8 @@ def read(name: str, x: Any) -> Array:
     try:
         return reader(x)
     except (TypeError, NotImplementedError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+        error.args = (f"{name}: {error}",)
+        raise
 
 
 def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
@@ -246,6 +267,8 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         return _jax
+    if package == "jax" and hasattr(x, "__dlpack_device__"):
+        return _jax_buffer
     if package in ("numba", "numba_cuda") and hasattr(x, "__cuda_array_interface__"):
         return _numba
     if hasattr(x, "__cuda_array_interface__"):
