@@ -37,7 +37,8 @@ class BackwardProblem:
     dq_strides: Strides
     dk_strides: Strides
     dv_strides: Strides
-    dbias_strides: Strides  # (batch, head, query, key)
+    dbias_shape: tuple[int, int, int, int]  # (batch, head, query, key), with 1 where bias is broadcast
+    dbias_strides: Strides
     dalibi_strides: tuple[int, int]  # (batch, head)
     shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
 
@@ -82,7 +83,8 @@ class BackwardProblem:
             dq_strides=_in_order(q.shape, order),
             dk_strides=_in_order(k.shape, order),
             dv_strides=_in_order(v.shape, order),
-            dbias_strides=_broadcast(shapes["dbias"]),
+            dbias_shape=_four((1,) * 4 + shapes["dbias"]),
+            dbias_strides=_four((0,) * 4 + contiguous_strides(shapes["dbias"])),
             dalibi_strides=_of_slopes(shapes["dalibi_slopes"]),
             shapes=tuple(shapes[name] if name in wanted else () for name in GRADIENTS),
         )
@@ -115,9 +117,9 @@ def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> Strides:
     return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
 
 
-def _broadcast(shape: tuple[int, ...]) -> Strides:
-    strides = (0,) * (4 - len(shape)) + contiguous_strides(shape)
-    return (strides[0], strides[1], strides[2], strides[3])
+def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The last four."""
+    return (numbers[-4], numbers[-3], numbers[-2], numbers[-1])
 
 
 def _of_slopes(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -20,18 +20,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import tensor_maps, toolchain
+from . import arguments_backward, tensor_maps, toolchain
 from .arguments import SCALAR_TYPES, pointer_types
 from .assembler import assemble
 from .cache_folder import cache_folder
 from .config import Config, SoftmaxConfig
+from .config_seed_backward import BackwardConfig
 
-AnyConfig = Config | SoftmaxConfig
+AnyConfig = BackwardConfig | SoftmaxConfig
 MODULES = {
     "v1": "v1",
     "v2": "v2",
     "mma": "mma_forward",
     "wgmma": "wgmma_forward",
+    "delta": "delta",
+    "v2_dkdv": "v2_backward_dkdv",
+    "v2_dq": "v2_backward_dq",
+    "v2_dbias": "v2_backward_dbias",
+    "v2_dalibi": "v2_backward_dalibi",
     "safe": "softmax_safe",
     "online": "softmax_online",
     "blocked": "softmax_blocked",
@@ -160,7 +166,9 @@ def _signature(config: AnyConfig) -> Any:
 
     pointers: tuple[str, ...] = (config.dtype, config.dtype)
     rest: tuple[Any, ...] = (("int64", 2), ("int64", 4))
-    if isinstance(config, Config):
+    if not isinstance(config, SoftmaxConfig) and config.kernel in arguments_backward.PARAMETERS:
+        pointers, rest = arguments_backward.pointer_types(config), arguments_backward.scalar_types(config)
+    elif isinstance(config, Config):
         pointers, rest = pointer_types(config), SCALAR_TYPES
     plain = {"int64": numba_types.int64, "float64": numba_types.float64}
     parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
@@ -206,7 +214,8 @@ def _fingerprint() -> str:
     """Changes with anything but the Config that could change the code: sources and compilers."""
     package = Path(__file__).parent
     files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
-    files += [package / name for name in ("ranges.py", "config.py", "arguments.py", "assembler.py", "compiled.py")]
+    files += sorted([*package.glob("config*.py"), *package.glob("arguments*.py")])
+    files += [package / name for name in ("ranges.py", "assembler.py", "compiled.py")]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())

@@ -53,7 +53,7 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
         ready = _WithWorkspace(problem, ready)
     if choice.kernel == "wgmma":
         ready = _WithCounter(target, ready)
-    return _Announced(problem, ready) if target.simulated else ready
+    return Announced(problem, ready) if target.simulated else ready
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
@@ -120,7 +120,7 @@ class _Simulated(Launch):
         run(lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps))
 
 
-class _Announced(Launch):
+class Announced(Launch):
     """In the simulator, where a call may take minutes: then said at the line that called attention()."""
 
     __slots__ = ("_problem", "_ready")

@@ -1,21 +1,73 @@
 """From a choice to running code, for gradients."""
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
 
 from . import arrays, reference
+from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
-from .launch import Given, Launch, heads_first, reference_options
+from .config_seed_backward import BackwardConfig, DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
 
 
 def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
-    return _OnCpu(problem) if choice.kernel == "cpu" else _OnReference(problem)
+    if choice.kernel == "reference":
+        return _OnReference(problem)
+    if choice.kernel == "cpu":
+        return _OnCpu(problem)
+    ready = _Sequence(choice, problem, target)
+    return Announced(problem.forward, ready) if target.simulated else ready
+
+
+def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
+    """How many blocks; 0 where there is nothing to write."""
+    forward = problem.forward
+    if isinstance(config, DeltaConfig):
+        return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
+    if isinstance(config, DkdvConfig):
+        return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
+    if isinstance(config, DbiasConfig):
+        batch, heads, rows, keys = problem.dbias_shape
+        return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
+    if isinstance(config, DalibiConfig):
+        return math.prod(problem.shapes[-1])
+    return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
+
+
+class _Sequence(Launch):
+    """The kernels of one backward, one behind the other on the same stream, and the workspace between them."""
+
+    __slots__ = ("_dtype", "_rows", "_steps", "_workspace")
+
+    def __init__(self, choice: BackwardChoice, problem: BackwardProblem, target: Target) -> None:
+        self._rows, self._dtype = problem.forward.lse_shape, problem.forward.compute_dtype
+        steps = [(config, grid(config, problem), operands(config)) for config in choice.configs]
+        self._steps = [
+            (on_gpu(config, target, blocks, len(taken), scalars(config, problem)), taken)
+            for config, blocks, taken in steps
+            if blocks
+        ]
+        used = {number for _, taken in self._steps for number in taken}
+        self._workspace = [OPERANDS.index(name) in used for name in WORKSPACE]
+
+    def load(self) -> None:
+        for launch, _ in self._steps:
+            launch.load()
+
+    def run(self, operands: Given, stream: int) -> None:
+        q = operands[0]
+        assert q is not None
+        workspace = [arrays.scratch(q, self._rows, self._dtype) if used else None for used in self._workspace]
+        every = (*operands, *workspace)
+        for launch, taken in self._steps:
+            launch.run([every[number] for number in taken], stream)
 
 
 class _OnCpu(Launch):

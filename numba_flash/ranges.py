@@ -27,6 +27,17 @@ def row_keys(q_pos, left, right, seqlen_k):
     return first, end
 
 
+def key_queries(k_pos, q_offset, left, right, seqlen_q):
+    """The queries [first, end) that see key k_pos, clipped to [0, seqlen_q]: `row_keys` from the key's side.
+
+    q_offset is the position of query 0. Both ends grow with k_pos, so `key_tiles` also finds the query tiles of a
+    key tile: from the queries of its first and of its last key.
+    """
+    first = min(max(k_pos - right - q_offset, 0), seqlen_q)
+    end = min(max(k_pos + left - q_offset + 1, 0), seqlen_q)
+    return first, end
+
+
 def key_tiles(first_row_first, first_row_end, last_row_first, last_row_end, tile_n):
     """The key tiles of a query tile: [begin, free) is left, [free, cut) is free, [cut, end) is right.
 

@@ -13,6 +13,24 @@ from . import elements
 
 def make(config):
     """-> (head, finish_score), both device functions."""
+    head, capped, added = parts(config)
+
+    @cuda.jit(device=True)
+    def finish_score(
+        product, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
+        bias_strides, mask_strides, alibi_strides, scale, softcap,
+    ):  # fmt: skip
+        """The score of (q_index, k_index), natural; -inf where the mask removes it."""
+        s = capped(product, scale, softcap)
+        return added(
+            s, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides
+        )
+
+    return head, finish_score
+
+
+def parts(config):
+    """-> (head, capped, added), device functions: finish_score in two steps, for whoever needs what lies between."""
     compute = elements.COMPUTE_TYPES[config.dtype]
     has_softcap, has_mask = config.softcap, config.mask
     has_bias, has_alibi = config.bias_dtype is not None, config.alibi_dtype is not None
@@ -37,18 +55,22 @@ def make(config):
         return keys, q_offset
 
     @cuda.jit(device=True)
-    def finish_score(
-        product, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
-        bias_strides, mask_strides, alibi_strides, scale, softcap,
+    def capped(product, scale, softcap):
+        """What scale and softcap make of a product; with softcap between -softcap and softcap."""
+        s = product * compute(scale)
+        if has_softcap:
+            s = compute(softcap) * math.tanh(s / compute(softcap))
+        return s
+
+    @cuda.jit(device=True)
+    def added(
+        s, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides
     ):  # fmt: skip
-        """The score of (q_index, k_index), natural; -inf where the mask removes it."""
+        """s with what depends on the position alone; -inf where the mask removes it."""
         if has_mask:
             at = b * mask_strides[0] + h * mask_strides[1]
             if mask[at + q_index * mask_strides[2] + k_index * mask_strides[3]] == 0:
                 return minus_inf
-        s = product * compute(scale)
-        if has_softcap:
-            s = compute(softcap) * math.tanh(s / compute(softcap))
         if has_alibi:
             slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
             s -= slope * compute(abs(q_pos - k_index))
@@ -57,4 +79,4 @@ def make(config):
             s += load_bias(bias, at + q_index * bias_strides[2] + k_index * bias_strides[3])
         return s
 
-    return head, finish_score
+    return head, capped, added

@@ -1,0 +1,68 @@
+"""The parameters of the kernels that compute gradients, by name: their types for compiling, their values for launching.
+
+A kernel's names are those of its `def` line, in that order.
+"""
+
+from typing import Any
+
+from .arguments import Scalars
+from .arrays import GradientOperands
+from .backward_problem import BackwardProblem
+from .config_seed_backward import BackwardConfig
+from .ranges import UNBOUNDED
+
+WORKSPACE = ("delta", "slope_rows")  # (batch, heads, seqlen_q) each, in the computing type
+# As the kernels call them: an array of offsets goes beside the number that is added to it.
+OPERANDS = tuple("q_offsets" if name == "q_offset" else name for name in (*GradientOperands._fields, *WORKSPACE))
+
+_INPUTS = "q k v do lse delta bias mask alibi_slopes seqlens_k q_offsets".split()
+_LAYOUTS = "q_strides k_strides v_strides do_strides bias_strides mask_strides alibi_strides batch_strides".split()
+_SIZES = "batch heads heads_kv seqlen_q seqlen_k left right q_offset scale softcap".split()
+# kernel -> (its arrays, of OPERANDS; its numbers)
+PARAMETERS: dict[str, tuple[list[str], list[str]]] = {
+    "delta": ("do o dlse delta".split(), "do_strides o_strides dlse_strides heads seqlen_q".split()),
+    "v2_dkdv": ([*_INPUTS, "dk", "dv"], [*_LAYOUTS, "dk_strides", "dv_strides", *_SIZES]),
+    "v2_dq": ([*_INPUTS, "dq", "slope_rows"], [*_LAYOUTS, "dq_strides", *_SIZES]),
+    "v2_dbias": ([*_INPUTS, "dbias"], [*_LAYOUTS, "dbias_strides", "dbias_shape", *_SIZES]),
+    "v2_dalibi": (["slope_rows", "dalibi_slopes"], "dalibi_strides batch heads seqlen_q".split()),
+}
+_TUPLES = dict(dlse_strides=3, alibi_strides=2, dalibi_strides=2, batch_strides=2)
+
+
+def pointer_types(config: BackwardConfig) -> tuple[str, ...]:
+    """The element types behind the pointers."""
+    types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), config.dtype)
+    types |= dict.fromkeys(("lse", "dlse", *WORKSPACE), config.compute_dtype)
+    types |= dict(mask="uint8", seqlens_k="int32", q_offsets="int32")
+    types |= dict.fromkeys(("bias", "dbias"), getattr(config, "bias_dtype", None) or "float32")
+    types |= dict.fromkeys(("alibi_slopes", "dalibi_slopes"), getattr(config, "alibi_dtype", None) or "float32")
+    return tuple(types[name] for name in PARAMETERS[config.kernel][0])
+
+
+def scalar_types(config: BackwardConfig) -> tuple[Any, ...]:
+    """Behind the pointers: ("int64", n) for a tuple of n, "int64" or "float64"."""
+
+    def of(name: str) -> Any:
+        if name in ("scale", "softcap"):
+            return "float64"
+        return ("int64", _TUPLES.get(name, 4)) if name.endswith(("_strides", "_shape")) else "int64"
+
+    return tuple(map(of, PARAMETERS[config.kernel][1]))
+
+
+def scalars(config: BackwardConfig, problem: BackwardProblem) -> Scalars:
+    """The values for scalar_types."""
+    forward = problem.forward
+    values = vars(forward) | vars(problem)
+    values |= dict(
+        batch_strides=(forward.seqlens_k_stride, forward.q_offset_stride),
+        left=UNBOUNDED if forward.left is None else forward.left,
+        right=UNBOUNDED if forward.right is None else forward.right,
+        softcap=forward.softcap or 0.0,
+    )
+    return tuple(values[name] for name in PARAMETERS[config.kernel][1])
+
+
+def operands(config: BackwardConfig) -> tuple[int, ...]:
+    """Where in OPERANDS the kernel's arrays stand."""
+    return tuple(map(OPERANDS.index, PARAMETERS[config.kernel][0]))

@@ -1,0 +1,51 @@
+"""delta = rowsum(dO * O) - dlse: what is taken from every dP of a row, in every backward.
+
+Source: "flash attention from math to code" and the notes that begin with "The goal of flash attention" name
+dS = dsoftmax(dP). For p = softmax(s) that is ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of keys is
+
+    sum_k P_ik dP_ik = sum_k P_ik (dO_i . V_k) = dO_i . (sum_k P_ik V_k) = dO_i . O_i
+
+so that it needs only the row itself. With lse an output of its own, d lse_i / d s_j = p_j adds dlse_i to the
+bracket. A few threads share a row, so that neighbouring ones read neighbouring columns.
+
+Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
+"""
+
+from numba import cuda
+
+from ..ptx import shared
+from .steps import elements
+
+
+def make(config):
+    head_dim_v, lanes, rows, has_dlse = config.head_dim_v, config.lanes, config.rows, config.has_dlse
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load = elements.loader(config.dtype, compute)
+
+    @cuda.jit
+    def delta_of_rows(do, o, dlse, delta, do_strides, o_strides, dlse_strides, heads, seqlen_q):
+        thread = cuda.threadIdx.x
+        tiles = (seqlen_q + rows - 1) // rows
+        b = cuda.blockIdx.x // (heads * tiles)
+        h = cuda.blockIdx.x // tiles % heads
+        lane = thread % lanes
+        q_index = cuda.blockIdx.x % tiles * rows + thread // lanes
+        parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)
+
+        part = compute(0)
+        if q_index < seqlen_q:
+            do_base = b * do_strides[0] + h * do_strides[1] + q_index * do_strides[2]
+            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            for x in range(lane, head_dim_v, lanes):
+                part += load(do, do_base + x * do_strides[3]) * load(o, o_base + x * o_strides[3])
+        parts[thread] = part
+        cuda.syncthreads()
+        if lane == 0 and q_index < seqlen_q:
+            total = compute(0)
+            for other in range(lanes):
+                total += parts[thread + other]
+            if has_dlse:
+                total -= dlse[b * dlse_strides[0] + h * dlse_strides[1] + q_index * dlse_strides[2]]
+            delta[(b * heads + h) * seqlen_q + q_index] = total
+
+    return delta_of_rows
