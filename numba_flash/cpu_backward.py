@@ -17,17 +17,18 @@ from numba import njit, prange
 
 from . import cpu_backward_plan as at
 from .arrays import ITEM_SIZE
-from .backward_problem import BackwardProblem
+from .backward_problem import GRADIENTS, BackwardProblem
 from .cpu import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, launch_lock
 from .cpu_backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
+from .cpu_backward_sums import run_sums_float32, run_sums_float64
 from .cpu_cache import c_function, cached
 from .simd import Shape, call
 
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_phase_serial(kernel, frame, phase, scratch_bytes):
-    """All tasks of a phase on this thread."""
+def run_serial(kernel, frame, phase, scratch_bytes):
+    """All tasks of a pass on this thread."""
     memory = np.empty((64 + scratch_bytes) // 8, np.int64)
     call(kernel, frame, phase, (memory.ctypes.data + 63) // 64 * 64)
     memory[0] = 0  # keeps it alive until here
@@ -35,8 +36,8 @@ def run_phase_serial(kernel, frame, phase, scratch_bytes):
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_phase_parallel(workers, kernel, frame, phase, scratch_bytes):
-    """All tasks of a phase on `workers` threads, each of which fetches the next task when it is done with one."""
+def run_parallel(workers, kernel, frame, phase, scratch_bytes):
+    """All tasks of a pass on `workers` threads, each of which fetches the next task when it is done with one."""
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     for worker in prange(workers):
@@ -44,12 +45,19 @@ def run_phase_parallel(workers, kernel, frame, phase, scratch_bytes):
     memory[0] = 0  # keeps it alive until here
 
 
+_FUNCTIONS = {
+    ("rows", False): run_phase_float32,
+    ("rows", True): run_phase_float64,
+    ("sums", False): run_sums_float32,
+    ("sums", True): run_sums_float64,
+}
+
+
 @functools.cache
-def _kernel(double):
-    function = run_phase_float64 if double else run_phase_float32
+def _kernel(what, double):
     name = "float64" if double else "float32"
-    announcement = f"numba_flash: compiling the CPU's backward kernel for {name} (once, about 15 s) ..."
-    return c_function(function, "void(int64, int64, int64)", announcement)
+    announcement = f"numba_flash: compiling the CPU's backward kernel for {name} (once, about 10 s) ..."
+    return c_function(_FUNCTIONS[what, double], "void(int64, int64, int64)", announcement)
 
 
 @functools.cache
@@ -59,11 +67,21 @@ def _give_way():
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-class _Launch(NamedTuple):
-    plan: at.Plan
+class _Pass(NamedTuple):
+    """What runs on all threads before the next begins."""
+
     kernel: int
+    numbers: np.ndarray
+    address: int
+    phase: int
+    scratch_bytes: int
+
+
+class _Launch(NamedTuple):
+    passes: tuple[_Pass, ...]
+    done: int  # how many key tiles there are in all
+    sums_bytes: tuple[int, int]
     serial: bool
-    phases: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,11 +90,23 @@ def _launch(problem):
     double = p.dtype == "float64"
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
+    passes = []
+
+    def add(what, numbers, phase, scratch_bytes):
+        passes.append(_Pass(_kernel(what, double).address, numbers, numbers.ctypes.data, phase, scratch_bytes))
+
+    if {"dq", "dk", "dv"} & set(problem.wanted):
+        add("rows", plan.numbers, GRADIENTS_OF_ROWS, plan.scratch_bytes)
+    if {"dk", "dv"} & set(problem.wanted):
+        add("rows", plan.numbers, RESULTS, 0)
+    for name, shape_of_sum in zip(GRADIENTS, problem.shapes, strict=True):
+        if name in ("dbias", "dalibi_slopes") and name in problem.wanted and 0 not in shape_of_sum:
+            numbers, scratch_bytes = at.make_sums_plan(problem, name, shape.lanes)
+            add("sums", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     serial = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND < SERIAL_SECONDS
-    phases = (GRADIENTS_OF_ROWS, RESULTS) if {"dk", "dv"} & set(problem.wanted) else (GRADIENTS_OF_ROWS,)
-    return _Launch(plan, _kernel(double).address, serial, phases if {"dq", "dk", "dv"} & set(problem.wanted) else ())
+    return _Launch(tuple(passes), plan.units * plan.key_tiles, plan.sums_bytes, serial)
 
 
 def _whole_lines(memory):
@@ -86,36 +116,34 @@ def _whole_lines(memory):
 
 def backward(problem: BackwardProblem, pointers: list[int]) -> None:
     """Write the gradients wanted; pointers are addresses in the order of arrays.GradientOperands, 0 = none."""
-    plan, kernel, serial, phases = _launch(problem)
-    frame = np.zeros(at.FRAME_NUMBERS, np.int64)
-    counters, done = np.zeros(2, np.int64), np.zeros(plan.units * plan.key_tiles, np.int64)
-    sums_k, sums_v = (np.zeros(64 + count, np.uint8) for count in plan.sums_bytes)
-    frame[at.PLAN] = plan.numbers.ctypes.data
+    launch = _launch(problem)
+    frame, counter, done = np.zeros(at.FRAME_NUMBERS, np.int64), np.zeros(1, np.int64), np.zeros(launch.done, np.int64)
+    sums_k, sums_v = (np.zeros(64 + count, np.uint8) for count in launch.sums_bytes)
     frame[at.POINTERS : at.POINTERS + len(pointers)] = pointers
-    frame[at.COUNTERS :] = (
-        counters.ctypes.data, done.ctypes.data, _whole_lines(sums_k), _whole_lines(sums_v), _give_way(), 0
+    frame[at.COUNTER : at.GIVE_WAY + 1] = (
+        counter.ctypes.data, done.ctypes.data, _whole_lines(sums_k), _whole_lines(sums_v), _give_way()
     )  # fmt: skip
-    for phase in phases:
-        _run(kernel, frame.ctypes.data, phase, plan.scratch_bytes, serial)
+    for one in launch.passes:
+        frame[at.PLAN], counter[0] = one.address, 0
+        _run(one, frame.ctypes.data, launch.serial)
 
 
-def _run(kernel, frame, phase, scratch_bytes, serial):
+def _run(one, frame, serial):
     if serial:
-        run_phase_serial(kernel, frame, phase, scratch_bytes)
+        run_serial(one.kernel, frame, one.phase, one.scratch_bytes)
         return
     with launch_lock:
-        run_phase_parallel(numba.get_num_threads(), kernel, frame, phase, scratch_bytes)
+        run_parallel(numba.get_num_threads(), one.kernel, frame, one.phase, one.scratch_bytes)
 
 
 def reasons(problem: BackwardProblem) -> list[str]:
     """Why this problem cannot be run here; nothing = it can."""
-    wanted = [name for name in ("dbias", "dalibi_slopes") if name in problem.wanted]
-    return [f"the CPU kernels do not compute {name} yet" for name in wanted]
+    return []
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `backward` would run, or load it from the cache, and run nothing."""
     if _launch(problem).serial:
-        run_phase_serial.compile((numba.int64,) * 4)
+        run_serial.compile((numba.int64,) * 4)
     else:
-        run_phase_parallel.compile((numba.int64,) * 5)
+        run_parallel.compile((numba.int64,) * 5)

@@ -29,12 +29,11 @@ from .cpu_backward_panel import (
     panel_gradients,
     take_rows,
     take_statistics,
-    tiles_of,
     wait_for,
 )
 from .cpu_elements import INT, copy_out, fill, gather, length_and_offset, row_address
 from .cpu_kernel import inlined
-from .cpu_panel import PACKED, pack, row_keys, sign_and_units, values, values_guarded
+from .cpu_panel import PACKED, pack, row_keys, sign_and_units, tiles_of, values, values_guarded
 from .simd import fetch_add, lanes, load, size_of
 from .simd_backward import store_release
 from .simd_panel import all_finite
@@ -196,13 +195,13 @@ def write_sums(task, frame, zero):
             copy_out(to, step, source, 1, count, dtype, kind(1), zero)
 
 
-GRADIENTS_OF_ROWS, RESULTS = 0, 1  # the two phases; the second begins when the first has ended
+GRADIENTS_OF_ROWS, RESULTS = 0, 1  # the phases; the second begins when the first has ended
 
 
 @inlined
 def run_phase(frame, phase, scratch, zero):
-    """Run the tasks of a phase that its counter hands out."""
-    plan, counter = load(frame, at.PLAN, INT), load(frame, at.COUNTERS, INT) + phase * 8
+    """Run the tasks of a phase that the counter hands out."""
+    plan, counter = load(frame, at.PLAN, INT), load(frame, at.COUNTER, INT)
     tasks = load(plan, slot.TASKS, INT)
     if phase == RESULTS:
         tasks = load(plan, slot.BATCH, INT) * load(plan, slot.HEADS_KV, INT) * load(plan, at.KEY_TILES, INT)

@@ -4,7 +4,6 @@
 
 from . import cpu_backward_plan as at
 from . import cpu_plan as slot
-from . import ranges
 from .cpu_elements import INT, compiled, copy_in, fill, gather, row_address
 from .cpu_panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
 from .simd import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
@@ -19,16 +18,6 @@ score_weights, score_gradients_plain, score_gradients_capped = (
     score_gradients(what) for what in ("weights", "plain", "capped")
 )
 dot_row = dot_rows(1)
-key_tiles = compiled(ranges.key_tiles)
-
-
-@compiled
-def tiles_of(row0, rows, group, offset, left, right, valid, tile_n):
-    """The key tiles [begin, end) that some of the rows [row0, row0 + rows) of a KV head see."""
-    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
-    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
-    begin, _, _, end = key_tiles(first_first, first_end, last_first, last_end, tile_n)
-    return begin, end
 
 
 @compiled
@@ -45,20 +34,23 @@ def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, 
     """Rows [row0, row0 + rows) of a KV head's q or do, in two orders, with zeros where there is no row.
 
     panels (tile_m / lanes, width, lanes) times sign, for products along width, and blocks (width / lanes, tile_m,
-    lanes), for sums over rows. `stride` is the slot of the array's strides; `row` is room for one row.
+    lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is room for one row.
     """
     size, across = size_of(zero), lanes(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
     own_type = slot.FLOAT32 if size == 4 else slot.FLOAT64
     fill(panels, tile_m * width, zero)
-    fill(blocks, tile_m * ((width + across - 1) // across) * across, zero)
+    if blocks != 0:
+        fill(blocks, tile_m * ((width + across - 1) // across) * across, zero)
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
         source = row_address(start, plan, stride, b, head, i)
         gather(row, source, 0, load(plan, stride + 3, INT), 1, width, dtype, zero)
         to = panels + ((r // across) * width * across + r % across) * size
         copy_in(to, across, row, size, width, own_type, sign, zero)
+        if blocks == 0:
+            continue
         for column in range(0, width, across):
             to = blocks + ((column // across) * tile_m + r) * across * size
             copy_row(to, row + column * size, min(across, width - column), zero)

@@ -3,6 +3,7 @@
 Tiles depend on the shape of one head alone, so that bits depend neither on the batch nor on the threads.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -11,16 +12,20 @@ from . import cpu_plan as slot
 from .backward_problem import BackwardProblem
 
 # Where the numbers stand that come to those of the forward; *_STRIDE as there.
-DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DBIAS_STRIDE, DLSE_STRIDE, DALIBI_STRIDE = range(
-    slot.NUMBERS, slot.NUMBERS + 28, 4
+DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
+HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
+# Of a gradient that is summed (dbias, dalibi_slopes): its strides and type, which dimensions it has itself, whether
+# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
+SUM_STRIDE = slot.NUMBERS + 27
+SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
+    slot.NUMBERS + 31, slot.NUMBERS + 39
 )
-HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 28, slot.NUMBERS + 35)
-NUMBERS = slot.NUMBERS + 35
+NUMBERS = slot.NUMBERS + 39
 
 # A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
-COUNTERS, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
 FRAME_NUMBERS = 24
 
 # Keys of a tile and query rows of a task. Scores and their gradients of such a tile stay in the second-level
@@ -48,12 +53,6 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     for at, strides in ((DO_STRIDE, problem.do_strides), (DQ_STRIDE, problem.dq_strides),
                         (DK_STRIDE, problem.dk_strides), (DV_STRIDE, problem.dv_strides)):  # fmt: skip
         numbers[at : at + 4] = np.multiply(strides, size)
-    if p.bias_dtype is not None:
-        item = slot.ITEMSIZES[slot.DTYPE_CODES[p.bias_dtype]]
-        numbers[DBIAS_STRIDE : DBIAS_STRIDE + 4] = np.multiply(problem.dbias_strides, item)
-    if p.alibi_dtype is not None:
-        item = slot.ITEMSIZES[slot.DTYPE_CODES[p.alibi_dtype]]
-        numbers[DALIBI_STRIDE : DALIBI_STRIDE + 2] = np.multiply(problem.dalibi_strides, item)
     size = 8 if p.dtype == "float64" else 4
     numbers[DLSE_STRIDE : DLSE_STRIDE + 3] = np.multiply(problem.dlse_strides, size)
     numbers[HAS_DLSE] = problem.has_dlse
@@ -78,3 +77,29 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
+
+
+def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
+    """The numbers for dbias or dalibi_slopes, and the bytes of a thread's scratch memory."""
+    p = problem.forward
+    numbers = make_plan(problem, lanes, 1).numbers
+    strides, dtype, pointer = problem.dbias_strides, p.bias_dtype, DBIAS
+    if name == "dalibi_slopes":
+        strides, dtype, pointer = (*problem.dalibi_strides, 0, 0), p.alibi_dtype, DALIBI
+    code = slot.DTYPE_CODES[str(dtype)]
+    numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
+    numbers[SUM_DTYPE], numbers[SUM_POINTER], numbers[BY_DISTANCE] = code, pointer, name == "dalibi_slopes"
+    own = [stride != 0 for stride in strides]
+    numbers[OWN_BATCH : OWN_KEYS + 1] = own
+
+    group = max(p.heads // max(p.heads_kv, 1), 1)
+    tile_m = max(int(numbers[slot.TILE_M]), -(-group // lanes) * lanes)  # all heads of a query are in one task
+    rows = tile_m // group * group
+    tiles = -(-p.seqlen_q * group // rows)
+    numbers[slot.TILE_M], numbers[slot.TILES], numbers[SUM_ROWS] = tile_m, tiles, rows
+    extents = (p.batch, p.heads_kv, tiles, int(numbers[KEY_TILES]))
+    numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
+    size = 8 if p.dtype == "float64" else 4
+    of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 2), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
+    return numbers, -(-scratch // 64) * 64

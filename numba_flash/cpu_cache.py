@@ -28,7 +28,7 @@ from .cache_folder import cache_folder
 
 SOURCES = (
     "cpu.py", "cpu_backward.py", "cpu_backward_kernel.py", "cpu_backward_panel.py", "cpu_backward_plan.py",
-    "cpu_elements.py", "cpu_kernel.py", "cpu_panel.py", "cpu_plan.py", "ranges.py",
+    "cpu_backward_sums.py", "cpu_elements.py", "cpu_kernel.py", "cpu_panel.py", "cpu_plan.py", "ranges.py",
     "simd.py", "simd_backward.py", "simd_panel.py", "simd_row.py", "simd_scores.py",
 )  # fmt: skip
 

@@ -61,6 +61,19 @@ def get(address, dtype, zero):
 
 
 @compiled
+def put(address, dtype, value):
+    """Write a float64 as the element at an address."""
+    if dtype == slot.FLOAT32:
+        store(address, 0, np.float32(value))
+    elif dtype == slot.BFLOAT16:
+        store(address, 0, np.uint16(float_to_bfloat(np.float32(value))))
+    elif dtype == slot.FLOAT16:
+        store(address, 0, np.uint16(float_to_half(np.float32(value))))
+    else:
+        store(address, 0, value)
+
+
+@compiled
 def copy_in(to, step, source, stride, count, dtype, sign, zero):
     """to[i * step] = sign * source[i], the source's elements of any type, stride bytes apart."""
     if dtype == slot.FLOAT32:

@@ -19,8 +19,7 @@ import numpy as np
 from numba import njit
 
 from . import cpu_plan as slot
-from . import ranges
-from .cpu_elements import INT, compiled, copy_in, copy_out, fill, gather, length_and_offset, row_address
+from .cpu_elements import INT, copy_in, copy_out, fill, gather, length_and_offset, row_address
 from .cpu_panel import (
     INFINITY,
     PACKED,
@@ -32,6 +31,7 @@ from .cpu_panel import (
     scaled,
     scores,
     sign_and_units,
+    tiles_of,
     values,
     values_guarded,
     values_of_row,
@@ -43,7 +43,6 @@ from .simd_row import softmax_row
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
 # kernel that everything else is inlined into.
 inlined = njit(error_model="numpy", inline="always")
-key_tiles = compiled(ranges.key_tiles)
 PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
 
 
@@ -253,9 +252,7 @@ def run_task(task, frame, scratch, zero):
 
     valid, offset = length_and_offset(plan, pointers, b)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
-    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
-    begin, _, _, end = key_tiles(first_first, first_end, last_first, last_end, tile_n)
+    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
 
     state, work = scratch, scratch + load(plan, slot.STATE_BYTES, INT)
     parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * load(plan, slot.STATE_BYTES, INT)

@@ -24,6 +24,16 @@ value_column_guarded = value_columns(0, guarded=True)
 
 INFINITY = math.inf
 row_keys = compiled(ranges.row_keys)
+key_tiles = compiled(ranges.key_tiles)
+
+
+@compiled
+def tiles_of(row0, rows, group, offset, left, right, valid, tile_n):
+    """The key tiles [begin, end) that some of the rows [row0, row0 + rows) of a KV head see."""
+    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
+    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
+    begin, _, _, end = key_tiles(first_first, first_end, last_first, last_end, tile_n)
+    return begin, end
 
 
 @compiled
