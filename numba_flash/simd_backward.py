@@ -64,13 +64,15 @@ def score_gradients(what):
     def build(b, shape, s, dp, slopes, keys, scale_log2, shift, delta):
         """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), and dp becomes p * (dp - delta) * slopes.
 
-        shift and delta are (lanes,), shift being -lse in powers of 2, or -inf for a row that is to weigh nothing.
-        Where p is 0 the gradient is 0 whatever dp and the slope hold.
+        shift and delta are (lanes,), shift being -lse in powers of 2, or -inf for a row without weight, whatever its
+        scores hold. Where p is 0 the gradient is 0, whatever dp and the slope hold.
         """
         s, dp, slopes, shift, delta = (shape.pointer(b, x) for x in (s, dp, slopes, shift, delta))
         zero, scale = shape.const(0.0), shape.splat(b, scale_log2)
         at = [I64(v * shape.width) for v in range(PANEL_VECTORS)]
         shifts, deltas = ([shape.load(b, x, place) for place in at] for x in (shift, delta))
+        infinity = shape.const(float("-inf"))
+        weightless = [b.fcmp_ordered("==", x, infinity) for x in shifts]
         end, step = b.mul(keys, I64(shape.lanes)), shape.lanes
 
         def keys_at_once(together):
@@ -79,6 +81,7 @@ def score_gradients(what):
                           for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
                 xs = [shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
                       for n, place in enumerate(places)]  # fmt: skip
+                xs = [b.select(weightless[n % PANEL_VECTORS], infinity, x) for n, x in enumerate(xs)]
                 for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs), strict=True)):
                     shape.store(b, p, s, place)
                     if what == "weights":

@@ -1,0 +1,441 @@
+"""The CPU's backward: gradients against the float64 oracle, bits, what never reaches a gradient, memory, threads."""
+
+import os
+import subprocess
+import sys
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+import numba_flash
+from numba_flash import cpu_backward, testing
+from numba_flash.backward_problem import GRADIENTS
+from numba_flash.cpu_backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
+from numba_flash.simd import TILE_KEYS, Shape, load
+from numba_flash.simd_scores import cap_scores_slopes
+from numba_flash.testing import EPS, Case
+
+LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}
+VECTOR = Shape(numba.float32).width
+
+
+# The check: as testing.check does it for the forward.
+
+
+def widened(x):
+    return x.astype(np.float64) if x.dtype.name in EPS else x
+
+
+def heads_first(case, x):
+    return x if case.options.get("layout", "bhsd") == "bhsd" else x.swapaxes(1, 2)
+
+
+def incoming(case, seed=0, with_dlse=True):
+    """do, o, lse and dlse: o and lse are those of the oracle, rounded to what the forward returns."""
+    generator = np.random.default_rng(seed)
+    compute = "float64" if case.dtype == "float64" else "float32"
+    o, lse = numba_flash.attention(**case.arguments(widened), kernel="reference", return_lse=True)
+    do = generator.standard_normal(o.shape).astype(case.q.dtype)
+    dlse = generator.standard_normal(lse.shape).astype(compute) if with_dlse else None
+    return do, o.astype(case.q.dtype), lse.astype(compute), dlse
+
+
+def wanted_of(case):
+    """Every gradient there is."""
+    return tuple(name for name in GRADIENTS if name[1:] in case.arguments())
+
+
+def backward(case, do, o, lse, dlse=None, **options):
+    options = {"wanted": wanted_of(case), "kernel": "cpu"} | options
+    return numba_flash.attention_backward(do, o=o, lse=lse, dlse=dlse, **case.arguments() | options)
+
+
+def reduced(x, shape):
+    """x (batch, heads, seqlen_q, seqlen_k), summed to `shape`, which broadcasts to it."""
+    whole = (1,) * (4 - len(shape)) + shape
+    return x.sum(tuple(a for a in range(4) if whole[a] != x.shape[a]), keepdims=True).reshape(shape)
+
+
+def plain(case, do, o, lse, dlse):
+    """The formulas as one would write them in the case's own dtype, and what one rounding of each step could do.
+
+    Returns the gradients, every step rounded to the dtype, and for each gradient the largest change if scores,
+    lse, dP and delta were off by one rounding of the precision computed in.
+    """
+    dtype, compute = case.q.dtype, np.float64 if case.dtype == "float64" else np.float32
+    eps = EPS["float64" if case.dtype == "float64" else "float32"]
+
+    def rounded(x):
+        return x.astype(dtype).astype(compute)
+
+    options = case.options
+    q, k, v, do, o = (np.asarray(heads_first(case, x), compute) for x in (case.q, case.k, case.v, do, o))
+    heads_kv, group = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (np.nan_to_num(np.repeat(x, group, 1), nan=0, posinf=0, neginf=0) for x in (k, v))
+    scale = compute(testing._scale(case))
+    s = rounded(scale * rounded(q @ k.swapaxes(2, 3)))
+    size_s = np.abs(s)
+    through = compute(1)
+    if "softcap" in options:
+        cap = compute(options["softcap"])
+        s = rounded(cap * np.tanh(s / cap))
+        through = 1 - (s / cap) ** 2
+    distance = np.abs(testing._positions(case)[:, None, :, None] - np.arange(k.shape[2])).astype(compute)
+    if "alibi_slopes" in options:
+        slopes = options["alibi_slopes"]
+        added = (slopes if slopes.ndim == 2 else slopes[None]).astype(compute)[:, :, None, None] * distance
+        s, size_s = rounded(s - added), size_s + added
+    if "bias" in options:
+        bias = options["bias"].astype(compute)
+        s, size_s = rounded(s + bias), size_s + np.abs(bias)
+    seen = testing._visible(case) & (lse != -np.inf)[..., None]
+    finite_lse = np.where(lse == -np.inf, 0, lse)[..., None]
+    size_s = size_s + np.abs(finite_lse) + 1
+    with np.errstate(over="ignore"):
+        p = np.where(seen, rounded(np.exp(s - finite_lse)), compute(0))
+    delta = rounded((do * o).sum(-1))[..., None]
+    if dlse is not None:
+        delta = rounded(delta - dlse[..., None])
+    dp = rounded(do @ v.swapaxes(2, 3))
+    ds = rounded(p * (dp - delta))
+    dproduct = rounded(scale * rounded(ds * through))
+    size_dp = np.abs(do) @ np.abs(v).swapaxes(2, 3) + (np.abs(do) * np.abs(o)).sum(-1, keepdims=True)
+    if dlse is not None:
+        size_dp = size_dp + np.abs(dlse[..., None])
+    with np.errstate(invalid="ignore"):
+        p_off = eps * p * size_s
+        ds_off = np.where(p == 0, 0, p_off * np.abs(dp - delta) + eps * p * size_dp)
+
+    def of_kv_heads(x):
+        return x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2)
+
+    dbias_shape = options["bias"].shape if "bias" in options else ()
+    slopes_shape = (*options["alibi_slopes"].shape, 1, 1) if "alibi_slopes" in options else ()
+    results, off = {}, {}
+    for of, p_of, ds_of, dproduct_of, sign in (
+        (results, p, ds, dproduct, 1), (off, p_off, ds_off, np.abs(scale) * ds_off, None),
+    ):  # fmt: skip
+        q_of, k_of, do_of = (q, k, do) if sign else (np.abs(q), np.abs(k), np.abs(do))
+        of["dq"] = dproduct_of @ k_of
+        of["dk"] = of_kv_heads(dproduct_of.swapaxes(2, 3) @ q_of)
+        of["dv"] = of_kv_heads(p_of.swapaxes(2, 3) @ do_of)
+        if "bias" in options:
+            of["dbias"] = reduced(ds_of, dbias_shape)
+        if "alibi_slopes" in options:
+            of["dalibi_slopes"] = reduced(-ds_of * distance if sign else ds_of * distance, slopes_shape)[..., 0, 0]
+    return results, {name: np.max(x, initial=0) for name, x in off.items()}
+
+
+def check(case, *given):
+    """Every gradient is at most twice as far from the oracle as the plain formulas, plus one rounding of each step."""
+    do, o, lse, dlse = given or incoming(case)
+    got = backward(case, do, o, lse, dlse)
+    wide = {name: widened(x) if isinstance(x, np.ndarray) else x for name, x in case.arguments().items()}
+    expected = numba_flash.attention_backward(
+        *(widened(x) for x in (do,)), o=widened(o), lse=widened(lse), dlse=None if dlse is None else widened(dlse),
+        wanted=wanted_of(case), kernel="reference", **wide,
+    )  # fmt: skip
+    plain_results, floors = plain(case, do, o, lse, dlse)
+    of = dict(
+        zip(
+            GRADIENTS, (case.q, case.k, case.v, case.options.get("bias"), case.options.get("alibi_slopes")), strict=True
+        )
+    )
+    for name in wanted_of(case):
+        result, want = getattr(got, name), getattr(expected, name)
+        assert result.dtype == of[name].dtype and result.shape == of[name].shape and result.flags.c_contiguous
+        own, wish = (heads_first(case, x) if name in ("dq", "dk", "dv") else x for x in (result, want))
+        own, yardstick = own.astype(np.float64), plain_results[name].astype(np.float64).reshape(wish.shape)
+        bound = 2 * np.max(np.abs(yardstick - wish), initial=0) + floors[name]
+        bound += EPS[result.dtype.name] * np.max(np.abs(wish), initial=0)
+        worst = np.max(np.abs(own - wish), initial=0)
+        assert worst <= bound, f"{name} is off by {worst:.3g}, allowed is {bound:.3g}, in {case}"
+
+
+# Against the oracle.
+
+
+def problem(
+    seqlen_q, seqlen_k, *, batch=1, heads=2, heads_kv=None, head_dim=8, head_dim_v=None, dtype="float32", **options
+):
+    generator = np.random.default_rng(seqlen_q)
+    shapes = (heads, seqlen_q, head_dim), (heads_kv or heads, seqlen_k, head_dim)
+    shapes += ((heads_kv or heads, seqlen_k, head_dim_v or head_dim),)
+    return Case(*(generator.standard_normal((batch, *shape)).astype(dtype) for shape in shapes), options)
+
+
+@given(testing.cases(max_seqlen=150), st.booleans())
+def test_random_problems_agree_with_the_oracle(case, with_dlse):
+    check(case, *incoming(case, with_dlse=with_dlse))
+
+
+# Sizes at which some loop changes: register tiles, vectors, panels, key tiles, query tiles; one below, at, one above.
+ROWS = [n + d for n in (LANES[np.float32], ENOUGH_TILES * 2 * LANES[np.float32], 2 * MAX_TILE_M) for d in (-1, 0, 1)]
+KEYS = [n + d for n in (TILE_KEYS, TILE_N, 3 * TILE_N) for d in (-1, 0, 1)]
+WIDTHS = [n + d for n in (VECTOR, LANES[np.float32], 2 * LANES[np.float32]) for d in (-1, 0, 1)]
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([1, 5, *ROWS]), st.sampled_from([1, 5, *KEYS]), st.sampled_from([1, *WIDTHS]),
+    st.sampled_from(WIDTHS), st.sampled_from(["float32", "float64"]), st.booleans(),
+    st.sampled_from([None, (5, 40), (130, None)]),
+)  # fmt: skip
+def test_sizes_at_the_edges_of_tiles(seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, causal, window):
+    check(
+        problem(
+            seqlen_q,
+            seqlen_k,
+            heads=1,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            causal=causal,
+            window=window,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_every_feature_over_several_tiles(dtype):
+    generator = np.random.default_rng(3)
+    seqlen_q, seqlen_k = 2 * MAX_TILE_M + 5, 2 * TILE_N + 9
+    check(
+        problem(
+            seqlen_q, seqlen_k, batch=2, heads=4, heads_kv=2, dtype=dtype,
+            causal=True, seqlens_k=np.array([seqlen_k, seqlen_k - 100], np.int32), softcap=2.5,
+            alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32),
+            bias=generator.standard_normal((4, 1, seqlen_k)).astype(dtype),
+            mask=generator.random((2, 1, seqlen_q, seqlen_k)) < 0.8,
+        )
+    )  # fmt: skip
+
+
+# Every way to be broadcast, with query heads that share a KV head; also more of them than a panel has rows.
+@pytest.mark.parametrize("heads", [6, 2 * LANES[np.float32] + 6])
+@pytest.mark.parametrize("own", range(16))
+def test_bias_is_summed_over_what_it_is_broadcast_over(own, heads):
+    shape = tuple(n if own >> axis & 1 else 1 for axis, n in enumerate((2, heads, 40, 110)))
+    bias = np.random.default_rng(own).standard_normal(shape).astype(np.float32)
+    check(problem(40, 110, batch=2, heads=heads, heads_kv=2, window=(70, 30), bias=bias))
+
+
+# e^-lse and e^lse are beyond float32; p is not.
+@pytest.mark.parametrize("level", [-1000.0, -100.0, 100.0, 1000.0])
+def test_scores_far_from_0(level):
+    check(problem(40, 130, bias=np.full((1, 1, 40, 130), level, np.float32)))
+
+
+# Few keys take all of the weight: most of p underflows.
+def test_scores_far_from_each_other():
+    case = problem(70, 200, head_dim=64)
+    case.q, case.k = 8 * case.q, 8 * case.k
+    check(case)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_scale(scale):
+    check(problem(40, 130, scale=scale))
+    check(problem(40, 130, scale=scale, softcap=2.0))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)])
+def test_nothing_at_all(shape):
+    batch, heads, seqlen_q, seqlen_k = shape
+    case = problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads)
+    case.options = dict(bias=np.ones((1, 1, 1, 1), np.float32), alibi_slopes=np.ones(heads, np.float32), layout="bshd")
+    case.q, case.k, case.v = (x.swapaxes(1, 2) for x in (case.q, case.k, case.v))
+    for gradient in backward(case, *incoming(case)):
+        assert not gradient.any()
+    whole = np.zeros(shape, np.float32)
+    case.options["bias"] = whole
+    assert backward(case, *incoming(case)).dbias.shape == whole.shape
+
+
+@njit
+def slopes_of(values, slopes, cap, zero):
+    cap_scores_slopes(values.ctypes.data, slopes.ctypes.data, values.size, cap, zero)
+    return load(values.ctypes.data, 0, zero)
+
+
+# 1 - tanh^2 by (1 - tanh)(1 + tanh): as exact as tanh, also where that is near 1.
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_slopes_of_the_softcap(kind):
+    x = (np.random.default_rng(0).standard_normal(8192) * np.logspace(-8, 1, 8192)).astype(kind)
+    y, slopes = x.copy(), np.empty_like(x)
+    slopes_of(y, slopes, kind(1), kind(0))
+    expected = 1 - np.tanh(x.astype(np.longdouble)) ** 2
+    assert (np.abs(slopes - expected) <= 4 * np.finfo(kind).eps).all()
+
+
+# Bits.
+
+
+def bits(gradients):
+    return [None if x is None else np.ascontiguousarray(x).tobytes() for x in gradients]
+
+
+@pytest.fixture
+def threads():
+    before = numba.get_num_threads()
+    yield numba.set_num_threads
+    numba.set_num_threads(before)
+
+
+def test_bits_do_not_depend_on_threads_or_runs(threads):
+    case = problem(300, 700, batch=2, heads=3, head_dim=40, causal=True)
+    case.options["bias"] = np.random.default_rng(0).standard_normal((1, 3, 1, 700)).astype(np.float32)
+    given = incoming(case)
+    results = []
+    for count in (1, min(2, numba.config.NUMBA_NUM_THREADS), 1):
+        threads(count)
+        results += [bits(backward(case, *given)) for _ in range(3)]
+    assert all(result == results[0] for result in results)
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+# One head alone: every task adds to the sums of the one before it, and more threads than cores make them wait.
+@pytest.mark.parametrize("layer", ["workqueue", "default"])
+def test_tasks_take_turns_on_many_threads(layer):
+    result = run(
+        "import numba, numpy as np, numba_flash\n"
+        "x = np.random.default_rng(0).standard_normal((1, 1, 1500, 64)).astype(np.float32)\n"
+        "o, lse = numba_flash.attention(x, x, x, return_lse=True)\n"
+        "def call(): return numba_flash.attention_backward(x, x, x, x, o, lse, kernel='cpu')[:3]\n"
+        "numba.set_num_threads(1); want = call()\n"
+        "numba.set_num_threads(16)\n"
+        "print(all(np.array_equal(a, b) for _ in range(20) for a, b in zip(call(), want)))\n",
+        NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="16",
+    )  # fmt: skip
+    assert result.returncode == 0 and result.stdout.strip() == "True", result.stderr
+
+
+def test_bits_do_not_depend_on_batch_neighbours():
+    case = problem(200, 500, batch=4, head_dim=16)
+    do, o, lse, dlse = incoming(case)
+    together = backward(case, do, o, lse, dlse)
+    for b in range(4):
+        one = slice(b, b + 1)
+        alone = backward(Case(case.q[one], case.k[one], case.v[one]), do[one], o[one], lse[one], dlse[one])
+        assert bits(alone) == bits(None if x is None else x[one] for x in together)
+
+
+# What is left out changes nothing of the rest, and is None.
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_wanted(softcap):
+    case = problem(70, 200, softcap=softcap, bias=np.ones((70, 200), np.float32), alibi_slopes=np.ones(2, np.float32))
+    given = incoming(case)
+    everything = backward(case, *given)
+    for wanted in (*((name,) for name in GRADIENTS), ("dq", "dk"), ("dq", "dv"), ("dk", "dv"), ("dv", "dbias")):
+        some = backward(case, *given, wanted=wanted)
+        expected = [x if name in wanted else None for name, x in zip(GRADIENTS, everything, strict=True)]
+        assert bits(some) == bits(expected)
+
+
+# What never reaches a gradient.
+
+
+# Keys behind the end, keys that the mask removes for all, keys that it removes for some.
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_nan_in_removed_keys_does_not_change_a_bit(softcap):
+    mask = np.random.default_rng(1).random((1, 1, 150, 260)) < 0.5
+    mask[..., 100] = False
+    case = problem(150, 260, head_dim=20, mask=mask, seqlens_k=np.array([250], np.int32), softcap=softcap)
+    given = incoming(case)
+    clean = backward(case, *given)
+    for rows in (slice(100, 101), slice(250, 260)):
+        case.k[:, :, rows], case.v[:, :, rows] = np.nan, np.inf
+    strange = backward(case, *given)
+    assert bits(strange) == bits(clean)
+    assert not clean.dk[:, :, 100].any() and not clean.dv[:, :, 250:].any()
+
+
+def test_nan_in_a_row_reaches_only_the_keys_it_sees():
+    case = problem(150, 150, causal=True)
+    do, o, lse, dlse = incoming(case)
+    clean = backward(case, do, o, lse, dlse)
+    case.q[:, :, 60], do[:, :, 60] = np.nan, np.inf
+    strange = backward(case, do, o, lse, dlse)
+    assert np.isnan(strange.dk[:, :, :61]).all() and np.isnan(strange.dv[:, :, :61]).all()
+    assert np.isnan(strange.dq[:, :, 60]).all()
+    for name, rows in (("dk", slice(61, None)), ("dv", slice(61, None)), ("dq", slice(61, None)), ("dq", slice(60))):
+        # the sums over rows go key by key where something is strange, each in the same order
+        assert bits([getattr(strange, name)[:, :, rows]]) == bits([getattr(clean, name)[:, :, rows]])
+
+
+def test_rows_without_keys_give_and_get_nothing():
+    case = problem(70, 40, causal=True, q_offset=-30)  # rows 0 to 29 see nothing
+    do, o, lse, dlse = incoming(case)
+    assert (lse[:, :, :30] == -np.inf).all()
+    clean = backward(case, do, o, lse, dlse)
+    case.q[:, :, :30], do[:, :, :30], dlse[:, :, :30] = np.nan, np.nan, np.inf
+    assert bits(backward(case, do, o, lse, dlse)) == bits(clean)
+    assert not clean.dq[:, :, :30].any() and clean.dq[:, :, 30:].any()
+
+
+def test_infinite_bias_removes_a_key():
+    bias = np.zeros((1, 1, 40, 130), np.float32)
+    bias[..., 50:90] = -np.inf
+    case = problem(40, 130, bias=bias)
+    given = incoming(case)
+    got = backward(case, *given)
+    case.options = dict(mask=np.isfinite(bias))
+    expected = backward(case, *given)
+    assert bits(got[:3]) == bits(expected[:3])
+    assert np.isfinite(got.dbias).all() and not got.dbias[..., 50:90].any()
+
+
+# Memory.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no resource module")
+def test_memory_does_not_grow_with_the_square_of_the_length():
+    result = run(
+        "import resource, sys, numpy as np, numba_flash\n"
+        "unit = 1 if sys.platform == 'darwin' else 1024\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit\n"
+        "def run(n, **o):\n"
+        "    x = np.random.default_rng(0).standard_normal((1, 1, n, 64)).astype(np.float32)\n"
+        "    out, lse = numba_flash.attention(x, x, x, kernel='cpu', return_lse=True, **o)\n"
+        "    before = peak()\n"
+        "    numba_flash.attention_backward(x, x, x, x, out, lse, kernel='cpu', **o)\n"
+        "    return peak() - before\n"
+        "run(700); print(run(65536, window=(2048, 0)))\n"
+    )
+    assert result.returncode == 0, result.stderr
+    # dq, dk and dv, the sums of dk and dv, and two threads' tiles; the scores alone would be 17 GB
+    assert int(result.stdout) < 5 * 65536 * 64 * 4 + 20e6
+
+
+# Threads.
+
+
+def test_python_threads_may_call_at_once():
+    result = run(
+        "import threading, numpy as np, numba_flash\n"
+        "x = np.random.default_rng(0).standard_normal((1, 4, 300, 64)).astype(np.float32)\n"
+        "o, lse = numba_flash.attention(x, x, x, return_lse=True)\n"
+        "def call(): return numba_flash.attention_backward(x, x, x, x, o, lse, kernel='cpu').dk\n"
+        "want, wrong = call(), []\n"
+        "def work():\n"
+        "    for _ in range(30):\n"
+        "        if not np.array_equal(call(), want): wrong.append(1)\n"
+        "all = [threading.Thread(target=work) for _ in range(4)]\n"
+        "[t.start() for t in all]; [t.join() for t in all]\n"
+        "print(len(wrong))\n",
+        NUMBA_THREADING_LAYER="workqueue",
+    )
+    assert result.returncode == 0 and result.stdout.strip() == "0", result.stderr
+
+
+def test_it_can_run_everything():
+    assert cpu_backward.reasons(None) == []
