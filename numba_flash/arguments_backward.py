@@ -17,6 +17,8 @@ OPERANDS = tuple("q_offsets" if name == "q_offset" else name for name in (*Gradi
 
 _INPUTS = "q k v do lse delta bias mask alibi_slopes seqlens_k q_offsets".split()
 _LAYOUTS = "q_strides k_strides v_strides do_strides bias_strides mask_strides alibi_strides batch_strides".split()
+_TENSOR_INPUTS = [name for name in _INPUTS if name not in ("bias", "mask")]
+_TENSOR_LAYOUTS = [name for name in _LAYOUTS if name not in ("bias_strides", "mask_strides")]
 _SIZES = "batch heads heads_kv seqlen_q seqlen_k left right q_offset scale softcap".split()
 # kernel -> (its arrays, of OPERANDS; its numbers)
 PARAMETERS: dict[str, tuple[list[str], list[str]]] = {
@@ -25,6 +27,8 @@ PARAMETERS: dict[str, tuple[list[str], list[str]]] = {
     "v2_dq": ([*_INPUTS, "dq", "slope_rows"], [*_LAYOUTS, "dq_strides", *_SIZES]),
     "v2_dbias": ([*_INPUTS, "dbias"], [*_LAYOUTS, "dbias_strides", "dbias_shape", *_SIZES]),
     "v2_dalibi": (["slope_rows", "dalibi_slopes"], "dalibi_strides batch heads seqlen_q".split()),
+    "mma_dkdv": ([*_TENSOR_INPUTS, "dk", "dv"], [*_TENSOR_LAYOUTS, "dk_strides", "dv_strides", *_SIZES]),
+    "mma_dq": ([*_TENSOR_INPUTS, "dq"], [*_TENSOR_LAYOUTS, "dq_strides", *_SIZES]),
 }
 _TUPLES = dict(dlse_strides=3, alibi_strides=2, dalibi_strides=2, batch_strides=2)
 

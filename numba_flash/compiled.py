@@ -38,6 +38,8 @@ MODULES = {
     "v2_dq": "v2_backward_dq",
     "v2_dbias": "v2_backward_dbias",
     "v2_dalibi": "v2_backward_dalibi",
+    "mma_dkdv": "mma_backward_dkdv",
+    "mma_dq": "mma_backward_dq",
     "safe": "softmax_safe",
     "online": "softmax_online",
     "blocked": "softmax_blocked",

@@ -10,6 +10,7 @@ from . import arrays, reference
 from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
+from .config_backward import MmaDkdvConfig
 from .config_seed_backward import BackwardConfig, DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
@@ -31,7 +32,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     forward = problem.forward
     if isinstance(config, DeltaConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
-    if isinstance(config, DkdvConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape

@@ -146,7 +146,7 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
             "NUMBA_ENABLE_CUDASIM=1 before Python starts"
         )
     if name in TENSOR:
-        reason = _no_tensor_cores(name, problem, target.cc, target.name)
+        reason = no_tensor_cores(name, problem, target.cc, target.name)
         if reason is not None:
             return reason
     candidates = _candidates(name, problem, target)
@@ -159,7 +159,7 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) -> str | None:
+def no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) -> str | None:
     """Why a tensor-core kernel does not take the problem, apart from shared memory."""
     if name == "wgmma" and cc != (9, 0):
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
@@ -176,17 +176,23 @@ def _no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str)
     if not problem.aligned:
         return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
     for operand, strides in _strides_that_matter(problem):
-        if strides[3] not in (0, 1) or (
-            strides[3] == 0 and (problem.head_dim_v if operand == "v" else problem.head_dim) > 1
-        ):
-            return f"{operand} is not contiguous along dim"
-        if any(stride % 8 for stride in strides[:3]):
-            return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
+        reason = no_wide_rows(operand, strides, problem.head_dim_v if operand == "v" else problem.head_dim)
+        if reason is not None:
+            return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
         for index, tensor_map in tensor_maps(_wgmma_candidates(problem)[0], problem):
             reason = fits(tensor_map)
             if reason is not None:
                 return f"{'qkv'[index]} cannot be fetched by TMA: {reason}"
+    return None
+
+
+def no_wide_rows(operand: str, strides: Strides, columns: int) -> str | None:
+    """Why the rows of an array cannot be copied 16 bytes at a time, or None."""
+    if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
+        return f"{operand} is not contiguous along dim"
+    if any(stride % 8 for stride in strides[:3]):
+        return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
     return None
 
 

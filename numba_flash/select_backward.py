@@ -1,11 +1,12 @@
 """BackwardProblem x Target -> which kernels compute the gradients, with which Configs; and why others do not."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .backward_problem import BackwardProblem
+from .config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig
 from .config_seed_backward import (
     BackwardConfig,
     DalibiConfig,
@@ -15,16 +16,35 @@ from .config_seed_backward import (
     DqConfig,
     SeedBackwardConfig,
 )
-from .select import KERNELS, Refused, check_request, first_that_can
+from .select import KERNELS, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
 from .target import Target
 
-BUILT = ("reference", "v2", "cpu")  # of KERNELS, those that have a backward
+BUILT = ("reference", "v2", "mma", "cpu")  # of KERNELS, those that have a backward
 
 # (tile_m, tile_n): the first that fits into the device's shared memory. A key has two threads in v2_dkdv.
 DKDV_TILES = ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))
 DQ_TILES = ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
+# (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, dK and dV in one kernel): the first row
+# whose head_dim is large enough and whose shared memory fits. Not measured yet.
+MMA_DKDV_TILES = (
+    (64, 64, 128, 16, True, 1, True),
+    (128, 48, 64, 16, False, 2, True),
+    (128, 32, 64, 16, False, 1, True),
+    (256, 32, 64, 16, False, 1, False),
+    (256, 16, 32, 16, False, 1, False),
+)
+# (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm), likewise.
+MMA_DQ_TILES = (
+    (64, 128, 32, 32, True, 2),
+    (128, 128, 32, 32, False, 2),
+    (128, 64, 32, 16, False, 1),
+    (256, 64, 32, 16, False, 1),
+    (256, 32, 16, 16, False, 1),
+)
+MMA_SIMULATOR_DKDV_TILES = ((128, 32, 32, 16, False, 0, True), (256, 32, 32, 16, False, 0, False))
+MMA_SIMULATOR_DQ_TILES = ((256, 32, 32, 16, False, 0),)
 
 
 @dataclass(frozen=True)
@@ -51,7 +71,7 @@ def select_backward(
     refuses = functools.partial(_refusal, problem=problem, target=target, no_cpu=no_cpu)
     not_asked = functools.partial(_not_asked, kernel=kernel, target=target)
     name, refused = first_that_can(kernel, wanted, KERNELS, refuses, not_asked)
-    return BackwardChoice(name, v2_configs(problem, target) if name == "v2" else (), refused)
+    return BackwardChoice(name, _configs(name, problem, target), refused)
 
 
 def _by_preference(target: Target) -> tuple[str, ...]:
@@ -83,7 +103,11 @@ def _refusal(name: str, problem: BackwardProblem, target: Target, no_cpu: NoCpu)
         )
     if target.arrays_on_host and not target.simulated:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
-    needed = max((config.shared_bytes for config in v2_configs(problem, target)), default=0)
+    if name == "mma":
+        reason = _no_mma(problem, target)
+        if reason is not None:
+            return reason
+    needed = max((config.shared_bytes for config in _configs(name, problem, target)), default=0)
     if needed > target.shared_bytes:
         forward = problem.forward
         return (
@@ -91,6 +115,30 @@ def _refusal(name: str, problem: BackwardProblem, target: Target, no_cpu: NoCpu)
             f"memory in the smallest tile, and {target.name} has {target.shared_bytes}"
         )
     return None
+
+
+def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
+    if name == "v2":
+        return v2_configs(problem, target)
+    return mma_configs(problem, target) if name == "mma" else ()
+
+
+def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
+    """Why mma's kernels do not take the problem, apart from shared memory."""
+    forward = problem.forward
+    if not forward.aligned:
+        return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
+    if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
+        widest = MmaBackwardConfig.WIDEST
+        return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    if "dalibi_slopes" in problem.wanted:
+        return "it has no gradient of alibi_slopes yet"
+    assert target.cc is not None
+    reason = no_tensor_cores("mma", forward, target.cc, target.name)
+    if reason is None and forward.batch * forward.heads * forward.seqlen_q:
+        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v)
+    return reason
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,6 +154,51 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
         of_all = len(problem.shapes[-1]) == 1
         made.append(DalibiConfig(forward.dtype, str(forward.alibi_dtype), of_all, 16 if target.simulated else 256))
     return tuple(made)
+
+
+@functools.lru_cache(maxsize=4096)
+def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
+    dkdv = MMA_SIMULATOR_DKDV_TILES if target.simulated else MMA_DKDV_TILES
+    dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
+    made: list[BackwardConfig] = [delta_config(problem, target)]
+    made += _first_that_fits([_mma_dkdv(problem, *row[1:]) for row in dkdv if head_dim <= row[0]], target)
+    if "dq" in problem.wanted:
+        made += _first_that_fits([_mma_dq(problem, *row[1:]) for row in dq if head_dim <= row[0]], target)
+    return tuple(made)
+
+
+def _first_that_fits(candidates: Sequence[Sequence[MmaBackwardConfig]], target: Target) -> Sequence[MmaBackwardConfig]:
+    """The first set of kernels whose shared memory the device has, or the last."""
+    fitting = (made for made in candidates if all(config.shared_bytes <= target.shared_bytes for config in made))
+    return next(fitting, candidates[-1])
+
+
+def _mma_dkdv(
+    problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int,
+    together: bool,
+) -> list[MmaBackwardConfig]:  # fmt: skip
+    wanted = [name for name in ("dk", "dv") if name in problem.wanted]
+    parts = [wanted] if together and wanted else [[name] for name in wanted]
+    return [
+        MmaDkdvConfig(
+            **_features(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
+            in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part, of_dv="dv" in part,
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def _mma_dq(
+    problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int
+) -> list[MmaBackwardConfig]:
+    return [
+        MmaDqConfig(
+            **_features(problem), kernel="mma_dq", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
+            in_registers=in_registers, blocks_per_sm=blocks_per_sm,
+        )
+    ]  # fmt: skip
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:

@@ -203,12 +203,14 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def products_of_tile(
-        odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, lanes, lane, slope, distance, first, end,
-        scale, softcap, masked,
+        odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end, scale, softcap, masked,
     ):  # fmt: skip
         """dK and dV += what the query tile in stage `odd` gives."""
         k_frag, v_frag, p_frag, ds_frag, b_frag = fragments_
-        own_lane, other_lane, other_transposed = lanes
+        # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
+        thread = thread_index()
+        lane = thread & int32(31)
+        own_lane, other_lane, other_transposed = lanes_of(thread)
         q_tile, do_tile = tiles[0] + odd * q_stage, tiles[1] + odd * do_stage
         rows_tile = tiles[2] + odd * rows_stage
         for x in range(s_count):
@@ -225,13 +227,12 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dkdv(
-        q, k, v, lse, alibi_slopes, seqlens_k, q_offsets, do, dk, dv, delta,
-        q_strides, k_strides, v_strides, alibi_strides, batch_strides, do_strides, dk_strides, dv_strides,
+        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dk, dv,
+        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides,
         batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
     ):  # fmt: skip
         scale, softcap = float32(scale_), float32(softcap_)
         thread = thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
         b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
         h_first = int32(h_kv * divide(heads, heads_kv))
         keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
@@ -242,7 +243,6 @@ def make(config):
         own = (k_smem, k_smem + int32(v_at))  # K and V (tile_n, width)
         # Two stages each of Q (tile_m, depth), dO (tile_m, width), and lse and -delta (tile_m,).
         tiles = (k_smem + int32(q_at), k_smem + int32(do_at), k_smem + int32(rows_at))
-        lanes = lanes_of(thread)
 
         acc_s = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
@@ -285,9 +285,10 @@ def make(config):
         if in_registers:
             wait_all()
             cuda.syncthreads()
-            load_k_frag(k_frag, own[0] + lanes[0])
+            own_lane, _, _ = lanes_of(thread)
+            load_k_frag(k_frag, own[0] + own_lane)
             if of_dk:
-                load_v_frag(v_frag, own[1] + lanes[0])
+                load_v_frag(v_frag, own[1] + own_lane)
 
         while h < h_end:
             # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
@@ -302,8 +303,8 @@ def make(config):
                 now = thread_index()
                 limits(i, now, first_key, q_start, left, right, seqlen_q, first, end, distance)
                 products_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, lanes, lane, slope, distance,
-                    first, end, scale, softcap, True,
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end,
+                    scale, softcap, True,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())
@@ -320,8 +321,8 @@ def make(config):
                     for r in range(rows):
                         distance[r] = distance_of(i, now, r, first_key, q_start)
                 products_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, lanes, lane, slope, distance,
-                    first, end, scale, softcap, False,
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end,
+                    scale, softcap, False,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())

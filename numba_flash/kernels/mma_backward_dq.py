@@ -132,8 +132,8 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dq(
-        q, k, v, lse, alibi_slopes, seqlens_k, q_offsets, do, dq, delta,
-        q_strides, k_strides, v_strides, alibi_strides, batch_strides, do_strides, dq_strides,
+        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dq,
+        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dq_strides,
         batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
     ):  # fmt: skip
         scale, softcap = float32(scale_), float32(softcap_)
