@@ -81,21 +81,24 @@ class SeedBackwardConfig(Config):
 
 @dataclass(frozen=True)
 class DkdvConfig(SeedBackwardConfig):
-    """Of v2_dkdv, in which a key has two threads; wanted: dk, dv or both."""
+    """Of v2_dkdv, in which a key has two threads, which run the same code on rows of one length; wanted: dk, dv or
+    both."""
 
     @property
     def threads(self) -> int:
         return 2 * self.tile_n
 
+    @property
+    def row(self) -> int:
+        """Elements from one row to the next, before pad, of all tiles of Q, K, V and dO."""
+        return max(self.k_row, self.v_row)
+
     def _tile_sizes(self) -> tuple[int, ...]:
         scores = self.tile_n * (self.tile_m + self.pad)
         return (
-            self.tile_n * (self.k_row + self.pad),  # K_j and V_j: each thread reads its own row
-            self.tile_n * (self.v_row + self.pad),
-            self.tile_m * self.k_row,  # Q_i and dO_i: all threads read the same element, nothing to pad
-            self.tile_m * self.v_row,
-            scores,  # P
-            scores,  # dP, then dS
+            2 * self.tile_n * (self.row + self.pad),  # K_j, V_j: each thread reads its own row
+            2 * self.tile_m * self.row,  # Q_i, dO_i: all threads of a half read the same element, nothing to pad
+            2 * scores,  # P, dS
             scores if self.softcap else 0,  # the softcap's derivative
         )
 

@@ -27,6 +27,7 @@ def make(config):
     k_row, v_row = config.k_row, config.v_row
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
     rows_summed, keys_summed = config.rows_summed, config.keys_summed
+    width = 1 if keys_summed else tile_n  # columns of bias in a tile
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.bias_dtype)
     load_tile = tiles.loader(load, compute(0))
@@ -59,9 +60,9 @@ def make(config):
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
-        sums = cuda.local.array(tile_n, compute)  # (tile_n,): of this thread's rows, in registers
+        sums = cuda.local.array(width, compute)  # (width,): of this thread's rows, in registers
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
-        for y in range(tile_n):
+        for y in range(width):
             sums[y] = compute(0)
 
         for b in range(own_b, end_b):
@@ -112,15 +113,15 @@ def make(config):
                                 row_lse, row_delta, b, h, q_index, q_pos, bias, mask, alibi_slopes,
                                 bias_strides, mask_strides, alibi_strides, scale, softcap,
                             )  # fmt: skip
-                            for y in range(tile_n):
-                                sums[y] += ds_smem[s_k + y]
+                            for y in range(width):
+                                part = ds_smem[s_k + y]
+                                if keys_summed:
+                                    for other in range(1, tile_n):
+                                        part += ds_smem[s_k + other]
+                                sums[y] += part
 
-        if keys_summed:
-            for y in range(1, tile_n):
-                sums[0] += sums[y]
         first_row, first_y = own_i * tile_m, own_j * tile_n
         base = own_b * dbias_strides[0] + own_h * dbias_strides[1]
-        width = 1 if keys_summed else tile_n
         if rows_summed:
             cuda.syncthreads()
             for y in range(width):

@@ -11,8 +11,9 @@ TileK is tile_n.
 
 The loops are those of v1: a block owns one tile of keys and the queries pass by, those of every head that reads this
 KV head, so that sums over queries and heads stay on chip and nothing is added up in global memory. Of a key's two
-threads one computes S, P and dV, the other dP, dS and dK: twice as many sums fit into registers, and each has as
-much to do as the other.
+threads one computes S, P and dV, the other dP, dS and dK, so that twice as many sums fit into registers. They run the
+same code: the first multiplies its row of K by Q_i and then its row of P by dO_i, the second its row of V by dO_i
+and then its row of dS by Q_i. So K_j and V_j lie one behind the other, and likewise Q_i and dO_i, and P and dS.
 
 Launch: grid (batch * heads_kv * key tiles), block (2 * tile_n), config.shared_bytes of dynamic shared memory. Any
 lengths: threads past the last key take part in loads and barriers and store nothing.
@@ -31,19 +32,16 @@ key_tiles = cuda.jit(device=True)(ranges.key_tiles)
 def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    k_at, v_at, q_at, do_at, p_at, ds_at, through_at, _ = config.shared_offsets()
-    q_row, do_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
-    k_row, v_row, s_row = q_row + config.pad, do_row + config.pad, tile_m + config.pad
-    sums = max(q_row, do_row)
+    kv_at, qdo_at, weights_at, through_at, _ = config.shared_offsets()
+    width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
     write_dk, write_dv, has_softcap = "dk" in config.wanted, "dv" in config.wanted, config.softcap
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
     load_tile = tiles.loader(load, compute(0))
     head, weight = weights.make(config)
-    at_once = rows.at_once(tile_m)
-    dot_q, dot_do = rows.dots(q_row, at_once, compute(0)), rows.dots(do_row, at_once, compute(0))
-    add_q = rows.adder(q_row, tile_m, config.dtype, compute)
-    add_do = rows.adder(do_row, tile_m, config.dtype, compute)
+    at_once = rows.at_once(tile_m, config.dtype)
+    dot_rows = rows.dots(width, at_once, compute(0))
+    add_rows = rows.adder(width, tile_m, config.dtype, compute)
 
     @cuda.jit
     def flash_attention_v2_dkdv(
@@ -61,27 +59,28 @@ def make(config):
         keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
 
         smem = cuda.shared.array(0, compute)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        p_smem = shared.pointer(smem, p_at)  # (tile_n, s_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (tile_n, s_row): dP, then dS
+        kv_smem = shared.pointer(smem, kv_at)  # (2 * tile_n, kv_row): K_j, V_j
+        v_smem = shared.pointer(smem, kv_at + tile_n * kv_row)
+        qdo_smem = shared.pointer(smem, qdo_at)  # (2 * tile_m, width): Q_i, dO_i
+        do_smem = shared.pointer(smem, qdo_at + tile_m * width)
+        weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
         through_smem = shared.pointer(smem, through_at)  # (tile_n, s_row)
         products = cuda.local.array(at_once, compute)  # (at_once,)
-        acc = cuda.local.array(sums, compute)  # (sums,): this thread's row of dV_j or of dK_j, in registers
+        acc = cuda.local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
         k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
         v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
         left_over = keys - first_y
-        load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], left_over, head_dim, thread, threads)
-        load_tile(v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], left_over, head_dim_v, thread, threads)
+        load_tile(kv_smem, tile_n, kv_row, k, k_base, k_strides[2], k_strides[3], left_over, head_dim, thread, threads)
+        load_tile(v_smem, tile_n, kv_row, v, v_base, v_strides[2], v_strides[3], left_over, head_dim_v, thread, threads)
 
         of_p = thread < tile_n  # else of dP
-        y = thread if of_p else thread - tile_n
-        k_index = first_y + y
-        k_y, v_y, s_y = y * k_row, y * v_row, y * s_row  # where row y begins in K_j, V_j, and P and dS
-        for x in range(sums):
+        k_index = first_y + thread % tile_n
+        kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
+        # what its width is multiplied by, and then its weights
+        first, second = (0, tile_m * width) if of_p else (tile_m * width, 0)
+        counts = write_dv if of_p else write_dk
+        for x in range(width):
             acc[x] = compute(0)
 
         # the queries that see this key, and the query tiles that see some key of the block
@@ -103,45 +102,41 @@ def make(config):
                 do_base = b * do_strides[0] + h * do_strides[1] + first_row * do_strides[2]
                 left_over = seqlen_q - first_row
                 load_tile(
-                    q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread, threads
+                    qdo_smem, tile_m, width, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread, threads
                 )
                 load_tile(
-                    do_smem, tile_m, do_row, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v, thread,
+                    do_smem, tile_m, width, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v, thread,
                     threads,
                 )  # fmt: skip
                 cuda.syncthreads()
-                for row in range(0, tile_m, at_once):
-                    if of_p:  # P[:, y] = e^(Q_i K_j[y, :]^T - lse)
-                        dot_q(products, k_smem, k_y, q_smem, row * q_row)
-                        for u in range(at_once):
-                            q_index = first_row + row + u
+                for row in range(0, tile_m, at_once):  # S = Q_i K_j^T, and (2)
+                    dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
+                    for u in range(at_once):
+                        product, q_index = products[u], first_row + row + u
+                        if of_p:
                             p, through = compute(0), compute(0)
                             if first_query <= q_index and q_index < end_query:
                                 p, through = weight(
-                                    products[u], lse[lse_base + q_index], b, h, q_index, k_index, q_index + q_start,
+                                    product, lse[lse_base + q_index], b, h, q_index, k_index, q_index + q_start,
                                     bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides, scale, softcap,
                                 )  # fmt: skip
-                            p_smem[s_y + row + u] = p
+                            product = p
                             if has_softcap:
                                 through_smem[s_y + row + u] = through
-                    else:  # (2): dP[:, y] = dO_i V_j[y, :]^T
-                        dot_do(products, v_smem, v_y, do_smem, row * do_row)
-                        for u in range(at_once):
-                            ds_smem[s_y + row + u] = products[u]
+                        weights_smem[s_y + row + u] = product
                 cuda.syncthreads()
-                if of_p:
-                    if write_dv:  # (1): dV_j[y, :] += P[:, y]^T dO_i
-                        add_do(acc, p_smem, s_y, do_smem)
-                elif write_dk:
+                if not of_p:
+                    s_p = s_y - tile_n * s_row  # where the other thread's width of P begins
                     for row in range(tile_m):  # (3)
-                        p = p_smem[s_y + row]
+                        p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                            ds = p * (ds_smem[s_y + row] - delta[lse_base + first_row + row])
+                            ds = p * (weights_smem[s_y + row] - delta[lse_base + first_row + row])
                             if has_softcap:
-                                ds *= through_smem[s_y + row]
-                        ds_smem[s_y + row] = ds
-                    add_q(acc, ds_smem, s_y, q_smem)  # (5): dK_j[y, :] += dS[:, y]^T Q_i
+                                ds *= through_smem[s_p + row]
+                        weights_smem[s_y + row] = ds
+                if counts:  # (1) and (5)
+                    add_rows(acc, weights_smem, s_y, qdo_smem, second)
 
         if k_index < seqlen_k:
             if of_p:

@@ -95,7 +95,7 @@ def make(config):
                     bias_strides, mask_strides, alibi_strides, scale, softcap,
                 )  # fmt: skip
                 if write_dq:  # (4): dQ_i[k, :] += dS[k, :] K_j
-                    add_k(dq_k, ds_smem, s_k, k_smem)
+                    add_k(dq_k, ds_smem, s_k, k_smem, 0)
 
         if q_index < seqlen_q:
             if write_dq:  # scale, by which S has Q K^T, comes in once

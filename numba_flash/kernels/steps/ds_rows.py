@@ -14,7 +14,7 @@ def make(config, of_product):
     compute = elements.COMPUTE_TYPES[config.dtype]
     has_alibi, through_softcap = config.alibi_dtype is not None, config.softcap and of_product
     head, weight = weights.make(config)
-    at_once = rows.at_once(tile_n)
+    at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
     @cuda.jit(device=True, inline="always")

@@ -6,9 +6,9 @@ from numba import cuda
 DEPTH = 4  # elements of a product at a time: one 16-byte read of the common tile
 
 
-def at_once(tile_rows):
-    """How many products side by side, so that one read of the own row serves them all."""
-    return 8 if tile_rows % 8 == 0 else 4
+def at_once(tile_rows, dtype):
+    """How many products side by side, so that one read of the own row serves them all; float64 takes two registers."""
+    return 8 if tile_rows % 8 == 0 and dtype != "float64" else 4
 
 
 def dots(row, count, zero):
@@ -33,8 +33,8 @@ def adder(row, tile_rows, dtype, compute):
     columns = next(c for c in wide if row % c == 0)  # sums side by side: one read of a weight serves them all
 
     @cuda.jit(device=True, inline="always")
-    def add_rows(acc, weights, weights_at, tile):
-        """acc (row,) += the own row of weights times the tile. A weight of 0 adds nothing, even times NaN or Inf."""
+    def add_rows(acc, weights, weights_at, tile, tile_at):
+        """acc (row,) += the own row of weights times the tile, which begins at tile_at. A weight of 0 adds nothing, even times NaN or Inf."""
         part = cuda.local.array(columns, compute)  # (columns,)
         for x0 in range(0, row, columns):
             for x in range(columns):
@@ -43,7 +43,7 @@ def adder(row, tile_rows, dtype, compute):
                 weight = weights[weights_at + y]
                 if weight != 0:
                     for x in range(columns):
-                        part[x] += weight * tile[y * row + x0 + x]
+                        part[x] += weight * tile[tile_at + y * row + x0 + x]
             for x in range(columns):
                 acc[x0 + x] += part[x]
 
