@@ -74,6 +74,13 @@ def attention(
     return AttentionOutput(o, lse) if return_lse else o
 
 
+def autocast(x: Tensor) -> Tensor:
+    """x as torch's own attention would take it here; for functions that stand in for it."""
+    kind = x.device.type
+    lower = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return x.to(torch.get_autocast_dtype(kind)) if lower else x
+
+
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None,
     seqlens_k: Tensor | None, q_offsets: Tensor | None, q_offset: int | None, causal: bool, left: int | None,
