@@ -3,6 +3,9 @@
     for case in random_cases(100, seed=0):
         o, lse = my_attention(**case.arguments(), return_lse=True)
         check(case, o, lse)
+        do, dlse = outer_gradients(case, seed=0)
+        gradients = my_backward(do, o=o, lse=lse, dlse=dlse, **case.arguments())
+        check_gradients(case, gradients, do, o, lse, dlse)
 
 A case holds NumPy arrays; `cases()` is the same as a hypothesis strategy, which shrinks what fails.
 
@@ -19,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from . import api
+from .gradients import AttentionGradients, attention_backward
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask")
@@ -190,45 +194,65 @@ def rows_padded(x: np.ndarray) -> np.ndarray:
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """o and lse in float64, o in (batch, heads, seqlen_q, head_dim_v) order."""
-
-    def widen(x: np.ndarray) -> np.ndarray:
-        return x if x.dtype == bool or x.dtype.kind in "iu" else x.astype(np.float64)
-
-    result = api.attention(**case.arguments(widen), kernel="reference", return_lse=True)
+    result = api.attention(**case.arguments(_widened), kernel="reference", return_lse=True)
     return _heads_first(case, result.o), result.lse
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    """Numbers in float64; lengths and masks as they are."""
+    return x if x.dtype == bool or x.dtype.kind in "iu" else x.astype(np.float64)
 
 
 def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The formula as one would write it in the case's own dtype: every step's result is rounded to it."""
-    dtype = case.q.dtype
-    compute = np.float64 if case.dtype == "float64" else np.float32
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(compute)
-
-    q, k, v = (np.asarray(_heads_first(case, x), compute) for x in (case.q, case.k, case.v))
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    options, visible, position = case.options, _visible(case), _positions(case)
+    _, _, v = _of_each_head(case)
+    p, lse = _plain_softmax(case, _plain_scores(case)[0])
     with np.errstate(all="ignore"):
-        s = rounded(compute(_scale(case)) * rounded(np.matmul(q, k.swapaxes(2, 3))))
+        o = p @ np.where(np.isfinite(v), v, 0)
+    return _rounded(case, o), lse
+
+
+def _plain_softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """P, and lse (batch, heads, seqlen_q)."""
+    with np.errstate(all="ignore"):
+        m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+        m = np.where(m == -np.inf, s.dtype.type(0), m)
+        p = _rounded(case, np.exp(s - m))
+        l = np.sum(p, axis=-1, keepdims=True, dtype=s.dtype)
+        lse = np.where(l == 0, -np.inf, m + np.log(l))
+        return _rounded(case, p / np.where(l == 0, 1, l)), lse[..., 0]
+
+
+def _plain_scores(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Scores (batch, heads, seqlen_q, seqlen_k), -inf for removed keys; the derivative of the softcap there, or 1."""
+    q, k, _ = _of_each_head(case)
+    options, compute = case.options, q.dtype.type
+    through = np.ones((), compute)
+    with np.errstate(all="ignore"):
+        s = _rounded(case, compute(_scale(case)) * _rounded(case, np.matmul(q, k.swapaxes(2, 3))))
         if options.get("softcap"):
-            s = rounded(compute(options["softcap"]) * np.tanh(s / compute(options["softcap"])))
+            t = np.tanh(s / compute(options["softcap"]))
+            s, through = _rounded(case, compute(options["softcap"]) * t), _rounded(case, 1 - t * t)
         if "alibi_slopes" in options:
             slopes = options["alibi_slopes"]
             slopes = (slopes if slopes.ndim == 2 else slopes[None]).astype(compute)
-            distance = np.abs(position[:, None, :, None] - np.arange(k.shape[2]))
-            s = rounded(s - slopes[:, :, None, None] * distance.astype(compute))
+            s = _rounded(case, s - slopes[:, :, None, None] * _distance(case).astype(compute))
         if "bias" in options:
-            s = rounded(s + options["bias"].astype(compute))
-        s = np.where(visible, s, -np.inf)
-        m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
-        m = np.where(m == -np.inf, compute(0), m)
-        p = rounded(np.exp(s - m))
-        l = np.sum(p, axis=-1, keepdims=True, dtype=compute)
-        o = rounded(p / np.where(l == 0, 1, l)) @ np.where(np.isfinite(v), v, 0)
-        lse = np.where(l == 0, -np.inf, m + np.log(l))
-    return rounded(o), lse[..., 0]
+            s = _rounded(case, s + options["bias"].astype(compute))
+    return np.where(_visible(case), s, -np.inf), through
+
+
+def _rounded(case: Case, x: np.ndarray) -> np.ndarray:
+    """x as the case's dtype can hold it, in the type that is computed in."""
+    return x.astype(case.q.dtype).astype(np.float64 if case.dtype == "float64" else np.float32)
+
+
+def _of_each_head(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v in the type that is computed in, (batch, heads, seqlen, dim); k and v once for each query head."""
+    compute = np.float64 if case.dtype == "float64" else np.float32
+    q, k, v = (np.asarray(_heads_first(case, x), compute) for x in (case.q, case.k, case.v))
+    group = q.shape[1] // k.shape[1]
+    return q, np.repeat(k, group, 1), np.repeat(v, group, 1)
 
 
 def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = "attention") -> None:
@@ -246,6 +270,147 @@ def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = 
         lse = np.asarray(lse)
         assert lse.dtype == compute and lse.shape == expected_lse.shape, f"{what}: lse is {lse.dtype} {lse.shape}"
         _compare(f"{what}: lse", case, lse, expected_lse, plain_lse, EPS[compute] * 2 * size_s)
+
+
+def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """do and dlse to begin with: random, in the shapes and dtypes that the case's o and lse have."""
+    generator = np.random.default_rng(seed)
+    batch, heads, seqlen_q, _ = _heads_first(case, case.q).shape
+    shape = (*case.q.shape[:3], case.v.shape[3])
+    how = STRIDES[seed % len(STRIDES)] if strange_strides else "plain"
+    do = strided(generator.standard_normal(shape), case.dtype, how)
+    dlse = generator.standard_normal((batch, heads, seqlen_q))
+    return do, dlse.astype(np.float64 if case.dtype == "float64" else np.float32)
+
+
+def oracle_gradients(
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None = None
+) -> AttentionGradients:
+    """All gradients that the case has, in float64; dq, dk and dv in (batch, heads, seqlen, dim) order.
+
+    o and lse are what some forward made of the case, rounded as they may be: a backward works with just these.
+    """
+    dq, dk, dv, *rest = attention_backward(
+        _widened(do), **case.arguments(_widened), o=_widened(o), lse=_widened(lse),
+        dlse=None if dlse is None else _widened(dlse), wanted=_gradients_of(case), kernel="reference",
+    )  # fmt: skip
+    return AttentionGradients(*(_heads_first(case, x) for x in (dq, dk, dv)), *rest)
+
+
+def plain_gradients(
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None = None
+) -> AttentionGradients:
+    """The same as one would write them in the case's own dtype: every step's result is rounded to it."""
+    q, k, v = (np.where(np.isfinite(x), x, 0) for x in _of_each_head(case))
+    s, through = _plain_scores(case)
+    do, o = (_heads_first(case, x).astype(q.dtype) for x in (do, o))
+    heads_kv = _heads_first(case, case.k).shape[1]
+    with np.errstate(all="ignore"):
+        share = np.exp(oracle(case)[1] - lse)  # 1 but where o and lse come from more keys than these
+        p = _plain_softmax(case, s)[0]
+        p = _rounded(case, np.where(p == 0, 0, p * share[..., None].astype(q.dtype)))
+        delta = _delta(do, o, dlse)
+        ds = _rounded(case, p * (_rounded(case, do @ v.swapaxes(2, 3)) - delta))
+        ds = np.where(p == 0, 0, ds)
+        scaled = _rounded(case, q.dtype.type(_scale(case)) * np.where(p == 0, 0, _rounded(case, ds * through)))
+        made = dict(
+            dq=scaled @ k,
+            dk=_of_each_kv_head(scaled.swapaxes(2, 3) @ q, heads_kv),
+            dv=_of_each_kv_head(p.swapaxes(2, 3) @ do, heads_kv),
+        )
+        made = {name: _rounded(case, x) for name, x in made.items()}
+    return AttentionGradients(**made, **_of_options(case, ds))
+
+
+def check_gradients(
+    case: Case,
+    gradients: Any,
+    do: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    dlse: np.ndarray | None = None,
+    what: str = "attention_backward",
+) -> None:
+    """Raise AssertionError unless the gradients made from do, o, lse and dlse agree with the oracle within tolerance.
+
+    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout; what is None in it is
+    not looked at.
+    """
+    given = case, do, o, lse, dlse
+    expected, by_hand = oracle_gradients(*given), plain_gradients(*given)
+    with np.errstate(all="ignore"):
+        floors = _gradient_floors(*given)
+    like = AttentionGradients(case.q, case.k, case.v, case.options.get("bias"), case.options.get("alibi_slopes"))
+    for name in AttentionGradients._fields:
+        got, array, right = getattr(gradients, name), getattr(like, name), getattr(expected, name)
+        if got is not None:
+            got = np.asarray(got)
+            about = f"{what}: {name} is {got.dtype} {got.shape} in {case}"
+            assert got.dtype == array.dtype and got.shape == array.shape, about
+            got = _heads_first(case, got) if name in ("dq", "dk", "dv") else got
+            floor = EPS[array.dtype.name] * np.max(np.abs(_finite(right)), initial=0) + getattr(floors, name)
+            _compare(f"{what}: {name}", case, got, right, getattr(by_hand, name), floor)
+
+
+def _delta(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None) -> np.ndarray:
+    """(batch, heads, seqlen_q, 1)."""
+    delta = np.sum(do * o, axis=-1, keepdims=True)
+    return delta if dlse is None else delta - dlse[..., None]
+
+
+def _gradient_floors(
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None
+) -> AttentionGradients:
+    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score, dP and
+    delta, by that of the products in them, and what a softcap lets through."""
+    wide = Case(_finite(case.q), _finite(case.k), _finite(case.v), dict(case.options))
+    if "bias" in case.options:
+        wide.options["bias"] = np.where(case.options["bias"] == -np.inf, -np.inf, _finite(case.options["bias"]))
+    do, o = (_finite(_heads_first(case, x)) for x in (do, o))
+    q, k, v = _of_each_head(wide)
+    s, through = _plain_scores(wide)
+    p = np.where(s == -np.inf, 0, np.exp(s - _finite(lse)[..., None]))
+    eps = EPS["float64" if case.dtype == "float64" else "float32"]
+    of_p = eps * (1 + np.max(np.abs(_finite(lse)), initial=0) + _largest_score(case))
+    of_dp = eps * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + np.sum(np.abs(do * o), -1, keepdims=True))
+    bracket = np.abs(do @ v.swapaxes(2, 3) - _delta(do, o, dlse))
+    ds = p * (of_p * bracket + of_dp)
+    scaled = abs(_scale(case)) * (ds * through + eps * p * bracket)
+    heads_kv = _heads_first(case, case.k).shape[1]
+    whole = dict(
+        dq=scaled @ np.abs(k),
+        dk=_of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
+        dv=of_p * _of_each_kv_head(p.swapaxes(2, 3) @ np.abs(do), heads_kv),
+        **_of_options(case, ds),
+    )
+    return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})
+
+
+def _gradients_of(case: Case) -> tuple[str, ...]:
+    given = dict(dbias="bias", dalibi_slopes="alibi_slopes")
+    return ("dq", "dk", "dv", *(name for name, option in given.items() if option in case.options))
+
+
+def _of_options(case: Case, ds: np.ndarray) -> dict[str, np.ndarray]:
+    """dbias and dalibi_slopes, where the case has them, from dS of the scores."""
+    made = {}
+    if "bias" in case.options:
+        made["dbias"] = _summed(ds, case.options["bias"].shape)
+    if "alibi_slopes" in case.options:
+        shape = case.options["alibi_slopes"].shape
+        made["dalibi_slopes"] = _summed(-np.sum(ds * _distance(case), (2, 3)), shape)
+    return made
+
+
+def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The gradient of broadcasting from `shape`."""
+    whole = (1,) * (x.ndim - len(shape)) + shape
+    return x.sum(axis=tuple(a for a, n in enumerate(whole) if n != x.shape[a]), keepdims=True).reshape(shape)
+
+
+def _of_each_kv_head(x: np.ndarray, heads_kv: int) -> np.ndarray:
+    batch, heads, *rest = x.shape
+    return x.reshape(batch, heads_kv, heads // max(heads_kv, 1), *rest).sum(axis=2)
 
 
 def _compare(
@@ -292,6 +457,12 @@ def _positions(case: Case) -> np.ndarray:
     if offset is None:
         offset = case.options.get("seqlens_k", np.full(q.shape[0], k.shape[2])).astype(np.int64) - q.shape[2]
     return np.broadcast_to(np.asarray(offset, np.int64), (q.shape[0],))[:, None] + np.arange(q.shape[2])
+
+
+def _distance(case: Case) -> np.ndarray:
+    """|position of the query - position of the key|, (batch, 1, seqlen_q, seqlen_k)."""
+    seqlen_k = _heads_first(case, case.k).shape[2]
+    return np.abs(_positions(case)[:, None, :, None] - np.arange(seqlen_k))
 
 
 def _visible(case: Case) -> np.ndarray:

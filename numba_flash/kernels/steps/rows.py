@@ -34,7 +34,10 @@ def adder(row, tile_rows, dtype, compute):
 
     @cuda.jit(device=True, inline="always")
     def add_rows(acc, weights, weights_at, tile, tile_at):
-        """acc (row,) += the own row of weights times the tile, which begins at tile_at. A weight of 0 adds nothing, even times NaN or Inf."""
+        """acc (row,) += the own row of weights times the tile, which begins at tile_at.
+
+        A weight of 0 adds nothing, even times NaN or Inf.
+        """
         part = cuda.local.array(columns, compute)  # (columns,)
         for x0 in range(0, row, columns):
             for x in range(columns):
