@@ -251,7 +251,7 @@ def _of_each_head(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, k and v in the type that is computed in, (batch, heads, seqlen, dim); k and v once for each query head."""
     compute = np.float64 if case.dtype == "float64" else np.float32
     q, k, v = (np.asarray(_heads_first(case, x), compute) for x in (case.q, case.k, case.v))
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(k.shape[1], 1)
     return q, np.repeat(k, group, 1), np.repeat(v, group, 1)
 
 
@@ -292,7 +292,7 @@ def oracle_gradients(
     """
     dq, dk, dv, *rest = attention_backward(
         _widened(do), **case.arguments(_widened), o=_widened(o), lse=_widened(lse),
-        dlse=None if dlse is None else _widened(dlse), wanted=_gradients_of(case), kernel="reference",
+        dlse=None if dlse is None else _widened(dlse), wanted=gradients_of(case), kernel="reference",
     )  # fmt: skip
     return AttentionGradients(*(_heads_first(case, x) for x in (dq, dk, dv)), *rest)
 
@@ -386,7 +386,8 @@ def _gradient_floors(
     return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})
 
 
-def _gradients_of(case: Case) -> tuple[str, ...]:
+def gradients_of(case: Case) -> tuple[str, ...]:
+    """The names of all gradients that the case has, as attention_backward takes them in wanted=."""
     given = dict(dbias="bias", dalibi_slopes="alibi_slopes")
     return ("dq", "dk", "dv", *(name for name, option in given.items() if option in case.options))
 
@@ -432,7 +433,7 @@ def _compare(
 def _largest_score(case: Case) -> float:
     """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
     q, k = (_finite(_heads_first(case, x)) for x in (case.q, case.k))
-    s = q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3)
+    s = q @ np.repeat(k, q.shape[1] // max(k.shape[1], 1), 1).swapaxes(2, 3)
     return float(abs(_scale(case)) * np.max(np.abs(s), initial=0))
 
 

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 import contract
+import contract_backward
 import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import select, testing
+from numba_flash import select, select_backward, testing
 
 HERE = Path(__file__).parent
 
@@ -70,3 +71,16 @@ def rung(request):
     except NotImplementedError as refused:
         pytest.skip(str(refused))
     return contract.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
+
+
+# Likewise for gradients; a kernel for another GPU is skipped.
+@pytest.fixture(scope="session", params=[name for name in select_backward.BUILT if name not in ("reference", "cpu")])
+def backward_rung(request):
+    if request.param not in select.TENSOR:
+        return contract_backward.Rung(request.param, to_cupy, lambda x: x.get(), SMALL)
+    rung = contract_backward.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
+    try:
+        rung(rung.problem(head_dim=8))
+    except NotImplementedError as refused:
+        pytest.skip(str(refused))
+    return rung

@@ -1,0 +1,42 @@
+"""The contract of gradients on the oracle and on the CPU rung."""
+
+import numpy as np
+import pytest
+from contract_backward import *  # noqa: F403
+from contract_backward import NAMES, Rung, incoming
+
+from numba_flash import testing
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def rung(request):
+    return Rung(request.param)
+
+
+# The CPU's products multiply a NaN in q by the weights of 0 that keys have in that row.
+FAILING = [f"test_what_is_seen_strikes_what_depends_on_it[cpu-{how}-q]" for how in ("causal", "left")]
+
+
+@pytest.fixture(autouse=True)
+def known(request):
+    if request.node.name in FAILING:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="a NaN in q reaches keys that its row does not see"))
+
+
+# Each gradient struck by an error that float32 does not explain, by a NaN, and by another dtype.
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["off", "nan", "dtype"])
+def test_the_check_can_fail(name, how):
+    slopes, bias = np.array([0.5, 0.125], np.float32), np.zeros((9, 14), np.float32)
+    case = Rung("reference").problem(9, 14, alibi_slopes=slopes, bias=bias)
+    given = incoming(case)
+    right = Rung("reference").check(case, given)
+    wrong = getattr(right, name).copy()
+    if how == "off":
+        wrong += np.float32(1e-4) * np.abs(wrong).max()
+    elif how == "nan":
+        wrong.flat[-1] = np.nan
+    else:
+        wrong = wrong.astype(np.float64)
+    with pytest.raises(AssertionError, match=f" {name}"):
+        testing.check_gradients(case, right._replace(**{name: wrong}), *given)
