@@ -5,7 +5,11 @@ hands over its own memory, in which the results are written: nothing is copied, 
 stream. What is computed is what `attention` and `attention_backward` compute.
 """
 
+import contextlib
+import ctypes
 import functools
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -92,13 +96,9 @@ def attention(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, operands: dict[str, Any]) -> tuple[Any, Any]:
     def run(context: Any, results: Any, operands: dict[str, Any]) -> None:
-        api.attention(
-            **_arguments(options, operands),
-            out=results,
-            return_lse=True,
-            stream=_stream(context),
-            kernel=options.kernel,
-        )
+        arguments, stream = _arguments(options, operands), _stream(context)
+        with _subnormals():
+            api.attention(**arguments, out=results, return_lse=True, stream=stream, kernel=options.kernel)
 
     checked = _checked(options, operands)
     o = jax.ShapeDtypeStruct(checked.o_shape, operands["q"].dtype)
@@ -129,7 +129,8 @@ def _backward(options: Options, kept: Any, cotangents: tuple[Any, Any]) -> tuple
             kernel=options.kernel if options.kernel in select_backward.BUILT else "auto",
         )  # fmt: skip
         outputs = [arrays.read(name, results[name]) if name in names else None for name in GRADIENT_OF]
-        decision.launch.run([*inputs, *outputs], stream or 0)
+        with _subnormals():
+            decision.launch.run([*inputs, *outputs], stream or 0)
 
     of = {name: operands[GRADIENT_OF[name]] for name in names}
     shapes = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
@@ -151,6 +152,23 @@ def _arguments(options: Options, operands: dict[str, Any]) -> dict[str, Any]:
     known = options._asdict()
     del known["kernel"]
     return {**known, **operands}
+
+
+_floats = ctypes.CDLL(None if os.name == "posix" else "ucrtbase")
+_USUAL = ctypes.create_string_buffer(64)  # no machine's floating-point environment is larger
+_floats.fegetenv(_USUAL)
+
+
+@contextlib.contextmanager
+def _subnormals() -> Iterator[None]:
+    """XLA has subnormal numbers flushed to zero, also while it calls back: all of float16 below 6e-5 would be lost."""
+    flushing = ctypes.create_string_buffer(64)
+    _floats.fegetenv(flushing)
+    _floats.fesetenv(_USUAL)
+    try:
+        yield
+    finally:
+        _floats.fesetenv(flushing)
 
 
 def _stream(context: Any) -> int | None:

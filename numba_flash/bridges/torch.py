@@ -152,8 +152,12 @@ def _no_second_gradients(ctx: Any, *unused: Any) -> None:
 class _Recorded(torch.autograd.Function):
     """Autograd without the dispatcher."""
 
-    forward = staticmethod(_compute)
-    setup_context = staticmethod(_remember)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _compute(*inputs)
+        _remember(ctx, inputs, output)
+        return output
+
     backward = staticmethod(_gradients)
 
 

@@ -1,0 +1,26 @@
+"""The tests that need torch, JAX or Transformers: `pip install 'numba-flash[bridges]'`. Without them they are skipped.
+
+Those with a `device` run on the CPU and, where torch finds one, on an NVIDIA GPU.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1":
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="the simulator is on: unset NUMBA_ENABLE_CUDASIM"))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch can use")
+    return request.param

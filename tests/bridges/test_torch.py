@@ -1,0 +1,238 @@
+"""attention() under torch's autograd, compiler and tracers."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import numba_flash  # noqa: E402
+from numba_flash import gradients, select_backward  # noqa: E402
+from numba_flash.bridges import torch as bridge  # noqa: E402
+
+
+def tensors(*shapes, device="cpu", dtype=torch.float64, requires_grad=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [x.to(device, dtype).requires_grad_(requires_grad) for x in made]
+
+
+Q, K, V = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)  # grouped heads, lengths and head_dims apart
+
+
+def options_of(name, device):
+    """Named sets of options, and the shapes of bias and slopes where they are to be differentiated too."""
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0]], dtype=torch.bool, device=device)[:, None, None]
+    lengths = torch.tensor([6, 2], dtype=torch.int32, device=device)
+    offsets = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    return {
+        "plain": ({}, None, None),
+        "causal": (dict(causal=True, scale=0.7), None, None),
+        "window and softcap": (dict(window=(2, 1), softcap=1.5, q_offset=offsets), None, None),
+        "bias and slopes": (dict(causal=True, q_offset=1), (1, 4, 1, 6), (4,)),
+        "bias over softcap": (dict(softcap=2.0), (2, 1, 5, 1), (2, 4)),
+        "mask": (dict(mask=mask), (6,), None),
+        "lengths": (dict(seqlens_k=lengths, causal=True), None, (4,)),
+        "bshd": (dict(layout="bshd", causal=True), None, None),
+    }[name]
+
+
+SETS = ("plain", "causal", "window and softcap", "bias and slopes", "bias over softcap", "mask", "lengths", "bshd")
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_gradcheck(name, kernel, device):
+    """Gradients of o and of lse, by finite differences in float64, with respect to all that has one."""
+    if device == "cuda" and kernel == "reference":
+        pytest.skip("the oracle computes in host memory")
+    options, bias, slopes = options_of(name, device)
+    inputs = tensors(Q, K, V, device=device)
+    if options.get("layout") == "bshd":
+        inputs = [x.detach().transpose(1, 2).requires_grad_() for x in inputs]
+    extra = {"bias": bias, "alibi_slopes": slopes}
+    names = [key for key, shape in extra.items() if shape is not None]
+    more = tensors(*(extra[key] for key in names), device=device, seed=1)
+
+    def function(q, k, v, *more):
+        named = dict(zip(names, more, strict=True))
+        o, lse = numba_flash.attention(q, k, v, return_lse=True, kernel=kernel, **named, **options)
+        return o, lse.masked_fill(lse.isneginf(), 0)  # whose differences would be NaN
+
+    assert torch.autograd.gradcheck(function, (*inputs, *more), fast_mode=device == "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_results_and_gradients_are_those_of_the_two_functions(dtype, device):
+    q, k, v = tensors((2, 4, 40, 32), (2, 2, 50, 32), (2, 2, 50, 32), device=device, dtype=dtype)
+    (do,) = tensors((2, 4, 40, 32), device=device, dtype=dtype, requires_grad=False, seed=2)
+    o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True)
+    found = torch.autograd.grad((o, lse), (q, k, v), (do, lse.detach()))
+    with torch.no_grad():
+        again = numba_flash.attention(q, k, v, causal=True, return_lse=True)
+        expected = numba_flash.attention_backward(do, q, k, v, *again, dlse=again.lse, causal=True)
+    assert torch.equal(o, again.o) and torch.equal(lse, again.lse)
+    for ours, theirs, of in zip(found, expected, (q, k, v), strict=False):
+        assert torch.equal(ours, theirs) and ours.dtype == of.dtype and ours.shape == of.shape
+
+
+def test_only_what_is_asked_for_is_computed(monkeypatch):
+    asked = []
+    real = gradients.attention_backward
+
+    def spy(*arrays, **options):
+        asked.append((options["wanted"], options["dlse"] is None))
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(gradients, "attention_backward", spy)
+    q, k, v = tensors(Q, K, V)
+    numba_flash.attention(q, k.detach(), v.detach()).sum().backward()
+    numba_flash.attention(q.detach(), k, v, return_lse=True).lse.sum().backward()
+    assert asked == [(("dq",), True), (("dk", "dv"), False)]
+    assert not v.grad.any()  # lse does not depend on v
+
+
+def test_gradients_of_leaves_in_strange_layouts():
+    q, k, v = tensors((2, 5, 4, 3), K, V)
+    numba_flash.attention(q.transpose(1, 2), k[:, :, ::2], v.flip(2)[:, :, ::2]).square().sum().backward()
+    plain = [q.detach().transpose(1, 2).contiguous(), k.detach()[:, :, ::2].contiguous()]
+    plain = [x.requires_grad_() for x in (*plain, v.detach().flip(2)[:, :, ::2].contiguous())]
+    numba_flash.attention(*plain).square().sum().backward()
+    assert torch.equal(q.grad, plain[0].grad.transpose(1, 2))
+    assert torch.equal(k.grad[:, :, ::2], plain[1].grad) and not k.grad[:, :, 1::2].any()
+
+
+def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch):
+    monkeypatch.setattr(numba_flash.api, "bridge", lambda framework: pytest.fail("the bridge was asked"))
+    q, k, v = tensors(Q, K, V)
+    with torch.no_grad():
+        assert numba_flash.attention(q, k, v).grad_fn is None
+    with torch.inference_mode():
+        assert numba_flash.attention(q, k, v).grad_fn is None
+    assert numba_flash.attention(q.detach(), k.detach(), v.detach()).grad_fn is None
+
+
+def test_gradients_of_gradients_are_refused():
+    q, k, v = tensors(Q, K, V)
+    (dq,) = torch.autograd.grad(numba_flash.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no gradients themselves"):
+        dq.sum().backward()
+
+
+OPERATION = (None, None, None, None, None, 1, True, 3, None, 0.5, 2.0)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(layout, dtype, device):
+    """What torch demands of an operation: its schema is true, autograd is registered, fakes are like the real thing."""
+    q, k, v = tensors(Q, K, V, device=device, dtype=dtype)
+    contiguous = (q, k, v) if layout == "bhsd" else tuple(x.detach().transpose(1, 2).contiguous() for x in (q, k, v))
+    transposed = tuple(x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in contiguous)
+    for arrays in (contiguous, transposed):
+        arrays = tuple(x.detach().requires_grad_() for x in arrays)
+        torch.library.opcheck(bridge.forward, (*arrays, *OPERATION, layout, "auto"))
+        o, lse = bridge.forward(*arrays, *OPERATION, layout, "auto")
+        arguments = (torch.ones_like(o), None, o.detach(), lse.detach(), *(x.detach() for x in arrays), *OPERATION)
+        torch.library.opcheck(bridge.backward, ("dq dv", *arguments, layout, "auto"))
+
+
+def test_opcheck_with_every_array(device):
+    q, k, v, bias, slopes = tensors(Q, K, V, (1, 4, 1, 6), (4,), device=device, dtype=torch.float32)
+    mask = torch.ones(6, dtype=torch.bool, device=device)
+    lengths, offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([6, 2], [1, 3]))
+    arrays = (q, k, v, bias, mask, slopes, lengths, offsets)
+    torch.library.opcheck(bridge.forward, (*arrays, None, *OPERATION[6:], "bhsd", "auto"))
+
+
+def test_a_kernel_without_a_backward_takes_another():
+    q, k, v = tensors(Q, K, V)
+    assert "v1" not in select_backward.BUILT
+    o, lse = (x.detach() for x in numba_flash.attention(q, k, v, return_lse=True))
+    found = [
+        bridge.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *OPERATION, "bhsd", kernel)[0]
+        for kernel in ("auto", "v1")
+    ]
+    assert torch.equal(*found)
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def test_compiled_without_a_break(device):
+    """numba_flash.attention itself, in one graph, forward and backward, and where nothing requires grad."""
+    q, k, v, bias = tensors(Q, K, V, (1, 4, 1, 6), device=device, dtype=torch.float32)
+
+    def step(q, k, v, bias):
+        o, lse = numba_flash.attention(q * 2, k, v, causal=True, window=(3, None), bias=bias, return_lse=True)
+        return o.square().sum() + lse.sum()
+
+    expected = step(q, k, v, bias)
+    gradients = torch.autograd.grad(expected, (q, k, v, bias))
+    compiled_step = compiled(step)
+    found = compiled_step(q, k, v, bias)
+    assert torch.allclose(found, expected)
+    for ours, theirs in zip(torch.autograd.grad(found, (q, k, v, bias)), gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        assert torch.allclose(compiled_step(q, k, v, bias), expected)
+
+
+def test_compiled_for_any_length():
+    step = compiled(lambda q, k, v: numba_flash.attention(q, k, v, causal=True), dynamic=True)
+    for seqlen in (5, 8, 13):
+        q, k, v = tensors((1, 2, seqlen, 4), (1, 2, seqlen, 4), (1, 2, seqlen, 4), requires_grad=False)
+        assert torch.equal(step(q, k, v), numba_flash.attention(q, k, v, causal=True))
+
+
+def test_compiled_options_are_checked():
+    q, k, v = tensors(Q, K, V)
+    with pytest.raises(Exception, match="a bare number means three things"):
+        compiled(lambda q, k, v: numba_flash.attention(q, k, v, window=3))(q, k, v)
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in tensors(Q, K, V, dtype=torch.bfloat16, requires_grad=False))
+        o, lse = bridge.attention(q, k, v, return_lse=True)
+    assert o.shape == (2, 4, 5, 4) and o.dtype == torch.bfloat16
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+
+
+def test_checkpointing():
+    q, k, v = tensors(Q, K, V)
+    expected = torch.autograd.grad(numba_flash.attention(q, k, v).sum(), q)
+    o = torch.utils.checkpoint.checkpoint(numba_flash.attention, q, k, v, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(o.sum(), q)[0], expected[0])
+
+
+def test_autocast_leaves_attention_alone(device):
+    q, k, v = tensors(Q, K, V, device=device, dtype=torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert numba_flash.attention(q, k, v).dtype == torch.float32
+        with pytest.raises(TypeError, match=r"q is float32 and v is bfloat16"):
+            numba_flash.attention(q, k, v.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (dict(out=torch.empty(2, 4, 5, 4, dtype=torch.float64)), NotImplementedError, "out"),
+        (dict(stream=0), NotImplementedError, "stream"),
+        (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (dict(mask=torch.ones(6, dtype=torch.bool).numpy()), TypeError, "mask is ndarray"),
+        (dict(softcap=-1.0), ValueError, "softcap"),
+        (dict(scale="1"), TypeError, "scale"),
+        (dict(causal=1), TypeError, "causal"),
+        (dict(window=4), ValueError, "window"),
+        (dict(layout="sbhd"), ValueError, "layout"),
+        (dict(kernel="v3"), ValueError, "kernel"),
+        (dict(bias=torch.ones(7, dtype=torch.float64)), ValueError, "bias"),
+    ],
+)
+def test_mistakes_are_named_as_without_gradients(options, error, words):
+    q, k, v = tensors(Q, K, V)
+    with pytest.raises(error, match=words):
+        numba_flash.attention(q, k, v, **options)
