@@ -17,143 +17,29 @@ from numba_flash.backward_problem import GRADIENTS
 from numba_flash.cpu_backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
 from numba_flash.simd import TILE_KEYS, Shape, load
 from numba_flash.simd_scores import cap_scores_slopes
-from numba_flash.testing import EPS, Case
+from numba_flash.testing import Case
 
 LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}
 VECTOR = Shape(numba.float32).width
 
 
-# The check: as testing.check does it for the forward.
-
-
-def widened(x):
-    return x.astype(np.float64) if x.dtype.name in EPS else x
-
-
-def heads_first(case, x):
-    return x if case.options.get("layout", "bhsd") == "bhsd" else x.swapaxes(1, 2)
-
-
-def incoming(case, seed=0, with_dlse=True):
-    """do, o, lse and dlse: o and lse are those of the oracle, rounded to what the forward returns."""
-    generator = np.random.default_rng(seed)
-    compute = "float64" if case.dtype == "float64" else "float32"
-    o, lse = numba_flash.attention(**case.arguments(widened), kernel="reference", return_lse=True)
-    do = generator.standard_normal(o.shape).astype(case.q.dtype)
-    dlse = generator.standard_normal(lse.shape).astype(compute) if with_dlse else None
-    return do, o.astype(case.q.dtype), lse.astype(compute), dlse
-
-
-def wanted_of(case):
-    """Every gradient there is."""
-    return tuple(name for name in GRADIENTS if name[1:] in case.arguments())
-
-
-def backward(case, do, o, lse, dlse=None, **options):
-    options = {"wanted": wanted_of(case), "kernel": "cpu"} | options
+def attention_backward(case, do, o, lse, dlse=None, **options):
+    """Every gradient that the case has."""
+    wanted = tuple(name for name in GRADIENTS if name[1:] in case.arguments())
+    options = {"wanted": wanted, "kernel": "cpu"} | options
     return numba_flash.attention_backward(do, o=o, lse=lse, dlse=dlse, **case.arguments() | options)
 
 
-def reduced(x, shape):
-    """x (batch, heads, seqlen_q, seqlen_k), summed to `shape`, which broadcasts to it."""
-    whole = (1,) * (4 - len(shape)) + shape
-    return x.sum(tuple(a for a in range(4) if whole[a] != x.shape[a]), keepdims=True).reshape(shape)
+def inputs_of(case, seed=0, with_dlse=True):
+    """do, o, lse and dlse, with o and lse of the forward on the CPU."""
+    o, lse = numba_flash.attention(**case.arguments(), kernel="cpu", return_lse=True)
+    do, dlse = testing.outer_gradients(case, seed, strange_strides=True)
+    return do, o, lse, dlse if with_dlse else None
 
 
-def plain(case, do, o, lse, dlse):
-    """The formulas as one would write them in the case's own dtype, and what one rounding of each step could do.
-
-    Returns the gradients, every step rounded to the dtype, and for each gradient the largest change if scores,
-    lse, dP and delta were off by one rounding of the precision computed in.
-    """
-    dtype, compute = case.q.dtype, np.float64 if case.dtype == "float64" else np.float32
-    eps = EPS["float64" if case.dtype == "float64" else "float32"]
-
-    def rounded(x):
-        return x.astype(dtype).astype(compute)
-
-    options = case.options
-    q, k, v, do, o = (np.asarray(heads_first(case, x), compute) for x in (case.q, case.k, case.v, do, o))
-    heads_kv, group = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (np.nan_to_num(np.repeat(x, group, 1), nan=0, posinf=0, neginf=0) for x in (k, v))
-    scale = compute(testing._scale(case))
-    s = rounded(scale * rounded(q @ k.swapaxes(2, 3)))
-    size_s = np.abs(s)
-    through = compute(1)
-    if "softcap" in options:
-        cap = compute(options["softcap"])
-        s = rounded(cap * np.tanh(s / cap))
-        through = 1 - (s / cap) ** 2
-    distance = np.abs(testing._positions(case)[:, None, :, None] - np.arange(k.shape[2])).astype(compute)
-    if "alibi_slopes" in options:
-        slopes = options["alibi_slopes"]
-        added = (slopes if slopes.ndim == 2 else slopes[None]).astype(compute)[:, :, None, None] * distance
-        s, size_s = rounded(s - added), size_s + added
-    if "bias" in options:
-        bias = options["bias"].astype(compute)
-        s, size_s = rounded(s + bias), size_s + np.abs(bias)
-    seen = testing._visible(case) & (lse != -np.inf)[..., None]
-    finite_lse = np.where(lse == -np.inf, 0, lse)[..., None]
-    size_s = size_s + np.abs(finite_lse) + 1
-    with np.errstate(over="ignore"):
-        p = np.where(seen, rounded(np.exp(s - finite_lse)), compute(0))
-    delta = rounded((do * o).sum(-1))[..., None]
-    if dlse is not None:
-        delta = rounded(delta - dlse[..., None])
-    dp = rounded(do @ v.swapaxes(2, 3))
-    ds = rounded(p * (dp - delta))
-    dproduct = rounded(scale * rounded(ds * through))
-    size_dp = np.abs(do) @ np.abs(v).swapaxes(2, 3) + (np.abs(do) * np.abs(o)).sum(-1, keepdims=True)
-    if dlse is not None:
-        size_dp = size_dp + np.abs(dlse[..., None])
-    with np.errstate(invalid="ignore"):
-        p_off = eps * p * size_s
-        ds_off = np.where(p == 0, 0, p_off * np.abs(dp - delta) + eps * p * size_dp)
-
-    def of_kv_heads(x):
-        return x.reshape(x.shape[0], heads_kv, group, *x.shape[2:]).sum(2)
-
-    dbias_shape = options["bias"].shape if "bias" in options else ()
-    slopes_shape = (*options["alibi_slopes"].shape, 1, 1) if "alibi_slopes" in options else ()
-    results, off = {}, {}
-    for of, p_of, ds_of, dproduct_of, sign in (
-        (results, p, ds, dproduct, 1), (off, p_off, ds_off, np.abs(scale) * ds_off, None),
-    ):  # fmt: skip
-        q_of, k_of, do_of = (q, k, do) if sign else (np.abs(q), np.abs(k), np.abs(do))
-        of["dq"] = dproduct_of @ k_of
-        of["dk"] = of_kv_heads(dproduct_of.swapaxes(2, 3) @ q_of)
-        of["dv"] = of_kv_heads(p_of.swapaxes(2, 3) @ do_of)
-        if "bias" in options:
-            of["dbias"] = reduced(ds_of, dbias_shape)
-        if "alibi_slopes" in options:
-            of["dalibi_slopes"] = reduced(-ds_of * distance if sign else ds_of * distance, slopes_shape)[..., 0, 0]
-    return results, {name: np.max(x, initial=0) for name, x in off.items()}
-
-
-def check(case, *given):
-    """Every gradient is at most twice as far from the oracle as the plain formulas, plus one rounding of each step."""
-    do, o, lse, dlse = given or incoming(case)
-    got = backward(case, do, o, lse, dlse)
-    wide = {name: widened(x) if isinstance(x, np.ndarray) else x for name, x in case.arguments().items()}
-    expected = numba_flash.attention_backward(
-        *(widened(x) for x in (do,)), o=widened(o), lse=widened(lse), dlse=None if dlse is None else widened(dlse),
-        wanted=wanted_of(case), kernel="reference", **wide,
-    )  # fmt: skip
-    plain_results, floors = plain(case, do, o, lse, dlse)
-    of = dict(
-        zip(
-            GRADIENTS, (case.q, case.k, case.v, case.options.get("bias"), case.options.get("alibi_slopes")), strict=True
-        )
-    )
-    for name in wanted_of(case):
-        result, want = getattr(got, name), getattr(expected, name)
-        assert result.dtype == of[name].dtype and result.shape == of[name].shape and result.flags.c_contiguous
-        own, wish = (heads_first(case, x) if name in ("dq", "dk", "dv") else x for x in (result, want))
-        own, yardstick = own.astype(np.float64), plain_results[name].astype(np.float64).reshape(wish.shape)
-        bound = 2 * np.max(np.abs(yardstick - wish), initial=0) + floors[name]
-        bound += EPS[result.dtype.name] * np.max(np.abs(wish), initial=0)
-        worst = np.max(np.abs(own - wish), initial=0)
-        assert worst <= bound, f"{name} is off by {worst:.3g}, allowed is {bound:.3g}, in {case}"
+def check(case, seed=0, with_dlse=True):
+    inputs = inputs_of(case, seed, with_dlse)
+    testing.check_gradients(case, attention_backward(case, *inputs), *inputs, what="cpu")
 
 
 # Against the oracle.
@@ -168,9 +54,9 @@ def problem(
     return Case(*(generator.standard_normal((batch, *shape)).astype(dtype) for shape in shapes), options)
 
 
-@given(testing.cases(max_seqlen=150), st.booleans())
-def test_random_problems_agree_with_the_oracle(case, with_dlse):
-    check(case, *incoming(case, with_dlse=with_dlse))
+@given(testing.cases(max_seqlen=150), st.integers(0, 100), st.booleans())
+def test_random_problems_agree_with_the_oracle(case, seed, with_dlse):
+    check(case, seed, with_dlse)
 
 
 # Sizes at which some loop changes: register tiles, vectors, panels, key tiles, query tiles; one below, at, one above.
@@ -249,11 +135,11 @@ def test_nothing_at_all(shape):
     case = problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads)
     case.options = dict(bias=np.ones((1, 1, 1, 1), np.float32), alibi_slopes=np.ones(heads, np.float32), layout="bshd")
     case.q, case.k, case.v = (x.swapaxes(1, 2) for x in (case.q, case.k, case.v))
-    for gradient in backward(case, *incoming(case)):
+    for gradient in attention_backward(case, *inputs_of(case)):
         assert not gradient.any()
     whole = np.zeros(shape, np.float32)
     case.options["bias"] = whole
-    assert backward(case, *incoming(case)).dbias.shape == whole.shape
+    assert attention_backward(case, *inputs_of(case)).dbias.shape == whole.shape
 
 
 @njit
@@ -289,11 +175,11 @@ def threads():
 def test_bits_do_not_depend_on_threads_or_runs(threads):
     case = problem(300, 700, batch=2, heads=3, head_dim=40, causal=True)
     case.options["bias"] = np.random.default_rng(0).standard_normal((1, 3, 1, 700)).astype(np.float32)
-    given = incoming(case)
+    inputs = inputs_of(case)
     results = []
     for count in (1, min(2, numba.config.NUMBA_NUM_THREADS), 1):
         threads(count)
-        results += [bits(backward(case, *given)) for _ in range(3)]
+        results += [bits(attention_backward(case, *inputs)) for _ in range(3)]
     assert all(result == results[0] for result in results)
 
 
@@ -321,11 +207,11 @@ def test_tasks_take_turns_on_many_threads(layer):
 
 def test_bits_do_not_depend_on_batch_neighbours():
     case = problem(200, 500, batch=4, head_dim=16)
-    do, o, lse, dlse = incoming(case)
-    together = backward(case, do, o, lse, dlse)
+    do, o, lse, dlse = inputs_of(case)
+    together = attention_backward(case, do, o, lse, dlse)
     for b in range(4):
         one = slice(b, b + 1)
-        alone = backward(Case(case.q[one], case.k[one], case.v[one]), do[one], o[one], lse[one], dlse[one])
+        alone = attention_backward(Case(case.q[one], case.k[one], case.v[one]), do[one], o[one], lse[one], dlse[one])
         assert bits(alone) == bits(None if x is None else x[one] for x in together)
 
 
@@ -333,10 +219,10 @@ def test_bits_do_not_depend_on_batch_neighbours():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_wanted(softcap):
     case = problem(70, 200, softcap=softcap, bias=np.ones((70, 200), np.float32), alibi_slopes=np.ones(2, np.float32))
-    given = incoming(case)
-    everything = backward(case, *given)
+    inputs = inputs_of(case)
+    everything = attention_backward(case, *inputs)
     for wanted in (*((name,) for name in GRADIENTS), ("dq", "dk"), ("dq", "dv"), ("dk", "dv"), ("dv", "dbias")):
-        some = backward(case, *given, wanted=wanted)
+        some = attention_backward(case, *inputs, wanted=wanted)
         expected = [x if name in wanted else None for name, x in zip(GRADIENTS, everything, strict=True)]
         assert bits(some) == bits(expected)
 
@@ -350,21 +236,21 @@ def test_nan_in_removed_keys_does_not_change_a_bit(softcap):
     mask = np.random.default_rng(1).random((1, 1, 150, 260)) < 0.5
     mask[..., 100] = False
     case = problem(150, 260, head_dim=20, mask=mask, seqlens_k=np.array([250], np.int32), softcap=softcap)
-    given = incoming(case)
-    clean = backward(case, *given)
+    inputs = inputs_of(case)
+    clean = attention_backward(case, *inputs)
     for rows in (slice(100, 101), slice(250, 260)):
         case.k[:, :, rows], case.v[:, :, rows] = np.nan, np.inf
-    strange = backward(case, *given)
+    strange = attention_backward(case, *inputs)
     assert bits(strange) == bits(clean)
     assert not clean.dk[:, :, 100].any() and not clean.dv[:, :, 250:].any()
 
 
 def test_nan_in_a_row_reaches_only_the_keys_it_sees():
     case = problem(150, 150, causal=True)
-    do, o, lse, dlse = incoming(case)
-    clean = backward(case, do, o, lse, dlse)
+    do, o, lse, dlse = inputs_of(case)
+    clean = attention_backward(case, do, o, lse, dlse)
     case.q[:, :, 60], do[:, :, 60] = np.nan, np.inf
-    strange = backward(case, do, o, lse, dlse)
+    strange = attention_backward(case, do, o, lse, dlse)
     assert np.isnan(strange.dk[:, :, :61]).all() and np.isnan(strange.dv[:, :, :61]).all()
     assert np.isnan(strange.dq[:, :, 60]).all()
     for name, rows in (("dk", slice(61, None)), ("dv", slice(61, None)), ("dq", slice(61, None)), ("dq", slice(60))):
@@ -374,11 +260,11 @@ def test_nan_in_a_row_reaches_only_the_keys_it_sees():
 
 def test_rows_without_keys_give_and_get_nothing():
     case = problem(70, 40, causal=True, q_offset=-30)  # rows 0 to 29 see nothing
-    do, o, lse, dlse = incoming(case)
+    do, o, lse, dlse = inputs_of(case)
     assert (lse[:, :, :30] == -np.inf).all()
-    clean = backward(case, do, o, lse, dlse)
+    clean = attention_backward(case, do, o, lse, dlse)
     case.q[:, :, :30], do[:, :, :30], dlse[:, :, :30] = np.nan, np.nan, np.inf
-    assert bits(backward(case, do, o, lse, dlse)) == bits(clean)
+    assert bits(attention_backward(case, do, o, lse, dlse)) == bits(clean)
     assert not clean.dq[:, :, :30].any() and clean.dq[:, :, 30:].any()
 
 
@@ -386,10 +272,10 @@ def test_infinite_bias_removes_a_key():
     bias = np.zeros((1, 1, 40, 130), np.float32)
     bias[..., 50:90] = -np.inf
     case = problem(40, 130, bias=bias)
-    given = incoming(case)
-    got = backward(case, *given)
+    inputs = inputs_of(case)
+    got = attention_backward(case, *inputs)
     case.options = dict(mask=np.isfinite(bias))
-    expected = backward(case, *given)
+    expected = attention_backward(case, *inputs)
     assert bits(got[:3]) == bits(expected[:3])
     assert np.isfinite(got.dbias).all() and not got.dbias[..., 50:90].any()
 
