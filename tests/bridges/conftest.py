@@ -3,6 +3,7 @@
 Those with a `device` run on the CPU and, where torch finds one, on an NVIDIA GPU.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="the simulator is on: unset NUMBA_ENABLE_CUDASIM"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """torch's threads wait for each other busily: beside those of another test that takes ten times as long."""
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

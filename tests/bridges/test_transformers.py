@@ -1,0 +1,274 @@
+"""Models of Transformers with our attention: the logits, the tokens and the training of their own eager attention.
+
+The yardstick is theirs: our logits may be twice as far from exact ones as those of eager attention in the same dtype
+are, plus one rounding of the largest. Exact is attention by the formula in a model in float64; eager attention always
+takes its softmax in float32.
+"""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+transformers = pytest.importorskip("transformers", reason="needs Transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from numba_flash.bridges import transformers as bridge  # noqa: E402
+
+OURS, EXACT = bridge.register(), "exact"
+TOKENS, LENGTH = 97, 12
+
+
+def exactly(module, query, key, value, attention_mask, scaling, softcap=None, **others):
+    """The formula, with the whole mask; a query that sees no key gives 0."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    s = query @ key.transpose(2, 3) * scaling
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    p = torch.softmax(s.masked_fill(~attention_mask, -torch.inf), -1).masked_fill(~attention_mask, 0)
+    return (p @ value).transpose(1, 2), None
+
+
+def whole_mask(**arguments):
+    return masking_utils.sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+transformers.AttentionInterface.register(EXACT, exactly)
+transformers.AttentionMaskInterface.register(EXACT, whole_mask)
+
+SMALL = dict(vocab_size=TOKENS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+DECODER = dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, **SMALL)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def gemma2():
+    """Softcap, a scale of its own, and a window in every other layer."""
+    config = transformers.Gemma2Config(**DECODER, head_dim=16, sliding_window=4, attn_logit_softcapping=5.0)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=5))
+
+
+def bert():
+    config = transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.BertForMaskedLM(config)
+
+
+DECODERS = (llama, gemma2, mistral)
+# No query sees nothing but padding: eager attention gives it the mean of the padding, and the contract zero.
+PADDING = {"none": (0, 0, 0), "left": (4, 0, 9), "right": (-2, 0, -3)}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def padding_mask(side, device):
+    mask = torch.ones(3, LENGTH, dtype=torch.long, device=device)
+    for row, amount in zip(mask, PADDING[side], strict=True):
+        row[slice(0, amount) if amount >= 0 else slice(amount, None)] = 0
+    return mask
+
+
+def logits(model, implementation, ids, mask, dtype):
+    model = copy.deepcopy(model).to(dtype)
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(ids, attention_mask=mask).logits[mask.bool()].double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", PADDING)
+@pytest.mark.parametrize("build", [*DECODERS, bert])
+def test_logits_are_those_of_eager_attention(build, side, dtype, device):
+    model = build().eval().to(device)
+    ids, mask = torch.randint(3, TOKENS, (3, LENGTH), device=device), padding_mask(side, device)
+    golden = logits(model, EXACT, ids, mask, torch.float64)
+    yardstick = (logits(model, "eager", ids, mask, dtype) - golden).abs().max()
+    error = (logits(model, OURS, ids, mask, dtype) - golden).abs().max()
+    assert error <= 2 * yardstick + torch.finfo(dtype).eps * golden.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", PADDING)
+@pytest.mark.parametrize("build", DECODERS)
+def test_the_same_tokens_are_generated(build, side, cache, device):
+    model = build().eval().to(device)
+    ids, mask = torch.randint(3, TOKENS, (3, LENGTH), device=device), padding_mask(side, device)
+    generated = []
+    for implementation in ("eager", OURS):
+        model.set_attn_implementation(implementation)
+        tokens = model.generate(
+            ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None, cache_implementation=cache,
+            disable_compile=True,
+        )  # fmt: skip
+        generated.append(tokens)
+    assert generated[0].shape == (3, LENGTH + 8) and torch.equal(*generated)
+
+
+def test_packed_sequences_do_not_see_each_other(device):
+    """Position ids that begin anew: a mask that is more than causal stays whole."""
+    model = llama().eval().to(device)
+    ids = torch.randint(3, TOKENS, (1, LENGTH), device=device)
+    positions = torch.tensor([[*range(5), *range(7)]], device=device)
+    found = []
+    for implementation in ("eager", OURS):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(ids, position_ids=positions).logits)
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not torch.allclose(found[1], model(ids).logits, rtol=1e-2, atol=1e-3)
+
+
+def matrix(visible, q_length, kv_length):
+    """The whole mask that a Visible stands for."""
+    k = torch.arange(kv_length)
+    q = torch.arange(q_length)[:, None] + kv_length - q_length
+    seen = torch.ones(q_length, kv_length, dtype=torch.bool)
+    if visible.left is not None:
+        seen &= k >= q - visible.left
+    if visible.right is not None:
+        seen &= k <= q + visible.right
+    seen = seen.expand(3, 1, q_length, kv_length)
+    if visible.lengths is not None:
+        seen = seen & (k < visible.lengths[:, None, None, None])
+    return seen if visible.padding is None else seen & visible.padding[:, None, None]
+
+
+FUNCTIONS = {
+    "causal": (masking_utils.causal_mask_function, None),
+    "both ways": (masking_utils.bidirectional_mask_function, None),
+    "window": (masking_utils.sliding_window_causal_mask_function(4), 4),
+    "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(4), 4),
+    "wide window": (masking_utils.sliding_window_causal_mask_function(40), 40),
+    "another window": (masking_utils.sliding_window_causal_mask_function(5), 4),
+    "chunks": (masking_utils.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.int64)), 4),
+    "more": (masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k == 9), None),
+}
+
+
+@pytest.mark.parametrize("side", [*PADDING, None])
+@pytest.mark.parametrize("shape", [(12, 12, 0, 0), (1, 12, 11, 0), (5, 12, 7, 0), (5, 12, 14, 7), (5, 12, 0, 0)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_masks_mean_what_they_mean_to_torch(name, shape, side):
+    """Whatever form a mask is given, it lets the same keys be seen as the whole matrix."""
+    (function, size), (q_length, kv_length, q_offset, kv_offset) = FUNCTIONS[name], shape
+    padding = None
+    if side is not None:
+        padding = torch.cat([torch.ones(3, kv_offset, dtype=torch.bool), padding_mask(side, "cpu").bool()], 1)
+    arguments = dict(
+        batch_size=3, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=function, attention_mask=padding, local_size=size,
+    )  # fmt: skip
+    expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    found = bridge.visible(**arguments)
+    at_the_end = q_offset + q_length == kv_offset + kv_length
+    if name in ("another window", "chunks", "more") or (not at_the_end and name != "both ways"):
+        assert isinstance(found, torch.Tensor)
+    elif found is None:
+        found = bridge.Visible(None, None if name.endswith("both ways") else 0)
+    if isinstance(found, bridge.Visible):
+        assert (side == "right") == (found.lengths is not None)
+        found = matrix(found, q_length, kv_length)
+    assert torch.equal(found, expected.expand_as(found))
+
+
+def attend(**options):
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8)
+    module = torch.nn.Module()
+    return bridge.attention(module, q, k, k, **(dict(attention_mask=None) | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(dropout=0.1), "dropout"),
+        (dict(s_aux=torch.zeros(4)), "s_aux"),
+        (dict(output_attentions=True), "output_attentions"),
+        (dict(cache=object()), "cache"),
+        (dict(sliding_window=3), "register"),
+        (dict(attention_mask=torch.ones(1, 6, dtype=torch.bool)), "attention_mask must have shape"),
+    ],
+)
+def test_what_is_not_built_is_named(options, words):
+    with pytest.raises(NotImplementedError, match=words):
+        attend(**options)
+
+
+def test_bias_and_additive_masks():
+    torch.manual_seed(1)
+    bias, added = torch.randn(1, 4, 5, 6), torch.randn(1, 1, 5, 6)
+    torch.manual_seed(2)
+    both, _ = attend(position_bias=bias, attention_mask=added)
+    torch.manual_seed(2)
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=bias + added, enable_gqa=True)
+    assert torch.allclose(both, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_names_that_transformers_keeps_for_itself():
+    with pytest.raises(ValueError, match='must not contain "flash"'):
+        bridge.register("numba_flash")
+
+
+def test_mixed_precision(device):
+    """Under autocast queries come in float32 and values in bfloat16: they are cast as for torch's own attention."""
+    model = llama().train().to(device)
+    model.set_attn_implementation(OURS)
+    ids = torch.randint(3, TOKENS, (2, LENGTH), device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in model.model.layers.parameters())
+
+
+def test_a_model_compiled_as_a_whole(device):
+    model = llama().train().to(device)
+    model.set_attn_implementation(OURS)
+    ids, mask = torch.randint(3, TOKENS, (3, LENGTH), device=device), padding_mask("left", device)
+    expected = model(ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=mask).logits
+    assert torch.allclose(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def losses(model, implementation, dtype, steps=200, turned=False):
+    """The loss of every step of learning to go on counting, in steps that have to be seen."""
+    model = copy.deepcopy(model).to(dtype).train()
+    model.set_attn_implementation(implementation)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(1)
+    curve = []
+    for _ in range(steps):
+        start, stride = (torch.randint(1, high, (8, 1), generator=generator) for high in (TOKENS, 4))
+        ids = ((start + stride * torch.arange(20)) % TOKENS).to(model.device)
+        mask, labels = torch.ones_like(ids), ids.clone()
+        mask[0, :4], labels[0, :5] = 0, -100  # the last of the padding predicts the first that is none
+        if turned:  # the same sums in another order
+            ids, mask, labels = ids.flip(0), mask.flip(0), labels.flip(0)
+        loss = model(ids, attention_mask=mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    return torch.tensor(curve, dtype=torch.float64)
+
+
+def test_training_follows_the_loss_of_eager_attention(device):
+    """As far from exact training as that with eager attention is, at most twice."""
+    model = gemma2().to(device)
+    golden = losses(model, EXACT, torch.float64)
+    eager = [losses(model, "eager", torch.float32, turned=turned) for turned in (False, True)]
+    yardstick = max((curve - golden).abs().max() for curve in eager)
+    error = (losses(model, OURS, torch.float32) - golden).abs().max()
+    assert golden[-20:].mean() < 0.1 * golden[0]
+    assert error <= 2 * yardstick
