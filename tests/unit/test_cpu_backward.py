@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 import numba_flash
-from numba_flash import cpu_backward, testing
+from numba_flash import testing
 from numba_flash.backward_problem import GRADIENTS
 from numba_flash.cpu_backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
 from numba_flash.simd import TILE_KEYS, Shape, load
@@ -321,7 +321,3 @@ def test_python_threads_may_call_at_once():
         NUMBA_THREADING_LAYER="workqueue",
     )
     assert result.returncode == 0 and result.stdout.strip() == "0", result.stderr
-
-
-def test_it_can_run_everything():
-    assert cpu_backward.reasons(None) == []
