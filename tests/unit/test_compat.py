@@ -1,0 +1,72 @@
+"""flash-attn's signature, on NumPy arrays: its layout, defaults and alignment against the formula."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from numba_flash.compat.flash_attn import flash_attn_func
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((2, seqlen, heads, 16)) for seqlen, heads in ((5, 4), (9, 2), (9, 2)))
+
+DEFAULTS = dict(
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+)  # fmt: skip
+
+
+def formula(causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, softmax_scale=None):
+    """As flash-attn describes it: query i stands at key i + seqlen_k - seqlen_q."""
+    k, v = (np.repeat(x, 2, axis=2) for x in (K, V))
+    s = np.einsum("bqhd,bkhd->bhqk", Q, k) * (16**-0.5 if softmax_scale is None else softmax_scale)
+    s = softcap * np.tanh(s / softcap) if softcap > 0 else s
+    distance = np.arange(9) - (np.arange(5)[:, None] + 9 - 5)
+    if alibi_slopes is not None:
+        s = s - np.broadcast_to(alibi_slopes, (2, 4))[:, :, None, None] * np.abs(distance)
+    left, right = (np.inf if side == -1 else side for side in window_size)
+    s = np.where((distance >= -left) & (distance <= (0 if causal else right)), s, -np.inf)
+    lse = np.log(np.exp(s).sum(-1))
+    return np.einsum("bhqk,bkhd->bqhd", np.exp(s - lse[..., None]), v), lse
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True),
+        dict(causal=True, window_size=(3, 2), softmax_scale=0.5),
+        dict(window_size=(-1, 1), softcap=2.0, deterministic=True),
+        dict(window_size=(2, -1)),
+        dict(alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32), causal=True),
+        dict(alibi_slopes=RNG.random((2, 4)).astype(np.float32), softcap=-1.0),
+    ],
+)
+def test_flash_attn_func(options):
+    expected, expected_lse = formula(**{name: x for name, x in options.items() if name != "deterministic"})
+    assert np.allclose(flash_attn_func(Q, K, V, **options), expected, rtol=1e-12, atol=1e-12)
+    o, lse, probabilities = flash_attn_func(Q, K, V, return_attn_probs=True, **options)
+    assert np.allclose(o, expected, rtol=1e-12, atol=1e-12) and probabilities is None
+    assert np.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_the_signature_is_that_of_flash_attn():
+    defaults = {name: about.default for name, about in inspect.signature(flash_attn_func).parameters.items()}
+    assert list(defaults) == ["q", "k", "v", *DEFAULTS] and {name: defaults[name] for name in DEFAULTS} == DEFAULTS
+    everything = flash_attn_func(Q, K, V, 0.0, 0.5, True, (3, 0), 2.0, None, False, False)
+    expected, _ = formula(softmax_scale=0.5, causal=True, window_size=(3, 0), softcap=2.0)
+    assert np.allclose(everything, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (dict(window_size=4), ValueError, "window_size"),
+        (dict(window_size=(-2, 0)), ValueError, "window"),
+        (dict(alibi_slopes=np.ones(3, np.float32)), ValueError, "alibi_slopes"),
+    ],
+)
+def test_what_flash_attn_func_refuses(options, error, words):
+    with pytest.raises(error, match=words):
+        flash_attn_func(Q, K, V, **options)
