@@ -41,6 +41,7 @@ def make(config):
         batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
+        threads = cuda.blockDim.x  # tile_m, but nothing that the compiler could unroll loops by
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
         n_tiles = (seqlen_k + tile_n - 1) // tile_n
         # bias' own element tile, and the positions that read it
@@ -81,11 +82,11 @@ def make(config):
                     left_over = seqlen_q - first_row
                     load_tile(
                         q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread,
-                        tile_m,
+                        threads,
                     )  # fmt: skip
                     load_tile(
                         do_smem, tile_m, do_row, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v,
-                        thread, tile_m,
+                        thread, threads,
                     )  # fmt: skip
                     q_index = first_row + thread
                     q_pos = q_index + q_start
@@ -129,7 +130,7 @@ def make(config):
             cuda.syncthreads()
             for y in range(thread, width, tile_m):
                 total = compute(0)
-                for row in range(tile_m):
+                for row in range(threads):
                     total += ds_smem[row * s_row + y]
                 if keys_summed or first_y + y < seqlen_k:
                     store(dbias, base + (first_y + y) * dbias_strides[3], total)

@@ -1,0 +1,177 @@
+"""v2's backward kernels as compiled, without a GPU, and what select makes of a problem of gradients."""
+
+import dataclasses
+import inspect
+
+import compiler
+import numpy as np
+import pytest
+from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
+
+from numba_flash import arguments_backward, assembler, compiled
+from numba_flash.arrays import read
+from numba_flash.backward_problem import BackwardProblem
+from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.select import KERNELS
+from numba_flash.select_backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs
+from numba_flash.target import Target
+
+HOST = Target(True, why_no_gpu="it is not plugged in")
+SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")
+ALL = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
+
+
+def problem(head_dim=64, head_dim_v=None, dtype="float32", wanted=("dq", "dk", "dv"), **options):
+    """One without data: 2 heads, 300 queries, 500 keys."""
+    head_dim_v = head_dim_v or head_dim
+    lse_dtype = "float64" if dtype == "float64" else "float32"
+    given = dict(
+        do=empty(1, 2, 300, head_dim_v, dtype=dtype), q=empty(1, 2, 300, head_dim, dtype=dtype),
+        k=empty(1, 2, 500, head_dim, dtype=dtype), v=empty(1, 2, 500, head_dim_v, dtype=dtype),
+        o=empty(1, 2, 300, head_dim_v, dtype=dtype), lse=empty(1, 2, 300, dtype=lse_dtype),
+    )  # fmt: skip
+    names = "dlse bias mask alibi_slopes seqlens_k q_offsets q_offset window scale softcap".split()
+    arguments = dict.fromkeys(names) | dict(causal=False, layout="bhsd", wanted=wanted, deterministic=True)
+    return BackwardProblem.of(
+        **{
+            name: read(name, x).layout if isinstance(x, np.ndarray) else x
+            for name, x in (arguments | given | options).items()
+        }
+    )
+
+
+def everything(bias_shape, dtype="float16"):
+    return problem(
+        59, 33, dtype, ALL, causal=True, softcap=3.0, bias=empty(*bias_shape, dtype=dtype),
+        mask=empty(300, 500, dtype="bool"), alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
+        q_offsets=empty(1, dtype="int32"), dlse=empty(1, 2, 300, dtype="float32"),
+    )  # fmt: skip
+
+
+def named(config):
+    return f"{config.kernel}-{config.dtype}-{getattr(config, 'head_dim', config.threads)}"
+
+
+# Every kernel, plain and with everything; rows in registers as long as they go, and longer ones in local memory.
+CONFIGS = [
+    *v2_configs(problem(), HOPPER),
+    *v2_configs(problem(128, dtype="float16"), HOPPER)[1:],
+    *v2_configs(problem(64, dtype="float64"), HOPPER)[1:],
+    *v2_configs(everything((300, 500)), HOPPER),
+    v2_configs(everything((1, 500)), HOPPER)[3],
+    v2_configs(everything(()), HOPPER)[3],
+    *v2_configs(problem(576), HOPPER)[1:],
+]
+
+
+def local_bytes(config):
+    """A row of sums is kept in registers, as far as they go; a longer one lies in local memory, and nothing else."""
+    row = dict(v2_dkdv="row", v2_dq="k_row").get(config.kernel)
+    size = getattr(config, row) * (8 if config.compute_dtype == "float64" else 4) if row else 0
+    return size if size > 512 else 0
+
+
+@compiler.needed
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_nothing_is_spilled_on_hopper(config):
+    ptx = compiled.to_ptx(config, (9, 0))
+    assert f".entry {compiled.entry_name(config)}(" in ptx
+    made = assembler.assemble(ptx, "sm_90a")
+    assert made.spill_bytes == 0 and made.stack_bytes <= local_bytes(config) and made.warnings == ()
+    assert made.registers * config.threads <= 65536
+
+
+# One of each kernel on a GPU of each generation. PTX for the oldest is what every later one takes.
+@compiler.needed
+@pytest.mark.parametrize("config", v2_configs(everything((300, 500)), HOPPER), ids=named)
+def test_every_gpu_from_turing_on(config):
+    ptx = compiled.to_ptx(config, (7, 5))
+    for arch in ("sm_75", "sm_80", "sm_100a", "sm_120a"):
+        assert assembler.assemble(ptx, arch).spill_bytes == 0, arch
+
+
+@compiler.needed
+@pytest.mark.parametrize("config", [*v2_configs(everything((300, 500)), HOPPER), *CONFIGS[1:3]], ids=named)
+def test_the_kernel_has_the_parameters_that_it_is_given(config):
+    arrays, numbers = arguments_backward.PARAMETERS[config.kernel]
+    assert list(inspect.signature(compiled.source(config).py_func).parameters) == [*arrays, *numbers]
+
+
+def test_what_is_launched_for_what_is_wanted():
+    def kernels(*wanted):
+        made = everything((300, 500))
+        return [config.kernel for config in v2_configs(dataclasses.replace(made, wanted=wanted), HOPPER)]
+
+    assert kernels("dq") == ["delta", "v2_dq"]
+    assert kernels("dk") == kernels("dv") == kernels("dk", "dv") == ["delta", "v2_dkdv"]
+    assert kernels("dbias") == ["delta", "v2_dbias"]
+    assert kernels("dalibi_slopes") == ["delta", "v2_dq", "v2_dalibi"]
+    assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"]
+
+
+# The smallest shared memory there is, and the largest rows that must fit into it; tiles shrink with them.
+@pytest.mark.parametrize("target", [TURING, AMPERE, A100, HOPPER, B200, RTX_5090], ids=lambda target: target.name)
+def test_tiles_fit_every_gpu(target):
+    previous = None
+    for head_dim in (16, 64, 128, 256, 576):
+        choice = select_backward(problem(head_dim), target, "v2", "cupy", False, lambda _: None)
+        assert all(config.shared_bytes <= target.shared_bytes for config in choice.configs)
+        tiles = [(config.tile_m, config.tile_n) for config in choice.configs if hasattr(config, "tile_m")]
+        assert previous is None or all(one <= other for one, other in zip(tiles, previous, strict=True))
+        previous = tiles
+
+
+def test_small_tiles_in_the_simulator():
+    made = [config for config in v2_configs(problem(16), SIMULATOR) if hasattr(config, "tile_m")]
+    assert all((config.tile_m, config.tile_n) == SIMULATOR_TILES[0] for config in made)
+
+
+# Each kernel that has no backward, where another has one and would run.
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in BUILT])
+def test_what_is_not_built_names_what_would_run(kernel):
+    with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
+        select_backward(problem(), HOPPER, kernel, "cupy", False, lambda _: None)
+    with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'cpu'"):
+        select_backward(problem(), HOST, kernel, "numpy", False, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("made", "target", "kernel", "words"),
+    [
+        (problem(), HOST, "v2", "no GPU is usable .it is not plugged in.*NUMBA_ENABLE_CUDASIM.*'reference' or 'cpu'"),
+        (problem(), dataclasses.replace(HOPPER, arrays_on_host=True), "v2", "in host memory; copy them there first"),
+        (problem(), HOPPER, "reference", "host memory"),
+        (problem(), HOPPER, "cpu", "host memory"),
+        (problem(9000), TURING, "v2", "head_dim 9000 and 9000 in float32 need [0-9]+ bytes of shared memory.*T4"),
+    ],
+)
+def test_refusals(made, target, kernel, words):
+    with pytest.raises(NotImplementedError, match=words):
+        select_backward(made, target, kernel, "numpy" if target.arrays_on_host else "cupy", False, lambda _: None)
+
+
+def test_what_auto_takes():
+    def kernel(target, why_no_cpu=None):
+        family = "numpy" if target.arrays_on_host else "cupy"
+        return select_backward(problem(), target, "auto", family, False, lambda _: why_no_cpu).kernel
+
+    assert kernel(HOPPER) == kernel(TURING) == kernel(SIMULATOR) == "v2"
+    assert kernel(HOST) == "cpu" and kernel(HOST, "it is not there") == "reference"
+
+
+# Each field that a Config checks.
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
+        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 6), "tile_m and tile_n"),
+        (lambda: DqConfig("v2_dq", "float32", 64, 64, 2, 16), "tile_m and tile_n"),
+        (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
+        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
+        (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
+        (lambda: DalibiConfig("float32", "float32", True, 100), "power of two"),
+    ],
+)
+def test_a_config_checks_itself(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()
