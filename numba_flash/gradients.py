@@ -84,7 +84,7 @@ def attention_backward(
     deterministic: True = the same call gives the same bits. False allows a kernel to add up in any order
         where that is faster; none does yet.
     stream: as for `attention`.
-    kernel: "auto", or by name "reference", "v2", "cpu".
+    kernel: "auto", or by name "reference", "v2", "mma", "cpu"; the rungs without a backward say what would run.
 
     Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes) in the caller's kind of array: dq, dk, dv
     like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
@@ -174,8 +174,4 @@ _decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
 
 def _no_cpu(problem: BackwardProblem) -> str | None:
     """Why the CPU rung does not compute these gradients, or None."""
-    try:
-        reasons = cpu_backward().reasons(problem)
-    except ImportError:
-        return "its backward is not built yet"
-    return "; ".join(reasons) or None
+    return "; ".join(cpu_backward().reasons(problem)) or None
