@@ -128,7 +128,8 @@ JUNK = st.one_of(
     st.lists(st.sampled_from(["dq", "dk", "dv", "dbias", "dalibi_slopes", "do"]), max_size=3).map(tuple),
     st.sampled_from([
         object(), int, np, Ellipsis, Q, K, V, O, LSE, O[::-1], O.astype(np.float16), LSE.astype(np.float64), BIAS,
-        SLOPES, np.float64(2), np.bool_(True), np.array(3), np.array(2, np.int32), np.zeros(2, np.int32), np.ones((5, 7), bool),
+        SLOPES, np.float64(2), np.bool_(True), np.array(3), np.array(2, np.int32),
+        np.zeros(2, np.int32), np.ones((5, 7), bool),
         np.array("text"), np.array([None]), np.array([[]]), np.ma.masked_array(O), "auto", "reference", "bshd",
     ]),
 )  # fmt: skip
