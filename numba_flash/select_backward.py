@@ -27,10 +27,11 @@ DQ_TILES = ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
 # (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, dK and dV in one kernel): the first row
-# whose head_dim is large enough and whose shared memory fits. Not measured yet.
+# whose head_dim is large enough and of whose blocks so many fit into shared memory. Not measured yet.
 MMA_DKDV_TILES = (
-    (64, 64, 128, 16, True, 1, True),
-    (128, 48, 64, 16, False, 2, True),
+    (64, 32, 128, 32, False, 2, True),
+    (128, 64, 64, 16, False, 2, True),
+    (128, 32, 64, 16, False, 2, True),
     (128, 32, 64, 16, False, 1, True),
     (256, 32, 64, 16, False, 1, False),
     (256, 16, 32, 16, False, 1, False),
@@ -39,6 +40,7 @@ MMA_DKDV_TILES = (
 MMA_DQ_TILES = (
     (64, 128, 32, 32, True, 2),
     (128, 128, 32, 32, False, 2),
+    (128, 64, 32, 16, False, 2),
     (128, 64, 32, 16, False, 1),
     (256, 64, 32, 16, False, 1),
     (256, 32, 16, 16, False, 1),
@@ -170,9 +172,12 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 
 
 def _first_that_fits(candidates: Sequence[Sequence[MmaBackwardConfig]], target: Target) -> Sequence[MmaBackwardConfig]:
-    """The first set of kernels whose shared memory the device has, or the last."""
-    fitting = (made for made in candidates if all(config.shared_bytes <= target.shared_bytes for config in made))
-    return next(fitting, candidates[-1])
+    """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
+
+    def fits(config: MmaBackwardConfig) -> bool:
+        return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
+
+    return next((made for made in candidates if all(map(fits, made))), candidates[-1])
 
 
 def _mma_dkdv(

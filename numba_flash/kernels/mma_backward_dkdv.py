@@ -182,48 +182,60 @@ def make(config):
         rows_left = int32(min(seqlen_q - row, tile_m))
         q_base = b * q_strides[0] + h * q_strides[1] + row * q_strides[2]
         do_base = b * do_strides[0] + h * do_strides[1] + row * do_strides[2]
-        load_q(tiles[0] + odd * q_stage, address(q, q_base), 2 * q_strides[2], 0, rows_left, head_dim, thread)
-        load_do(tiles[1] + odd * do_stage, address(do, do_base), 2 * do_strides[2], 0, rows_left, head_dim_v, thread)
+        q_bytes, do_bytes = 2 * q_strides[2], 2 * do_strides[2]
+        load_q(tiles[0] + odd * q_stage, address(q, q_base), q_bytes, 0, rows_left, head_dim, thread)
+        load_do(tiles[1] + odd * do_stage, address(do, do_base), do_bytes, 0, rows_left, head_dim_v, thread)
+
+    @cuda.jit(device=True, inline="always")
+    def following(i, members, begin, stop):
+        """-> (i, members) of the next query tile: after the last one the first one again, of the next head."""
+        last = i + 1 == stop
+        return begin if last else int32(i + 1), int32(members - 1) if last else members
 
     @cuda.jit(device=True, inline="always")
     def turn(
-        i, h, odd, begin, stop, h_end, values, q, do, lse, delta, q_strides, do_strides, b, heads, seqlen_q, tiles
+        i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
+        heads, heads_kv, seqlen_q, seqlen_k, tiles,
     ):  # fmt: skip
-        """Wait for the tile in stage `odd` and start the copies of the next one. -> (its i, its h)."""
+        """Wait for the tile in stage `odd` and start the copies of the next one."""
         wait_all()
         cuda.syncthreads()  # tile i is there, and everyone is done with the one before
-        last = i + 1 == stop
-        next_i, next_h = begin if last else int32(i + 1), int32(h + 1) if last else h
-        if next_h < h_end:
+        next_i, next_members = following(i, members, begin, stop)
+        if next_members > 0:
             thread = thread_index()
+            b, h_kv, _ = tile_of(block_index(), heads_kv, seqlen_k)
+            next_h = int32((h_kv + 1) * divide(heads, heads_kv) - next_members)
             load_tile(next_i, next_h, int32(odd ^ 1), b, q, do, q_strides, do_strides, tiles, seqlen_q, thread)
             fetch_rows(values, lse, delta, (b * heads + next_h) * seqlen_q, next_i, seqlen_q, thread)
         commit()
-        return next_i, next_h
 
     @cuda.jit(device=True, inline="always")
-    def products_of_tile(
-        odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end, scale, softcap, masked,
-    ):  # fmt: skip
-        """dK and dV += what the query tile in stage `odd` gives."""
-        k_frag, v_frag, p_frag, ds_frag, b_frag = fragments_
+    def scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles):
+        """S^T and dP^T - delta of the query tile in stage `odd`."""
         # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
         thread = thread_index()
-        lane = thread & int32(31)
-        own_lane, other_lane, other_transposed = lanes_of(thread)
-        q_tile, do_tile = tiles[0] + odd * q_stage, tiles[1] + odd * do_stage
-        rows_tile = tiles[2] + odd * rows_stage
+        own_lane, other_lane, _ = lanes_of(thread)
         for x in range(s_count):
             acc_s[x] = float32(0)
-        multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, q_tile + other_lane)
+        multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
         if of_dk:
-            start_dp(acc_dp, rows_tile, lane)
-            multiply_v_do(acc_dp, v_frag, b_frag, own[1] + own_lane, do_tile + other_lane)
+            start_dp(acc_dp, tiles[2] + odd * rows_stage, thread & int32(31))
+            multiply_v_do(acc_dp, v_frag, b_frag, own[1] + own_lane, tiles[1] + odd * do_stage + other_lane)
+
+    @cuda.jit(device=True, inline="always")
+    def gradients_of_tile(
+        odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
+        scale, softcap, masked,
+    ):  # fmt: skip
+        """dK and dV += what the query tile in stage `odd` gives."""
+        thread = thread_index()
+        rows_tile, lane = tiles[2] + odd * rows_stage, thread & int32(31)
         weigh(acc_s, acc_dp, p_frag, ds_frag, rows_tile, lane, slope, distance, first, end, scale, softcap, masked)
+        _, _, other_transposed = lanes_of(thread)
         if of_dv:
-            multiply_p_do(acc_dv, p_frag, b_frag, do_tile + other_transposed)
+            multiply_p_do(acc_dv, p_frag, b_frag, tiles[1] + odd * do_stage + other_transposed)
         if of_dk:
-            multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile + other_transposed)
+            multiply_ds_q(acc_dk, ds_frag, b_frag, tiles[0] + odd * q_stage + other_transposed)
 
     @cuda.jit
     def flash_attention_mma_dkdv(
@@ -234,7 +246,6 @@ def make(config):
         scale, softcap = float32(scale_), float32(softcap_)
         thread = thread_index()
         b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
-        h_first = int32(h_kv * divide(heads, heads_kv))
         keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
 
@@ -257,7 +268,6 @@ def make(config):
         first = cuda.local.array(rows, int32)
         end = cuda.local.array(rows, int32)
         distance = cuda.local.array(rows, float32)
-        fragments_ = (k_frag, v_frag, p_frag, ds_frag, b_frag)
         for x in range(dk_count):
             acc_dk[x] = float32(0)
         for x in range(dv_count):
@@ -268,16 +278,17 @@ def make(config):
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
 
-        i, h, odd = begin, h_first, int32(0)  # odd: which stage is in use
-        h_end = h_first
+        # odd: which stage is in use; members: heads of the group that are left.
+        i, odd, members = begin, int32(0), int32(0)
         slope = float32(0)
         if begin < stop and keys_left > 0:
-            h_end = int32(h_first + divide(heads, heads_kv))
+            members = divide(heads, heads_kv)
             k_base = b * k_strides[0] + h_kv * k_strides[1] + first_key * k_strides[2]
             load_k(own[0], address(k, k_base), 2 * k_strides[2], 0, keys_left, head_dim, thread)
             if of_dk:
                 v_base = b * v_strides[0] + h_kv * v_strides[1] + first_key * v_strides[2]
                 load_v(own[1], address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
+            h = int32(h_kv * members)
             load_tile(i, h, odd, b, q, do, q_strides, do_strides, tiles, seqlen_q, thread)
             fetch_rows(values, lse, delta, (b * heads + h) * seqlen_q, i, seqlen_q, thread)
             put_rows(values, tiles[2], thread)
@@ -290,49 +301,60 @@ def make(config):
             if of_dk:
                 load_v_frag(v_frag, own[1] + own_lane)
 
-        while h < h_end:
+        while members > 0:
             # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
             # window, some of the first kind again; and all this for each head of the group.
-            while h < h_end and (i < free or i >= cut):
-                next_i, next_h = turn(
-                    i, h, odd, begin, stop, h_end, values, q, do, lse, delta, q_strides, do_strides,
-                    b, heads, seqlen_q, tiles,
+            while members > 0 and (i < free or i >= cut):
+                turn(
+                    i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
+                    heads, heads_kv, seqlen_q, seqlen_k, tiles,
                 )  # fmt: skip
-                if has_alibi:
-                    slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
+                scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
+                # Worked out again: kept through the loop, it would cost the registers that S needs.
                 now = thread_index()
+                b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
+                _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
                 limits(i, now, first_key, q_start, left, right, seqlen_q, first, end, distance)
-                products_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end,
+                if has_alibi:
+                    h = (h_kv + 1) * divide(heads, heads_kv) - members
+                    slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
+                gradients_of_tile(
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
                     scale, softcap, True,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())
-                i, h = next_i, next_h
-            while h < h_end and i >= free and i < cut:
-                next_i, next_h = turn(
-                    i, h, odd, begin, stop, h_end, values, q, do, lse, delta, q_strides, do_strides,
-                    b, heads, seqlen_q, tiles,
+                i, members = following(i, members, begin, stop)
+            while members > 0 and i >= free and i < cut:
+                turn(
+                    i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
+                    heads, heads_kv, seqlen_q, seqlen_k, tiles,
                 )  # fmt: skip
-                if has_alibi:
-                    slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
+                scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
                 if has_alibi:
                     now = thread_index()
+                    b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
+                    _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+                    h = (h_kv + 1) * divide(heads, heads_kv) - members
+                    slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
                     for r in range(rows):
                         distance[r] = distance_of(i, now, r, first_key, q_start)
-                products_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, fragments_, own, tiles, slope, distance, first, end,
+                gradients_of_tile(
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
                     scale, softcap, False,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())
-                i, h = next_i, next_h
+                i, members = following(i, members, begin, stop)
 
         # dK and dV to the place of the warp's own rows of K and V, and from there to global memory.
         wait_all()
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row = int32(warp * warp_rows)
+        b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
         suspects = uint32(0)
         if of_dk:
@@ -349,7 +371,7 @@ def make(config):
             repair_keys(
                 suspects, first_row, lane, (q, k, v, do), (q_strides, k_strides, v_strides, do_strides),
                 (dk, dv), (dk_strides, dv_strides), lse, delta, alibi_slopes, alibi_strides,
-                b, heads, h_first, h_end, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
+                b, heads, heads_kv, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
             )  # fmt: skip
 
     return flash_attention_mma_dkdv

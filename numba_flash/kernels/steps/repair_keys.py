@@ -18,7 +18,7 @@ key_queries = cuda.jit(device=True)(ranges.key_queries)
 
 def make(config, weight, through_softcap):
     """-> repair_keys, a device function. weight, through_softcap: of steps/score_gradients."""
-    head_dim, head_dim_v, warp_rows = config.head_dim, config.head_dim_v, config.warp_rows
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     of_dk, of_dv, has_softcap = config.of_dk, config.of_dv, config.softcap
     has_alibi, parts, parts_v = config.alibi_dtype is not None, -(-head_dim // 32), -(-head_dim_v // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
@@ -28,7 +28,7 @@ def make(config, weight, through_softcap):
     @cuda.jit(device=True, inline="always")
     def repair_keys(
         suspects, first_row, lane, pointers, strides, results, result_strides, lse, delta, alibi_slopes, alibi_strides,
-        b, heads, h_first, h_end, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
+        b, heads, heads_kv, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
     ):  # fmt: skip
         """One warp, those of its rows from first_row on that have a bit in suspects, of the tile at first_key."""
         q, k, v, do = pointers
@@ -37,9 +37,11 @@ def make(config, weight, through_softcap):
         dk_strides, dv_strides = result_strides
         row_dk = cuda.local.array(parts, float32)
         row_dv = cuda.local.array(parts_v, float32)
-        for in_warp in range(warp_rows):
-            if (suspects >> uint32(in_warp)) & uint32(1) != 0:
-                key = int64(first_key + first_row + in_warp)
+        row = first_row
+        while suspects != 0:
+            suspects, found, row = suspects >> uint32(1), suspects & uint32(1), row + 1
+            if found != 0:
+                key = int64(first_key + row - 1)
                 for c in range(parts):
                     row_dk[c] = float32(0)
                 for c in range(parts_v):
@@ -47,14 +49,15 @@ def make(config, weight, through_softcap):
                 k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
                 v_at = b * v_strides[0] + h_kv * v_strides[1] + key * v_strides[2]
                 first_query, end_query = key_queries(key, q_start, left, right, seqlen_q)
-                for h in range(h_first, h_end):
+                group = heads // heads_kv
+                for h in range(h_kv * group, (h_kv + 1) * group):
                     slope = float32(0)
                     if has_alibi:
                         slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
                     for query in range(first_query, end_query):
                         q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
                         do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-                        row = (b * heads + h) * seqlen_q + query
+                        at_row = (b * heads + h) * seqlen_q + query
                         product, dp = float32(0), float32(0)
                         for x in range(lane, head_dim, 32):
                             product += load(q, q_at + x) * load(k, k_at + x)
@@ -64,7 +67,7 @@ def make(config, weight, through_softcap):
                         for distance in (1, 2, 4, 8, 16):
                             product += bfly(product, distance)
                             dp += bfly(dp, distance)
-                        row_lse = float32(lse[row])
+                        row_lse = float32(lse[at_row])
                         p = float32(0)
                         if row_lse != minus_inf:
                             away = float32(query + q_start - key)
@@ -72,7 +75,7 @@ def make(config, weight, through_softcap):
                         if p != 0:
                             ds = float32(0)
                             if of_dk:
-                                ds = p * (dp - float32(delta[row])) * scale
+                                ds = p * (dp - float32(delta[at_row])) * scale
                                 if has_softcap:
                                     ds *= through_softcap(product, scale, softcap)
                             if of_dv:

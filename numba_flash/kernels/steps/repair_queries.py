@@ -14,7 +14,7 @@ row_keys = cuda.jit(device=True)(ranges.row_keys)
 
 def make(config, weight, through_softcap):
     """-> repair_queries, a device function. weight, through_softcap: of steps/score_gradients."""
-    head_dim, head_dim_v, warp_rows = config.head_dim, config.head_dim_v, config.warp_rows
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     has_softcap, parts = config.softcap, -(-config.head_dim // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
@@ -28,15 +28,17 @@ def make(config, weight, through_softcap):
         q, k, v, do = pointers
         q_strides, k_strides, v_strides, do_strides = strides
         row_dq = cuda.local.array(parts, float32)
-        for in_warp in range(warp_rows):
-            if (suspects >> uint32(in_warp)) & uint32(1) != 0:
-                query = int64(first_query + first_row + in_warp)
+        row = first_row
+        while suspects != 0:
+            suspects, found, row = suspects >> uint32(1), suspects & uint32(1), row + 1
+            if found != 0:
+                query = int64(first_query + row - 1)
                 for c in range(parts):
                     row_dq[c] = float32(0)
                 q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
                 do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-                row = (b * heads + h) * seqlen_q + query
-                row_lse, row_delta = float32(lse[row]), float32(delta[row])
+                at_row = (b * heads + h) * seqlen_q + query
+                row_lse, row_delta = float32(lse[at_row]), float32(delta[at_row])
                 first_key, end_key = row_keys(query + q_start, left, right, keys)
                 if row_lse == minus_inf:
                     end_key = first_key
