@@ -1,6 +1,7 @@
 """attention_backward: the gradients of attention(), along the same straight line."""
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 from . import arrays
@@ -112,6 +113,15 @@ def attention_backward(
     ]
     launch.run([*given, *results], arrays.stream_of(like, stream))
     return AttentionGradients(*(None if array is None else arrays.give(like, array) for array in results))
+
+
+def understand_call(arguments: dict[str, Any]) -> tuple[list[Array | None], Decision]:
+    """`understand` for what a caller would hand to `attention_backward`, by name."""
+    bound = inspect.signature(attention_backward).bind(**arguments)
+    bound.apply_defaults()
+    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
+    refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
+    return understand(**bound.arguments)
 
 
 def understand(

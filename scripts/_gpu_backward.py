@@ -1,0 +1,227 @@
+"""gpu_check's part on gradients: random and adversarial problems, graphs, memory; for each rung with a backward."""
+
+import time
+
+import numpy as np
+from _gpu import compile_ahead, job, pool
+
+import numba_flash
+from numba_flash import gradients, select, select_backward, testing
+from numba_flash.gradients import AttentionGradients
+
+BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
+
+
+class Guarded:
+    """CuPy's allocator with a band of a pattern around each piece: attention_backward makes its outputs itself."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def __call__(self, size):
+        import cupy as cp
+
+        memory = cp.get_default_memory_pool().malloc(size + 2 * BAND)
+        whole = cp.ndarray((size + 2 * BAND,), cp.uint8, memory)
+        whole.fill(PATTERN)
+        self.pieces.append((whole, size))
+        return memory + BAND
+
+    def check(self):
+        for whole, size in self.pieces:
+            for band in (whole[:BAND], whole[BAND + size :]):
+                assert bool((band == PATTERN).all()), "something was written outside of a gradient or the workspace"
+
+
+def wanted(case, kernel):
+    """Every gradient that the case has and the kernel makes."""
+    every = testing.gradients_of(case)
+    return tuple(name for name in every if kernel not in select.TENSOR or name != "dalibi_slopes")
+
+
+def check_in_a_process(case, found, given, kernel):
+    try:
+        testing.check_gradients(case, found, *given, kernel)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def compare(cases, kernel, on_gpu, say=None):
+    """Each case twice, for equal bits, into guarded memory, from the o and lse of the same kernel's forward."""
+    import cupy as cp
+
+    start, calls, refused = time.perf_counter(), {}, []
+    moved = {name: case.arguments(on_gpu) for name, case in cases.items()}
+    compile_ahead(job(arguments, kernel, return_lse=True) for arguments in moved.values())
+    for number, (name, case) in enumerate(cases.items()):
+        tensor, arguments = kernel in select.TENSOR, moved.pop(name)
+        do, dlse = testing.outer_gradients(case, number, strange_strides=not tensor)
+        do = testing.rows_padded(do) if tensor else do
+        options = dict(wanted=wanted(case, kernel), kernel=kernel, dlse=on_gpu(dlse) if number % 2 else None)
+        try:
+            o, lse = numba_flash.attention(**arguments, kernel=kernel, return_lse=True)
+            arguments |= dict(do=on_gpu(do), o=o, lse=lse) | options
+            decision = gradients.understand_call(arguments)[1]
+        except NotImplementedError as error:
+            assert "head_dim up to" in str(error), error
+            refused.append(name)
+            continue
+        calls[name] = case, arguments, (do, dlse if number % 2 else None), decision
+    compile_ahead((config, each[3].target.cc) for each in calls.values() for config in each[3].choice.configs)
+    compiled, checks, failures = time.perf_counter(), {}, []
+    for number, (name, (case, arguments, (do, dlse), _)) in enumerate(calls.items()):
+        results = []
+        try:
+            for _ in range(2):
+                guarded = Guarded()
+                with cp.cuda.using_allocator(guarded):
+                    results.append(numba_flash.attention_backward(**arguments))
+                guarded.check()
+            for one, other in zip(*results, strict=True):
+                assert one is None or one.tobytes() == other.tobytes(), "two equal calls gave different bits"
+        except AssertionError as error:
+            failures.append(f"{name}: {error}, in {case}")
+            continue
+        found = AttentionGradients(*(x if x is None else x.get() for x in results[0]))
+        given = do, arguments["o"].get(), arguments["lse"].get(), dlse
+        checks[name] = pool().submit(check_in_a_process, case, found, given, kernel)
+        if say is not None and number % 100 == 99:
+            say(number + 1, len(calls))
+    failures += [f"{name}: {check.result()}" for name, check in checks.items() if check.result()]
+    for failure in failures[:10]:
+        print("     ", failure, flush=True)
+    assert not failures, f"{len(failures)} of {len(calls)} problems failed"
+    note = f", {len(refused)} with a head_dim that it does not take" if refused else ""
+    return (
+        f"{len(calls)} problems in {time.perf_counter() - compiled:.0f} s, prepared in {compiled - start:.0f} s{note}"
+    )
+
+
+def check_backward(kernel, options, tools):
+    """Random problems of the forward's groups, then adversarial ones."""
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    every = tools.groups(kernel, options.small)
+    if options.case:
+        numbers = [tuple(map(int, options.case.split(":")))]
+    else:
+        numbers = [(n % len(every), n // len(every)) for n in range(options.problems // 3)]
+    cases = {
+        f"scripts/gpu_check --only backward --kernels {kernel} --case {group}:{number}"
+        + (" --small" if options.small else ""): tools.random_case(kernel, options.small, group, number)
+        for group, number in numbers
+    }
+    start = time.perf_counter()
+
+    def say(done, count):
+        print(f"     {done} of {count} random problems, {time.perf_counter() - start:.0f} s", flush=True)
+
+    random = compare(cases, kernel, tools.on_gpu, say)
+    if options.case:
+        return random
+    hard = {f"adversarial {number}": case for number, case in enumerate(adversarial(kernel, options.small))}
+    return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
+
+
+def adversarial(kernel, small):
+    """lse at and beyond both ends of exp, one key that takes all, rows and tiles that see nothing, NaN where nothing
+    looks, groups of heads, lengths around tiles."""
+    g, tensor = np.random.default_rng(8), kernel in select.TENSOR
+    dtypes = ("float16", "bfloat16") if tensor else testing.DTYPES
+    for dtype in dtypes[:1] if small else dtypes:
+
+        def case(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, size=1.0, dim=16, dtype=dtype, **options):
+            shapes = ((heads, seqlen_q), (heads_kv, seqlen_k), (heads_kv, seqlen_k))
+            arrays = (g.standard_normal((batch, *shape, dim)) * size for shape in shapes)
+            return testing.Case(*(x.astype(dtype) for x in arrays), options)
+
+        for level in (-3000, -89, 89, 3000):
+            for options in ({}, dict(causal=True, q_offset=-3)):
+                made = case(70, 150, scale=1.0, **options)
+                made.q[..., 0], made.k[..., 0] = 16, level / 16
+                yield made
+        yield case(65, 130, size=30.0)
+        yield case(65, 130, size=1e-3)
+        for window, q_offset in (((3, 0), 100), ((0, 0), -30), ((200, 200), 5), ((1, 1), 400)):
+            yield case(150, 260, window=window, q_offset=q_offset)
+        for seqlen in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
+            yield case(seqlen, 130 - seqlen, heads=6, heads_kv=2, causal=True)
+        padded = case(40, 190, batch=2, seqlens_k=np.array([190, 33], np.int32), q_offset=0)
+        padded.k[1, :, 33:], padded.v[1, :, 33:] = np.inf, np.nan
+        yield padded
+        empty = case(40, 190, batch=2, seqlens_k=np.array([0, 190], np.int32), causal=True)
+        empty.k[0], empty.v[0], empty.q[0] = np.nan, np.nan, np.nan
+        yield empty
+        for position in (0, 40, 64, 127):  # seen by the rows from there on; in the first tile and in others
+            struck = case(150, 150, heads=4, heads_kv=2, causal=True, q_offset=0)
+            struck.v[:, :, position] = np.nan
+            yield struck
+            struck = case(150, 150, heads=4, heads_kv=2, window=(9, 3), q_offset=0)
+            struck.q[:, :, position] = np.nan
+            yield struck
+        if not tensor:
+            mask = g.random((2, 1, 40, 190)) < 0.5
+            mask[:, :, :, 17], mask[1, :, 5], mask[0, :, :, 64:128] = False, False, False
+            masked = case(40, 190, batch=2, mask=mask, softcap=2.0, bias=g.standard_normal((40, 1)).astype("float32"))
+            masked.k[:, :, 17], masked.v[:, :, 17] = np.nan, np.inf
+            yield masked
+
+
+def check_graph(kernel, options, tools):
+    """Forward and backward captured in one graph, and replayed with other inputs."""
+    import cupy as cp
+
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    g, dtype = np.random.default_rng(0), "float16" if kernel in select.TENSOR else "float32"
+    q, k, v, do = (cp.asarray(g.standard_normal((1, 2, 100, 32)).astype(dtype)) for _ in range(4))
+
+    def step():
+        o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True, kernel=kernel)
+        return numba_flash.attention_backward(do, q, k, v, o, lse, causal=True, kernel=kernel)[:3]
+
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        step()  # everything is loaded, and memory for the workspace in the pool
+        stream.synchronize()
+        stream.begin_capture()
+        captured = step()
+        graph = stream.end_capture()
+    for seed in (1, 2):
+        for array in (q, do):
+            array[...] = cp.asarray(np.random.default_rng(seed).standard_normal(q.shape).astype(dtype))
+        cp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert all(bool((x == y).all()) for x, y in zip(captured, step(), strict=True))
+    return "captured once, replayed twice with other inputs"
+
+
+def check_memory(kernel, options, tools):
+    """A thousand calls leave nothing behind, and one takes the gradients and a number or two for each row."""
+    import cupy as cp
+
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    dtype, memory = "float16" if kernel in select.TENSOR else "float32", cp.get_default_memory_pool()
+
+    def grown(seqlen, repeats):
+        q, k, v, do = (cp.ones((1, 2, seqlen, 64), dtype) for _ in range(4))
+        o, lse = numba_flash.attention(q, k, v, kernel=kernel, return_lse=True)
+        memory.free_all_blocks()
+        before = memory.used_bytes(), memory.total_bytes()
+        for _ in range(repeats):
+            made = numba_flash.attention_backward(do, q, k, v, o, lse, kernel=kernel)
+        taken = memory.total_bytes() - before[1]
+        del made
+        assert memory.used_bytes() == before[0]
+        return taken, 3 * q.nbytes
+
+    grown(64, 10 if options.small else 1000)
+    if options.small:
+        return "10 calls"
+    seqlen = 32768
+    taken, of_gradients = grown(seqlen, 1)
+    assert taken <= 1.25 * of_gradients, (taken, of_gradients)
+    return f"seqlen {seqlen}: {taken / 2**20:.0f} MiB for gradients of {of_gradients / 2**20:.0f} MiB"
