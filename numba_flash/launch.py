@@ -121,17 +121,20 @@ class _Simulated(Launch):
 
 
 class Announced(Launch):
-    """In the simulator, where a call may take minutes: then said at the line that called attention()."""
+    """In the simulator, where a call may take minutes: then said at the line that called attention().
 
-    __slots__ = ("_problem", "_ready")
+    times: how many times what the forward takes.
+    """
 
-    def __init__(self, problem: Problem, ready: Launch) -> None:
-        self._problem, self._ready = problem, ready
+    __slots__ = ("_problem", "_ready", "_times")
+
+    def __init__(self, problem: Problem, ready: Launch, times: float = 1.0) -> None:
+        self._problem, self._ready, self._times = problem, ready, times
 
     def run(self, operands: Given, stream: int) -> None:
         from .sim.launch import warn_if_long
 
-        warn_if_long(self._problem)
+        warn_if_long(self._problem, self._times)
         self._ready.run(operands, stream)
 
 

@@ -24,7 +24,7 @@ def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: T
     if choice.kernel == "cpu":
         return _OnCpu(problem)
     ready = _Sequence(choice, problem, target)
-    return Announced(problem.forward, ready) if target.simulated else ready
+    return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
 
 
 def grid(config: BackwardConfig, problem: BackwardProblem) -> int:

@@ -139,9 +139,9 @@ def predicted_seconds(problem: Problem) -> float:
     return scores * (SCORE_SECONDS + PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
 
 
-def warn_if_long(problem: Problem) -> None:
-    """A warning at the line that called attention(), before a wait of more than a minute."""
-    seconds = predicted_seconds(problem)
+def warn_if_long(problem: Problem, times: float = 1.0) -> None:
+    """A warning at the line that called attention(), before a wait of more than a minute; times: of what it takes."""
+    seconds = times * predicted_seconds(problem)
     if seconds > 60:
         warnings.warn(
             f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "

@@ -29,6 +29,8 @@ FIRST_LINES = {
     "v2": "thread = cuda.threadIdx.x",
     "mma": "scale, softcap = float32(scale_)",
     "wgmma": "warpgroup = thread >> int32(7)",
+    **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("mma_dkdv", "mma_dq"), "scale, softcap = float32(scale_)"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -74,6 +76,17 @@ def nothing_stays():
 
 def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
+
+
+def differentiate(kernel):
+    """All kernels of a backward; those on tensor cores have fewer gradients."""
+    arrays = dict(zip("qkv", (q, k, v) if kernel == "v2" else half, strict=True))
+    o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
+    wanted = ("dq", "dk", "dv")
+    if kernel == "v2":
+        arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
+        wanted += ("dbias", "dalibi_slopes")
+    numba_flash.attention_backward(o, **arrays, o=o, lse=lse, wanted=wanted, kernel=kernel)
 
 
 def test_stops_once_per_key_tile_in_the_named_thread_and_block():
@@ -158,6 +171,8 @@ def test_every_kernel(kernel):
             numba_flash.attention(q, k, v, kernel=kernel)
         elif kernel in TENSOR:
             numba_flash.attention(*half, kernel=kernel)
+        elif kernel == "delta" or "_" in kernel:
+            differentiate(kernel.partition("_")[0] if "_" in kernel else "v2")
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
