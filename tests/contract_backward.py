@@ -218,10 +218,15 @@ def test_a_row_that_sees_no_key_gives_and_gets_zero(rung, how, value):
     clean = rung(case, (do, o, lse, dlse))
     struck_do, struck_dlse = do.copy(), dlse.copy()
     struck_do[~visible], struck_dlse[~visible] = value, value
+    unstruck = Case(case.q.copy(), case.k, case.v, case.options)
     case.q[~visible] = value
     gradients = rung(case, (struck_do, o, lse, struck_dlse))
     assert not gradients.dq[~visible].any()
-    assert same(gradients, clean) and all(np.isfinite(x).all() for x in clean if x is not None)
+    if rung.tensor:  # rows that met what is strange are computed again, in another order
+        testing.check_gradients(unstruck, gradients, do, o, lse, dlse, rung.kernel)
+    else:
+        assert same(gradients, clean)
+    assert all(np.isfinite(x).all() for x in clean if x is not None)
 
 
 # Ways to hide key 13 from every query.

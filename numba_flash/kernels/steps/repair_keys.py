@@ -6,12 +6,13 @@ not see the key, and 0 * NaN is NaN. Such a row is computed here, query by query
 
 import math
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ... import ranges
 from ...ptx import shfl
 from . import elements
 from .fragment_scores import LOG2_E
+from .integers import divide
 
 key_queries = cuda.jit(device=True)(ranges.key_queries)
 
@@ -37,9 +38,10 @@ def make(config, weight, through_softcap):
         dk_strides, dv_strides = result_strides
         row_dk = cuda.local.array(parts, float32)
         row_dv = cuda.local.array(parts_v, float32)
-        row = first_row
+        row = int32(first_row)
         while suspects != 0:
-            suspects, found, row = suspects >> uint32(1), suspects & uint32(1), row + 1
+            found = uint32(suspects & uint32(1))
+            suspects, row = uint32(suspects >> uint32(1)), int32(row + 1)
             if found != 0:
                 key = int64(first_key + row - 1)
                 for c in range(parts):
@@ -49,8 +51,9 @@ def make(config, weight, through_softcap):
                 k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
                 v_at = b * v_strides[0] + h_kv * v_strides[1] + key * v_strides[2]
                 first_query, end_query = key_queries(key, q_start, left, right, seqlen_q)
-                group = heads // heads_kv
-                for h in range(h_kv * group, (h_kv + 1) * group):
+                group = divide(heads, heads_kv)
+                for member in range(group):
+                    h = int32(h_kv * group + member)
                     slope = float32(0)
                     if has_alibi:
                         slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
@@ -59,11 +62,15 @@ def make(config, weight, through_softcap):
                         do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
                         at_row = (b * heads + h) * seqlen_q + query
                         product, dp = float32(0), float32(0)
-                        for x in range(lane, head_dim, 32):
-                            product += load(q, q_at + x) * load(k, k_at + x)
+                        for c in range(parts):
+                            x = int32(lane + 32 * c)
+                            if x < head_dim:
+                                product += load(q, q_at + x) * load(k, k_at + x)
                         if of_dk:
-                            for x in range(lane, head_dim_v, 32):
-                                dp += load(do, do_at + x) * load(v, v_at + x)
+                            for c in range(parts_v):
+                                x = int32(lane + 32 * c)
+                                if x < head_dim_v:
+                                    dp += load(do, do_at + x) * load(v, v_at + x)
                         for distance in (1, 2, 4, 8, 16):
                             product += bfly(product, distance)
                             dp += bfly(dp, distance)
@@ -80,24 +87,24 @@ def make(config, weight, through_softcap):
                                     ds *= through_softcap(product, scale, softcap)
                             if of_dv:
                                 for c in range(parts_v):
-                                    x = int64(lane + 32 * c)
+                                    x = int32(lane + 32 * c)
                                     if x < head_dim_v:
                                         row_dv[c] += p * load(do, do_at + x)
                             if ds != 0:
                                 for c in range(parts):
-                                    x = int64(lane + 32 * c)
+                                    x = int32(lane + 32 * c)
                                     if x < head_dim:
                                         row_dk[c] += ds * load(q, q_at + x)
                 if of_dk:
                     at = b * dk_strides[0] + h_kv * dk_strides[1] + key * dk_strides[2]
                     for c in range(parts):
-                        x = int64(lane + 32 * c)
+                        x = int32(lane + 32 * c)
                         if x < head_dim:
                             store(dk, at + x, row_dk[c])
                 if of_dv:
                     at = b * dv_strides[0] + h_kv * dv_strides[1] + key * dv_strides[2]
                     for c in range(parts_v):
-                        x = int64(lane + 32 * c)
+                        x = int32(lane + 32 * c)
                         if x < head_dim_v:
                             store(dv, at + x, row_dv[c])
 

@@ -2,7 +2,7 @@
 
 import math
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ... import ranges
 from ...ptx import shfl
@@ -15,7 +15,7 @@ row_keys = cuda.jit(device=True)(ranges.row_keys)
 def make(config, weight, through_softcap):
     """-> repair_queries, a device function. weight, through_softcap: of steps/score_gradients."""
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    has_softcap, parts = config.softcap, -(-config.head_dim // 32)
+    has_softcap, parts, parts_v = config.softcap, -(-head_dim // 32), -(-head_dim_v // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
 
@@ -28,9 +28,10 @@ def make(config, weight, through_softcap):
         q, k, v, do = pointers
         q_strides, k_strides, v_strides, do_strides = strides
         row_dq = cuda.local.array(parts, float32)
-        row = first_row
+        row = int32(first_row)
         while suspects != 0:
-            suspects, found, row = suspects >> uint32(1), suspects & uint32(1), row + 1
+            found = uint32(suspects & uint32(1))
+            suspects, row = uint32(suspects >> uint32(1)), int32(row + 1)
             if found != 0:
                 query = int64(first_query + row - 1)
                 for c in range(parts):
@@ -46,10 +47,14 @@ def make(config, weight, through_softcap):
                     k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
                     v_at = b * v_strides[0] + h_kv * v_strides[1] + key * v_strides[2]
                     product, dp = float32(0), float32(0)
-                    for x in range(lane, head_dim, 32):
-                        product += load(q, q_at + x) * load(k, k_at + x)
-                    for x in range(lane, head_dim_v, 32):
-                        dp += load(do, do_at + x) * load(v, v_at + x)
+                    for c in range(parts):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim:
+                            product += load(q, q_at + x) * load(k, k_at + x)
+                    for c in range(parts_v):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim_v:
+                            dp += load(do, do_at + x) * load(v, v_at + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
@@ -60,12 +65,12 @@ def make(config, weight, through_softcap):
                         ds *= through_softcap(product, scale, softcap)
                     if p != 0 and ds != 0:
                         for c in range(parts):
-                            x = int64(lane + 32 * c)
+                            x = int32(lane + 32 * c)
                             if x < head_dim:
                                 row_dq[c] += ds * load(k, k_at + x)
                 at = b * dq_strides[0] + h * dq_strides[1] + query * dq_strides[2]
                 for c in range(parts):
-                    x = int64(lane + 32 * c)
+                    x = int32(lane + 32 * c)
                     if x < head_dim:
                         store(dq, at + x, row_dq[c])
 
