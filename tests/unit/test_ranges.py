@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from numba_flash.ranges import UNBOUNDED, key_tiles, row_keys
+from numba_flash.ranges import UNBOUNDED, key_queries, key_tiles, row_keys
 
 SIDES = st.one_of(st.integers(0, 25), st.just(UNBOUNDED), st.just(2**31 - 1))
 POSITIONS = st.integers(-60, 60)
@@ -55,6 +55,25 @@ def test_every_tile_that_all_rows_see_whole_is_free(first_pos, rows, left, right
             assert free <= tile < cut
 
 
+@given(POSITIONS, st.integers(0, 40), SIDES, SIDES, st.integers(0, 40))
+def test_key_queries_are_those_whose_row_has_the_key(q_offset, k_pos, left, right, seqlen_q):
+    first, end = key_queries(k_pos, q_offset, left, right, seqlen_q)
+    assert set(range(first, end)) == {i for i in range(seqlen_q) if k_pos in seen(i + q_offset, left, right, 41)}
+    assert 0 <= first <= seqlen_q and 0 <= end <= seqlen_q
+
+
+@given(POSITIONS, st.integers(0, 40), st.integers(1, 20), SIDES, SIDES, st.integers(0, 40), st.integers(1, 16))
+def test_query_tiles_of_a_key_tile(q_offset, first_key, keys, left, right, seqlen_q, tile_m):
+    """key_tiles with the two sides exchanged: every query that sees some key of the tile is visited."""
+    ends = (key_queries(k_pos, q_offset, left, right, seqlen_q) for k_pos in (first_key, first_key + keys - 1))
+    begin, free, cut, end = key_tiles(*next(ends), *next(ends), tile_m)
+    assert 0 <= begin <= free <= cut <= end
+    for i in range(seqlen_q):
+        visible = seen(i + q_offset, left, right, 100) & set(range(first_key, first_key + keys))
+        assert not visible or begin <= i // tile_m < end
+        assert len(visible) == keys or not free <= i // tile_m < cut
+
+
 # Positions as far out as an offset may be, with every combination of bounds: an int64 must hold all sums.
 @pytest.mark.parametrize("q_pos", [2**31 - 1, -(2**31) + 1, 2**32])
 @pytest.mark.parametrize("left", [0, 2**31 - 1, UNBOUNDED])
@@ -64,3 +83,5 @@ def test_huge_positions(q_pos, left, right):
         first, end = row_keys(q_pos, left, right, seqlen_k)
         assert first == min(max(q_pos - left, 0), seqlen_k) and 0 <= end <= seqlen_k
         assert abs(q_pos) + max(left, right) + 1 < 2**63
+        first, end = key_queries(seqlen_k, q_pos, left, right, seqlen_k)
+        assert 0 <= first <= seqlen_k and end == min(max(seqlen_k + left - q_pos + 1, 0), seqlen_k)
