@@ -12,7 +12,7 @@ from .simd_row import dot_rows
 from .simd_scores import copy_row
 
 key_rows_all, key_rows_4, key_rows_1 = (key_rows(n, PANEL_VECTORS) for n in (TILE_KEYS, 4, 1))
-key_rows_all_narrow, key_rows_1_narrow = (key_rows(n, 1) for n in (TILE_KEYS, 1))
+key_vectors_all, key_vectors_1 = (key_rows(n, 1) for n in (TILE_KEYS, 1))
 key_rows_guarded = key_rows(1, 1, guarded=True)
 score_weights, score_gradients_plain, score_gradients_capped = (
     score_gradients(what) for what in ("weights", "plain", "capped")
@@ -126,29 +126,21 @@ def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, gu
     """to (keys, columns) += weights^T @ x: P^T do or dS^T q over all rows of `panels` panels.
 
     weights: of a panel (keys, lanes), panels lying panel_bytes apart; x: blocks of `lanes` columns, block_bytes apart,
-    each (rows, lanes). columns is a multiple of a vector's width.
+    each (rows, lanes). columns is a multiple of a vector's width. guarded: x holds NaN or Inf, and a row that has no
+    weight is left out; rare, so one key and one vector at a time, with the same bits elsewhere.
     """
     size, across = size_of(zero), lanes(zero)
     vector = across // PANEL_VECTORS
     row, stride = across * size, columns * size
-    for column in range(0, columns, across):
+    if guarded:
+        for column in range(0, columns, vector):
+            own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
+            for key in range(keys):
+                key_rows_guarded(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+        return
+    for column in range(0, columns - across + 1, across):
         own_x, own_to = x + column // across * block_bytes, to + column * size
         key = 0
-        if guarded or columns - column < across:
-            for narrow in range(0, min(across, columns - column), vector):
-                key, narrow_x, narrow_to = 0, own_x + narrow * size, own_to + narrow * size
-                while not guarded and key + TILE_KEYS <= keys:
-                    from_here, to_here = weights + key * row, narrow_to + key * stride
-                    key_rows_all_narrow(to_here, stride, from_here, panel_bytes, panels, narrow_x, zero)
-                    key += TILE_KEYS
-                while key < keys:
-                    from_here, to_here = weights + key * row, narrow_to + key * stride
-                    if guarded:
-                        key_rows_guarded(to_here, stride, from_here, panel_bytes, panels, narrow_x, zero)
-                    else:
-                        key_rows_1_narrow(to_here, stride, from_here, panel_bytes, panels, narrow_x, zero)
-                    key += 1
-            continue
         while key + TILE_KEYS <= keys:
             key_rows_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
             key += TILE_KEYS
@@ -157,6 +149,15 @@ def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, gu
             key += 4
         while key < keys:
             key_rows_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += 1
+    for column in range(columns // across * across, columns, vector):
+        own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
+        key = 0
+        while key + TILE_KEYS <= keys:
+            key_vectors_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += TILE_KEYS
+        while key < keys:
+            key_vectors_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
             key += 1
 
 
