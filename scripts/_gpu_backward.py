@@ -1,5 +1,6 @@
-"""gpu_check's part on gradients: random and adversarial problems, graphs, memory; for each rung with a backward."""
+"""gpu_check on gradients: random and adversarial problems, graphs, families, memory; for each rung with a backward."""
 
+import importlib
 import time
 
 import numpy as np
@@ -196,6 +197,38 @@ def check_graph(kernel, options, tools):
         stream.synchronize()
         assert all(bool((x == y).all()) for x, y in zip(captured, step(), strict=True))
     return "captured once, replayed twice with other inputs"
+
+
+def check_families(kernel, options, tools):
+    """Each kind of array comes in as it is, and its gradients are of the same kind."""
+    import cupy as cp
+    from numba import cuda
+
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    dtype = "float16" if kernel in select.TENSOR else "float32"
+    case = testing.Case(*(np.random.default_rng(i).standard_normal((1, 2, 50, 16)).astype(dtype) for i in range(3)))
+    do, dlse = testing.outer_gradients(case, 0)
+    movers = {"cupy": (cp.asarray, cp.asnumpy), "numba": (cuda.to_device, lambda x: x.copy_to_host())}
+    for name in ("torch", "jax"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if name == "torch":
+            movers[name] = lambda x, m=module: m.from_numpy(x).cuda(), lambda x: x.cpu().numpy()
+        else:
+            movers[name] = lambda x, m=module: m.device_put(x, m.devices()[0]), np.asarray
+    for name, (move, back) in movers.items():
+        arguments = case.arguments(move)
+        o, lse = numba_flash.attention(**arguments, kernel=kernel, return_lse=True)
+        made = numba_flash.attention_backward(
+            move(do), **arguments, o=o, lse=lse, dlse=move(dlse), kernel=kernel, wanted=("dq", "dk", "dv")
+        )
+        assert all(x is None or isinstance(x, type(arguments["q"])) for x in made), name
+        found = AttentionGradients(*(x if x is None else back(x) for x in made))
+        testing.check_gradients(case, found, do, back(o), back(lse), dlse, f"{kernel}, {name}")
+    return ", ".join(movers)
 
 
 def check_memory(kernel, options, tools):

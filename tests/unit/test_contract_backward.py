@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from contract_backward import *  # noqa: F403
-from contract_backward import NAMES, Rung, incoming
+from contract_backward import NAMES, Rung, incoming, same_bits
 
+import numba_flash
 from numba_flash import testing
 
 
@@ -21,6 +22,24 @@ FAILING = [f"test_what_is_seen_strikes_what_depends_on_it[cpu-{how}-q]" for how 
 def known(request):
     if request.node.name in FAILING:
         request.applymarker(pytest.mark.xfail(strict=True, reason="a NaN in q reaches keys that its row does not see"))
+
+
+# Each family that has arrays in host memory; what comes in goes out.
+@pytest.mark.parametrize("family", ["torch", "jax"])
+def test_frameworks_get_their_own_arrays(rung, family):
+    framework = pytest.importorskip(family)
+    move = framework.from_numpy if family == "torch" else framework.numpy.asarray
+    bias = np.zeros((9, 14), np.float32)
+    case = rung.problem(9, 14, bias=bias, causal=True)
+    do, o, lse, dlse = incoming(case)
+    expected = rung(case, (do, o, lse, dlse))
+    gradients = numba_flash.attention_backward(
+        move(do), **case.arguments(move), o=move(o), lse=move(lse), dlse=move(dlse), kernel=rung.kernel,
+        wanted=("dq", "dk", "dv", "dbias"),
+    )  # fmt: skip
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert type(getattr(gradients, name)) is type(move(do))
+        assert same_bits(np.asarray(getattr(gradients, name)), getattr(expected, name))
 
 
 # Each gradient struck by an error that float32 does not explain, by a NaN, and by another dtype.
