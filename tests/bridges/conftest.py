@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # beside torch, and beside other workers
+
 HERE = Path(__file__).parent
 
 
