@@ -117,7 +117,7 @@ def attention(
             out, stream, kernel,
         )  # fmt: skip
     except arrays.Recorded as recorded:
-        return bridge(recorded.family).attention(
+        return bridge(recorded.family)(
             q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out,
             stream=stream, kernel=kernel,
@@ -140,17 +140,17 @@ def attention(
 
 
 def bridge(framework: str) -> Any:
-    """The module that makes attention an operation of `framework`: it stands above this one, and is imported only when
-    an array asks for it."""
+    """attention() as an operation of `framework`: it stands above this module, and is imported only when an array asks
+    for it."""
     if framework == "torch":
-        from .bridges import torch as module
+        from .bridges.torch import attention as operation
     else:
-        from .bridges import jax as module  # type: ignore[no-redef]
-    return module
+        from .bridges.jax import attention as operation
+    return operation
 
 
 def _in_torch_compile(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return bridge("torch").attention(q, k, v, **options)
+    return bridge("torch")(q, k, v, **options)
 
 
 # What torch.compile traces in attention's place. Asking in each call whether one is being traced would cost 0.1 us.

@@ -313,18 +313,20 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     )
 
 
-def scratch(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """New memory beside `like` that no caller gets to see as such: any family has it."""
+def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) -> Array:
+    """New memory beside `like` that no caller gets to see as such: any family has it. `stream` is where it is used, and
+    what is enqueued there is done before another gets the memory."""
     if like.layout.family in ("numpy", "cupy", "torch"):
         return empty(like, shape, dtype)
-    from cuda.core import LEGACY_DEFAULT_STREAM, Device
+    from cuda.core import LEGACY_DEFAULT_STREAM, Device, Stream
     from cuda.core.utils import StridedMemoryView
 
     device = Device(like.layout.device or 0)
     device.set_current()
     numpy_dtype = _numpy_dtype(dtype)
     size = math.prod(shape) * numpy_dtype.itemsize
-    buffer = device.allocate(max(size, 1), stream=LEGACY_DEFAULT_STREAM)  # also the stream that frees it
+    order = Stream.from_handle(stream) if stream else LEGACY_DEFAULT_STREAM
+    buffer = device.allocate(max(size, 1), stream=order)  # also the stream that frees it
     view = StridedMemoryView.from_buffer(buffer, shape, itemsize=numpy_dtype.itemsize, dtype=numpy_dtype)
     return Array(int(buffer.handle), like.layout, buffer, view)
 

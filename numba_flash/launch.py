@@ -177,7 +177,7 @@ class _WithWorkspace(Launch):
         q, rows, dtype = operands[0], self._problem.lse_shape, self._problem.compute_dtype
         assert q is not None
         shapes = ((*rows, self._problem.head_dim_v), rows, rows)
-        self._ready.run((*operands, *(arrays.scratch(q, shape, dtype) for shape in shapes)), stream)
+        self._ready.run((*operands, *(arrays.scratch(q, shape, dtype, stream) for shape in shapes)), stream)
 
 
 class _OnCpu(Launch):

@@ -65,7 +65,7 @@ class _Sequence(Launch):
     def run(self, operands: Given, stream: int) -> None:
         q = operands[0]
         assert q is not None
-        workspace = [arrays.scratch(q, self._rows, self._dtype) if used else None for used in self._workspace]
+        workspace = [arrays.scratch(q, self._rows, self._dtype, stream) if used else None for used in self._workspace]
         every = (*operands, *workspace)
         for launch, taken in self._steps:
             launch.run([every[number] for number in taken], stream)
