@@ -21,32 +21,37 @@ from .target import Target
 
 BUILT = ("reference", "v2", "mma", "cpu")  # of KERNELS, those that have a backward
 
-# (tile_m, tile_n): the first that fits into the device's shared memory. A key has two threads in v2_dkdv.
+# (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last row. A key has
+# two threads in v2_dkdv. Not measured yet.
 DKDV_TILES = ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))
 DQ_TILES = ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
-# (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, dK and dV in one kernel): the first row
-# whose head_dim is large enough and of whose blocks so many fit into shared memory. Not measured yet.
+# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, dK and dV in one
+# kernel): the first row whose head_dim is large enough and of whose blocks so many fit into shared memory. Scores with
+# softcap or ALiBi are not plain, and need registers of their own. Not measured yet.
 MMA_DKDV_TILES = (
-    (64, 32, 128, 32, False, 2, True),
-    (128, 64, 64, 16, False, 2, True),
-    (128, 32, 64, 16, False, 2, True),
-    (128, 32, 64, 16, False, 1, True),
-    (256, 32, 64, 16, False, 1, False),
-    (256, 16, 32, 16, False, 1, False),
+    (64, True, 32, 128, 32, False, 2, True),
+    (64, False, 64, 128, 16, False, 1, True),
+    (128, True, 64, 64, 16, False, 2, True),
+    (128, True, 32, 64, 16, False, 2, True),
+    (128, False, 32, 64, 16, False, 2, False),
+    (128, False, 32, 64, 16, False, 1, False),
+    (256, False, 32, 64, 16, False, 1, False),
+    (256, False, 16, 32, 16, False, 1, False),
 )
-# (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm), likewise.
+# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm), likewise.
 MMA_DQ_TILES = (
-    (64, 128, 32, 32, True, 2),
-    (128, 128, 32, 32, False, 2),
-    (128, 64, 32, 16, False, 2),
-    (128, 64, 32, 16, False, 1),
-    (256, 64, 32, 16, False, 1),
-    (256, 32, 16, 16, False, 1),
+    (64, True, 128, 32, 32, True, 2),
+    (64, False, 128, 32, 32, False, 2),
+    (128, True, 128, 32, 32, False, 2),
+    (128, False, 64, 32, 16, False, 2),
+    (128, False, 64, 32, 16, False, 1),
+    (256, False, 64, 32, 16, False, 1),
+    (256, False, 32, 16, 16, False, 1),
 )
-MMA_SIMULATOR_DKDV_TILES = ((128, 32, 32, 16, False, 0, True), (256, 32, 32, 16, False, 0, False))
-MMA_SIMULATOR_DQ_TILES = ((256, 32, 32, 16, False, 0),)
+MMA_SIMULATOR_DKDV_TILES = ((128, False, 32, 32, 16, False, 0, True), (256, False, 32, 32, 16, False, 0, False))
+MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0),)
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,13 @@ class BackwardChoice:
     refused: Refused  # (kernel, why it does not run), in the order they were asked
 
 
-NoCpu = Callable[[BackwardProblem], str | None]
-
-
 def select_backward(
-    problem: BackwardProblem, target: Target, kernel: str, family: str, stream: bool, no_cpu: NoCpu
+    problem: BackwardProblem, target: Target, kernel: str, family: str = "numpy", stream: bool = False
 ) -> BackwardChoice:
-    """The rung by name, or for "auto" the fastest one that can compute the gradients exactly here.
-
-    family and stream as in `select`; no_cpu: why the CPU rung cannot, or None, asked only where that matters.
-    """
+    """The rung by name, or for "auto" the fastest one that can compute the gradients exactly here; as `select`."""
     check_request(kernel, target, family, stream)
     wanted = _by_preference(target) if kernel == "auto" else (kernel,)
-    refuses = functools.partial(_refusal, problem=problem, target=target, no_cpu=no_cpu)
+    refuses = functools.partial(_refusal, problem=problem, target=target)
     not_asked = functools.partial(_not_asked, kernel=kernel, target=target)
     name, refused = first_that_can(kernel, wanted, KERNELS, refuses, not_asked)
     return BackwardChoice(name, _configs(name, problem, target), refused)
@@ -79,25 +78,25 @@ def select_backward(
 def _by_preference(target: Target) -> tuple[str, ...]:
     if target.simulated:
         return ("v2",)
-    return ("cpu", "reference") if target.arrays_on_host else ("wgmma", "mma", "v2", "v1")
+    return ("cpu",) if target.arrays_on_host else ("wgmma", "mma", "v2", "v1")
 
 
 def _not_asked(name: str, kernel: str, target: Target) -> str:
     if kernel != "auto":
         return f"kernel={kernel!r} was asked for"
+    if name == "reference":
+        return "the oracle holds the whole score matrix; it runs when named"
     if target.simulated:
         return "in the simulator v2 is what is looked at"
     return f"the arrays are {'in host memory' if target.arrays_on_host else 'on a GPU'}"
 
 
-def _refusal(name: str, problem: BackwardProblem, target: Target, no_cpu: NoCpu) -> str | None:
+def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     """Why rung `name` cannot compute these gradients on this machine, or None."""
     if name not in BUILT:
         return "its backward is not built yet"
     if name in ("reference", "cpu"):
-        if not target.arrays_on_host:
-            return "it computes in host memory; copy the arrays there first"
-        return no_cpu(problem) if name == "cpu" else None
+        return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:
         return (
             f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set "
@@ -161,13 +160,19 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
 @functools.lru_cache(maxsize=4096)
 def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
-    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
+    forward = problem.forward
+    head_dim, plain = max(forward.head_dim, forward.head_dim_v), forward.softcap is None and forward.alibi_dtype is None
+
+    def made_of(make: Callable[..., list[MmaBackwardConfig]], rows: Sequence[tuple[Any, ...]]) -> Any:
+        usable = [row[2:] for row in rows if head_dim <= row[0] and (plain or not row[1])]
+        return _first_that_fits([make(problem, *row) for row in usable], target)
+
     dkdv = MMA_SIMULATOR_DKDV_TILES if target.simulated else MMA_DKDV_TILES
     dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
     made: list[BackwardConfig] = [delta_config(problem, target)]
-    made += _first_that_fits([_mma_dkdv(problem, *row[1:]) for row in dkdv if head_dim <= row[0]], target)
+    made += made_of(_mma_dkdv, dkdv)
     if "dq" in problem.wanted:
-        made += _first_that_fits([_mma_dq(problem, *row[1:]) for row in dq if head_dim <= row[0]], target)
+        made += made_of(_mma_dq, dq)
     return tuple(made)
 
 
@@ -215,11 +220,16 @@ def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
 def _fitting(
     kind: type[SeedBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
 ) -> SeedBackwardConfig:
+    tiles: Sequence[tuple[int, int]]
     tiles = SIMULATOR_TILES if target.simulated else DKDV_TILES if kind is DkdvConfig else DQ_TILES
     features = _features(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
     if kind is DbiasConfig:
         _, _, rows, keys = problem.dbias_shape
         features |= dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    # not mostly past the last row of its own side
+    of_keys = kind is DkdvConfig
+    length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
+    tiles = [tile for tile in tiles if tile[of_keys] <= 32 or tile[of_keys] < 2 * length]
     made = [kind(**features, tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in tiles]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 

@@ -17,17 +17,21 @@ import compiler
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
-from numba_flash import assembler, compiled, select
+from numba_flash import assembler, compiled, select, select_backward
+from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig
 
 pytestmark = compiler.needed
 
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
-MACHINES = {"mma": (A100, AMPERE, ADA, HOPPER, B200, RTX_5090), "wgmma": (HOPPER,)}
+SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
+MACHINES = {"mma": SINCE_AMPERE, "mma_dkdv": SINCE_AMPERE, "mma_dq": SINCE_AMPERE, "wgmma": (HOPPER,)}
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
+for kernel in ("mma_dkdv", "mma_dq"):
+    IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
@@ -61,8 +65,28 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     return config
 
 
+def backward_gates():
+    """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
+    plain = dict(dtype="float16")
+    rich = dict(dtype="bfloat16", softcap=True, alibi_dtype="float32", seqlens_k=True, q_offset_source="array")
+    for head_dim, only_plain, *row, blocks_per_sm, together in select_backward.MMA_DKDV_TILES:
+        for dk, dv in ((True, True),) if together else ((True, False), (False, True)):
+            name = f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
+            yield name, MmaDkdvConfig(
+                **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
+                tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
+                of_dk=dk, of_dv=dv,
+            )  # fmt: skip
+    for head_dim, only_plain, *row, blocks_per_sm in select_backward.MMA_DQ_TILES:
+        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}{'' if only_plain else '-rich'}", MmaDqConfig(
+            **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
+            tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
+        )  # fmt: skip
+
+
 def gates():
-    configs = {}
+    # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
+    configs = dict(backward_gates())
     for kernel, table in TABLES.items():
         configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
