@@ -99,8 +99,10 @@ def _compute_gradients(
     q_offsets: Tensor | None, q_offset: int | None, causal: bool, left: int | None, right: int | None,
     scale: float | None, softcap: float | None, layout: str, kernel: str,
 ) -> list[Tensor]:  # fmt: skip
-    # sum().backward() hands over one number as a whole array, whose rows no tensor core could fetch
-    do = torch.zeros_like(o) if do is None else do.contiguous()
+    if do is None:
+        do = torch.zeros_like(o)
+    elif do.stride(-1) != 1:  # of sum().backward(): one number as a whole array, whose rows no tensor core could fetch
+        do = do.contiguous()
     arrays = _without_grad(do, q, k, v, o, lse)
     options = _options(
         bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, left, right, scale, softcap, layout

@@ -159,9 +159,10 @@ def test_a_kernel_without_a_backward_takes_another():
     assert torch.equal(*found)
 
 
-def compiled(function, **options):
+def compiled(function, device="cpu", **options):
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+    backend = "inductor" if device == "cuda" else "aot_eager"  # which needs no C++ compiler
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
 def test_compiled_without_a_break(device):
@@ -174,11 +175,11 @@ def test_compiled_without_a_break(device):
 
     expected = step(q, k, v, bias)
     gradients = torch.autograd.grad(expected, (q, k, v, bias))
-    compiled_step = compiled(step)
+    compiled_step = compiled(step, device)
     found = compiled_step(q, k, v, bias)
     assert torch.allclose(found, expected)
     for ours, theirs in zip(torch.autograd.grad(found, (q, k, v, bias)), gradients, strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         assert torch.allclose(compiled_step(q, k, v, bias), expected)
 
