@@ -136,11 +136,6 @@ def _run(one, frame, serial):
         run_parallel(numba.get_num_threads(), one.kernel, frame, one.phase, one.scratch_bytes)
 
 
-def reasons(problem: BackwardProblem) -> list[str]:
-    """Why this problem cannot be run here; nothing = it can."""
-    return []
-
-
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `backward` would run, or load it from the cache, and run nothing."""
     if _launch(problem).serial:

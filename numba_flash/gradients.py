@@ -9,7 +9,7 @@ from .api import refuse_what_is_to_come
 from .arrays import Array, Layout
 from .backward_problem import BackwardProblem
 from .launch import Launch
-from .launch_backward import cpu_backward, prepare_backward
+from .launch_backward import prepare_backward
 from .problem import check_alignments, check_lengths, window_sides
 from .select_backward import BackwardChoice, select_backward
 from .target import Target
@@ -174,14 +174,9 @@ def decide(
         softcap, layout, wanted, deterministic, aligned,
     )  # fmt: skip
     target = Target.of(q.device)
-    choice = select_backward(problem, target, kernel, q.family, has_stream, _no_cpu)
+    choice = select_backward(problem, target, kernel, q.family, has_stream)
     return Decision(problem, target, choice, prepare_backward(choice, problem, target))
 
 
 # typed: 1 and True are equal as keys, but only one of them is a causal=
 _decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
-
-
-def _no_cpu(problem: BackwardProblem) -> str | None:
-    """Why the CPU rung does not compute these gradients, or None."""
-    return "; ".join(cpu_backward().reasons(problem)) or None

@@ -77,12 +77,15 @@ class _OnCpu(Launch):
     def __init__(self, problem: BackwardProblem) -> None:
         self._problem = problem
 
+    def load(self) -> None:
+        _cpu().warm_up(self._problem)
+
     def run(self, operands: Given, stream: int) -> None:
-        cpu_backward().backward(self._problem, [0 if array is None else array.pointer for array in operands])
+        _cpu().backward(self._problem, [0 if array is None else array.pointer for array in operands])
 
 
 @functools.cache
-def cpu_backward() -> Any:
+def _cpu() -> Any:
     from . import cpu_backward  # Numba comes in with it
 
     return cpu_backward

@@ -114,11 +114,20 @@ def test_what_is_launched_for_what_is_wanted():
 def test_tiles_fit_every_gpu(target):
     previous = None
     for head_dim in (16, 64, 128, 256, 576):
-        choice = select_backward(problem(head_dim), target, "v2", "cupy", False, lambda _: None)
+        choice = select_backward(problem(head_dim), target, "v2", "cupy")
         assert all(config.shared_bytes <= target.shared_bytes for config in choice.configs)
         tiles = [(config.tile_m, config.tile_n) for config in choice.configs if hasattr(config, "tile_m")]
         assert previous is None or all(one <= other for one, other in zip(tiles, previous, strict=True))
         previous = tiles
+
+
+# Short on either side: a tile is not mostly past the last row, and never of no rows.
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 500), (300, 1), (40, 40), (0, 0)])
+def test_few_rows_take_small_tiles(seqlen_q, seqlen_k):
+    rows, columns = empty(1, 2, seqlen_q, 64, dtype="float32"), empty(1, 2, seqlen_k, 64, dtype="float32")
+    made = problem(do=rows, q=rows, o=rows, k=columns, v=columns, lse=empty(1, 2, seqlen_q, dtype="float32"))
+    _, dkdv, dq = v2_configs(made, HOPPER)
+    assert dkdv.tile_n <= max(32, 2 * seqlen_k - 1) and dq.tile_m <= max(32, 2 * seqlen_q - 1)
 
 
 def test_small_tiles_in_the_simulator():
@@ -130,9 +139,9 @@ def test_small_tiles_in_the_simulator():
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in BUILT])
 def test_what_is_not_built_names_what_would_run(kernel):
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
-        select_backward(problem(), HOPPER, kernel, "cupy", False, lambda _: None)
+        select_backward(problem(), HOPPER, kernel, "cupy")
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'cpu'"):
-        select_backward(problem(), HOST, kernel, "numpy", False, lambda _: None)
+        select_backward(problem(), HOST, kernel)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +156,17 @@ def test_what_is_not_built_names_what_would_run(kernel):
 )
 def test_refusals(made, target, kernel, words):
     with pytest.raises(NotImplementedError, match=words):
-        select_backward(made, target, kernel, "numpy" if target.arrays_on_host else "cupy", False, lambda _: None)
+        select_backward(made, target, kernel, "numpy" if target.arrays_on_host else "cupy")
 
 
 def test_what_auto_takes():
-    def kernel(target, why_no_cpu=None):
+    def kernel(target, **options):
         family = "numpy" if target.arrays_on_host else "cupy"
-        return select_backward(problem(), target, "auto", family, False, lambda _: why_no_cpu).kernel
+        return select_backward(problem(**options), target, "auto", family).kernel
 
     assert kernel(HOPPER) == kernel(TURING) == kernel(SIMULATOR) == "v2"
-    assert kernel(HOST) == "cpu" and kernel(HOST, "it is not there") == "reference"
+    assert kernel(HOPPER, dtype="float16") == "mma" and kernel(TURING, dtype="float16") == "v2"
+    assert kernel(HOST) == "cpu"
 
 
 # Each field that a Config checks.
