@@ -166,6 +166,10 @@ def _torch(x: Any) -> Array:
     return Array(x.data_ptr(), facts, x)
 
 
+def _torch_dispatching(x: Any) -> Array:
+    raise Recorded(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
+
+
 def _jax(x: Any) -> Array:
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
@@ -264,7 +268,8 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
         return _cupy
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
-        return _torch
+        plain = sys.modules["torch"].Tensor.__torch_dispatch__
+        return _torch if type(x).__torch_dispatch__ is plain else _torch_dispatching
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         return _jax
     if package == "jax" and hasattr(x, "__dlpack_device__"):

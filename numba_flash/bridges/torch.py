@@ -69,7 +69,8 @@ def attention(
             )
     left, right = problem.window_sides(window)
     # The dispatcher, which lets torch see an operation to trace, costs 75 us a call in which nobody traces.
-    operation = forward if torch.compiler.is_compiling() or type(q) not in PLAIN else _Recorded.apply
+    traced = torch.compiler.is_compiling() or any(x is not None and type(x) not in PLAIN for x in arrays)
+    operation = forward if traced else _Recorded.apply
     o, lse = operation(*arrays, q_offset, causal, left, right, scale, softcap, layout, kernel)
     return AttentionOutput(o, lse) if return_lse else o
 

@@ -202,9 +202,31 @@ def test_fake_tensors():
 
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in tensors(Q, K, V, dtype=torch.bfloat16, requires_grad=False))
-        o, lse = bridge.attention(q, k, v, return_lse=True)
+        o, lse = numba_flash.attention(q, k, v, return_lse=True)
     assert o.shape == (2, 4, 5, 4) and o.dtype == torch.bfloat16
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+
+
+def test_export():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return numba_flash.attention(q, k, v, causal=True)
+
+    inputs = tuple(tensors(Q, K, V, requires_grad=False))
+    exported = torch.export.export(Module(), inputs)
+    assert any(node.target is torch.ops.numba_flash.attention.default for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(*inputs), numba_flash.attention(*inputs, causal=True))
+
+
+def test_subclasses_are_tensors(device):
+    class Image(torch.Tensor):
+        pass
+
+    q, k, v = tensors(Q, K, V, device=device)
+    expected = numba_flash.attention(q, k, v)
+    assert torch.equal(numba_flash.attention(q.detach().as_subclass(Image), k.detach(), v.detach()), expected)
+    numba_flash.attention(q.as_subclass(Image), k, v).sum().backward()
+    assert q.grad.any()
 
 
 def test_checkpointing():
