@@ -278,9 +278,17 @@ def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
 
 
 # Each alone, pairs as an optimiser with frozen layers asks for, and in another order.
-@pytest.mark.parametrize("wanted", [("dq",), ("dk",), ("dv",), ("dk", "dv"), ("dv", "dq")])
+@pytest.mark.parametrize(
+    "wanted",
+    [("dq",), ("dk",), ("dv",), ("dk", "dv"), ("dv", "dq"), ("dbias",), ("dalibi_slopes",), ("dalibi_slopes", "dk")],
+    ids="-".join,
+)
 def test_what_is_not_wanted_changes_nothing(rung, wanted):
-    case = rung.problem(softcap=4.0)
+    case = rung.problem(softcap=4.0, alibi_slopes=np.array([0.5, 0.125], np.float32))
+    if "bias" in rung.features:
+        case.options["bias"] = np.random.default_rng(2).standard_normal((2, 20, 1)).astype(np.float32)
+    if not set(wanted) <= set(rung.gradients_of(case)):
+        pytest.skip(f"it has no gradient for some of {wanted}")
     every, some = rung(case), rung(case, wanted=wanted)
     for name in NAMES:
         one, other = getattr(some, name), getattr(every, name)
@@ -352,6 +360,12 @@ def test_equal_calls_give_equal_bits(rung, dtype):
     given = incoming(case)
     first = rung(case, given)
     assert all(same(rung(case, given), first) for _ in range(2))
+
+
+def test_any_order_of_sums_is_right_where_it_is_allowed(rung):
+    case = rung.problem(causal=True)
+    given = incoming(case)
+    testing.check_gradients(case, rung(case, given, deterministic=False), *given, rung.kernel)
 
 
 def test_bits_do_not_depend_on_batch_neighbours(rung):
