@@ -77,6 +77,8 @@ def attention(
     and anything with DLPack or the CUDA Array Interface; all in one place and of one kind, which is
     also what is returned. Nothing is cast or copied (one exception, which `explain` shows: NumPy arrays
     with a GPU kernel named).
+    torch tensors that require grad and traced JAX arrays have gradients: `bridges`; else see
+    `attention_backward`.
 
     causal: a query sees no key after its own position; the same as a right window of 0.
     window: (left, right), how many keys before and after its position a query sees, both inclusive;
