@@ -182,12 +182,14 @@ class MmaConfig(TensorConfig):
 class WgmmaConfig(TensorConfig):
     """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
-    stages: tiles of K and V on their way or in use. ping_pong: consumers take turns with the tensor cores, so
+    stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
+    one is done. ping_pong: consumers take turns with the tensor cores, so
     that the softmax of one runs beside the products of the other. l2_bytes: how much K and V the blocks of
     the whole GPU work on at a time, so that it stays in L2.
     """
 
     stages: int = 2
+    q_buffers: int = 2
     ping_pong: bool = True
     l2_bytes: int = 16 * 2**20
     blocks_per_sm: int = 1
@@ -202,6 +204,8 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
         if self.tile_n > 256:
             raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
+        if self.q_buffers not in (1, 2):
+            raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if not 2 <= self.stages <= 4:
             raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         if self.v_parts > 1 or self.depth > 256:
@@ -217,17 +221,22 @@ class WgmmaConfig(TensorConfig):
         return 128 * (1 + self.consumers)
 
     @property
+    def staged_o(self) -> bool:
+        """O goes to global memory by way of the buffer of Q, while the next Q is in the other one."""
+        return self.q_buffers == 2 and self.width <= self.depth
+
+    @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
         return self.REGISTERS[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where Q, the stages of K, those of V, the notes on O's rows, barriers and words, and the end are."""
-        k_at = tile_bytes(self.tile_m, self.depth)
+        k_at = self.q_buffers * tile_bytes(self.tile_m, self.depth)
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
         notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 64 + 32 * self.stages + 2 * 64
+        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 96 + 32 * self.stages + 4 * 64
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,16 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1),
     (512, 32, 32, 16, False, 1),
 )
-# (largest head_dim, tile_m, tile_n, ping_pong). H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, TFLOP/s
+# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers). H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, TFLOP/s
 # at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 351, 529, 457; 128 x 128 342, 479, 436; without ping-pong 316,
 # 484, 413. head_dim 128: 128 x 128 459, 650, 598; 128 x 176 395, 620, 590; 128 x 112, three stages 408, 615; without
 # ping-pong 401, 614, 559. head_dim 256: 128 x 80 467, 706, 655; 128 x 64 483, 691; without ping-pong 429, 691, 638.
 # Three stages of K and V instead of two, two of Q, and 32 MB of K and V at a time instead of 16 gain nothing.
 WGMMA_TILES = (
-    (64, 192, 128, True),
-    (128, 128, 128, True),
-    (256, 128, 80, True),
-    (256, 64, 64, False),
+    (64, 192, 128, True, 2),
+    (128, 128, 128, True, 2),
+    (256, 128, 80, True, 1),
+    (256, 64, 64, False, 1),
 )
 # Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
 # 253 TFLOP/s, and with 128 queries 292.
@@ -238,7 +238,7 @@ def _mma_candidates(problem: Problem) -> list[Config]:
 def _wgmma_candidates(problem: Problem) -> list[Config]:
     configs: list[Config] = []
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for widest, tile_m, tile_n, ping_pong in WGMMA_TILES:
+    for widest, tile_m, tile_n, ping_pong, q_buffers in WGMMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
             few = problem.right is not None and problem.seqlen_q <= FEW_QUERIES
@@ -247,7 +247,8 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
                 tile_m = 128
             tile_m = _rows(problem, group, tile_m, 64)
             features = _features("wgmma", problem) | _tensor_features(problem, group)
-            configs.append(WgmmaConfig(**features, tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong))
+            tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
+            configs.append(WgmmaConfig(**features, **tile))
     return configs
 
 

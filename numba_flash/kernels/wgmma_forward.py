@@ -7,7 +7,8 @@ warpgroup multiplies for 64 query rows. They meet at mbarriers: `full` when a ti
 all consumers are done with it. Registers move from the producer to the consumers (setmaxnreg).
 
 Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
-the next runs while P . V does. With ping_pong two consumers moreover take turns, so that one multiplies
+the next runs while P . V does. Behind the last P . V of a query tile the first S of the next one is issued,
+and O is written while it runs. With ping_pong two consumers moreover take turns, so that one multiplies
 while the other computes exponentials.
 
 One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global
@@ -34,20 +35,23 @@ from ..ptx import (
     shared,
     shfl,
     special,
+    stmatrix,
     tma,
     vote,
     wgmma,
 )
-from .steps import elements, fragment_scores, fragment_softmax, scores
+from .steps import elements, fragment_scores, fragment_softmax, output_rows, scores
 from .steps import repair_rows as repair_rows_step
 from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
 
 
 def make(config):
-    tile_m, tile_n, stages, consumers = config.tile_m, config.tile_n, config.stages, config.consumers
+    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
+    stages, q_buffers = config.stages, config.q_buffers
     head_dim_v, depth, width = config.head_dim_v, config.depth, config.width
     group, queries, note_bytes, alignment = config.group, config.queries, config.NOTE_BYTES, config.ALIGNMENT
     _, k_at, v_at, notes_at, barriers_at, _ = config.shared_offsets()
@@ -56,10 +60,11 @@ def make(config):
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
     o_blocks = width // 8
+    o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
     scaled, has_alibi = config.scaled, config.alibi_dtype is not None
-    write_lse, wide_o = config.write_lse, config.wide_o
+    write_lse, wide_o, staged_o = config.write_lse, config.wide_o, config.staged_o
     padded = config.seqlens_k  # V may hold anything behind the valid keys
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
 
@@ -78,30 +83,33 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     maps_address = tma.parameter("numba_flash_wgmma")
-    load_4d, load_5d = tma.load_4d, tma.load_5d
-    init, expect, arrive, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.arrive, mbarrier.wait
+    load_4d, load_5d, prefetch_5d = tma.load_4d, tma.load_5d, tma.prefetch_5d
+    init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
+    arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
-    bfly, bfly_b32, any_lane = shfl.bfly_f32, shfl.bfly_b32, vote.any_lane
+    bfly, bfly_b32, idx_b32, any_lane = shfl.bfly_f32, shfl.bfly_b32, shfl.idx_b32, vote.any_lane
     thread_index, block_index, block_count = special.thread_index, special.block_index, special.block_count
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
-    address, store_v2, store_b16, atomic_add = memory.address, memory.store_v2, memory.store_b16, memory.add
+    address, store_v4, store_b16, atomic_add = memory.address, memory.store_v4, memory.store_b16, memory.add
     exchange, shared_address = memory.exchange, shared.address
 
     head, _ = scores.make(config)
     one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    store_rows = output_rows.make(config, 16)
+    store_matrices = stmatrix.x4
     repair_rows = repair_rows_step.make(config, 16, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
-    # mbarriers, 8 bytes each; K and V have one of either kind for each stage, notices of query tiles two.
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY = (barriers_at + 16 * i for i in range(4))
-    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 64 + 8 * stages * i for i in range(4))
+    # mbarriers, 8 bytes each; K and V have one of either kind for each stage, Q two and notices of query tiles four.
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY = (barriers_at + offset for offset in (0, 16, 32, 64))
+    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 96 + 8 * stages * i for i in range(4))
     # A notice is what the producer worked out about a query tile, in words.
-    NOTICES = barriers_at + 64 + 32 * stages
-    WORK, B, H, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(11))
+    NOTICES = barriers_at + 96 + 32 * stages
+    WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 
     @cuda.jit(device=True, inline="always")
     def stage_of(n):
@@ -131,13 +139,41 @@ def make(config):
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
 
     @cuda.jit(device=True, inline="always")
-    def tiles_of(first_query, tile_pos, seqlen_q, left, right, keys):
-        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles."""
+    def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
+
+        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
+        """
         last_pos = tile_pos + min(seqlen_q - first_query, queries) - 1
         top_first, top_end = row_keys(tile_pos, left, right, keys)
         bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if stop <= begin:
+            begin = free = cut = divide(int32(seqlen_k), tile_n) + 1
+            stop = begin + 1
         return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @cuda.jit(device=True, inline="always")
+    def notice_of(base, i):
+        """Where the i-th query tile of the block is described."""
+        return base + NOTICES + 64 * (i & 3)
+
+    @cuda.jit(device=True, inline="always")
+    def load_q(base, i, h, first_query, b):
+        """Q of the i-th query tile."""
+        buffer = i & (q_buffers - 1)
+        full = base + Q_FULL + 8 * buffer
+        wait(base + Q_EMPTY + 8 * buffer, ((i >> (q_buffers - 1)) & 1) ^ 1)
+        expect(full, q_bytes)
+        for panel in range(k_panels):
+            to = base + buffer * q_bytes + panel * q_panel
+            load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
+
+    @cuda.jit(device=True, inline="always")
+    def prefetch_q(h, first_query, b):
+        """Q of a query tile for which there is no room yet, as far as L2."""
+        for panel in range(k_panels):
+            prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
     @cuda.jit(device=True, inline="always")
     def load_k(base, n, j, h_kv, b):
@@ -162,13 +198,14 @@ def make(config):
             load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
 
     @cuda.jit(device=True, inline="always")
-    def announce(base, i, work, b, h, first_query, keys, tile_pos, begin, free, cut, stop):
-        """The i-th notice to the consumers: work is 0 when there is no more."""
-        at = base + NOTICES + 64 * (i & 1)
-        wait(base + NOTICE_EMPTY + 8 * (i & 1), ((i >> 1) & 1) ^ 1)
+    def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
+        """To the consumers, and to the producer itself for later."""
+        at = notice_of(base, i)
+        wait(base + NOTICE_EMPTY + 8 * (i & 3), ((i >> 2) & 1) ^ 1)
         store_shared(at + WORK, uint32(work))
         store_shared(at + B, uint32(b))
         store_shared(at + H, uint32(h))
+        store_shared(at + H_KV, uint32(h_kv))
         store_shared(at + FIRST_QUERY, uint32(first_query))
         store_shared(at + KEYS, uint32(keys))
         store_shared(at + BEGIN, uint32(begin))
@@ -177,7 +214,34 @@ def make(config):
         store_shared(at + STOP, uint32(stop))
         store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
-        arrive(base + NOTICE_FULL + 8 * (i & 1))
+        arrive(base + NOTICE_FULL + 8 * (i & 3))
+
+    @cuda.jit(device=True, inline="always")
+    def take(base, i, t, sizes):
+        """Query tile t is the block's i-th: announce it, and fetch its Q or, without a buffer, bring it near.
+
+        Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
+        branch.
+        """
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, strides, q_offset = sizes
+        b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
+        work = b < batch
+        if not work:
+            b, h, first_query = int32(0), int32(0), int32(0)
+        keys, q_start = head(b, seqlens_k, q_offsets, strides, seqlen_k, q_offset)
+        tile_pos = first_query + q_start
+        begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
+        h_kv = divide(h, divide(heads, heads_kv))
+        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
+        if q_buffers > 1:
+            load_q(base, i, h, first_query, b)
+        else:
+            prefetch_q(h, first_query, b)
+
+    @cuda.jit(device=True, inline="always")
+    def noted(notice, which):
+        """A word of a notice, for the producer's one thread."""
+        return int32(load_shared(notice + which))
 
     @cuda.jit(device=True, inline="always")
     def produce(
@@ -185,37 +249,38 @@ def make(config):
         q_offset,
     ):  # fmt: skip
         """The producer's one thread: hand out the query tiles, and fetch what the consumers will need."""
-        n = int32(0)  # tiles of K and V so far
-        i = int32(0)  # query tiles so far
-        q_phase = int32(1)
-        b, h, first_query = tile_of(block_index(), batch, heads, heads_kv, seqlen_q, seqlen_k)
-        while b < batch:
-            keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
-            tile_pos = first_query + q_start
-            begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, left, right, keys)
-            announce(base, i, 1, b, h, first_query, keys, tile_pos, begin, free, cut, stop)
-            i = int32(i + 1)
-            if stop > begin:
-                h_kv = divide(h, divide(heads, heads_kv))
-                wait(base + Q_EMPTY, q_phase)
-                q_phase = int32(q_phase ^ 1)
-                expect(base + Q_FULL, q_bytes)
-                for panel in range(k_panels):
-                    to = base + panel * q_panel
-                    load_5d(to, maps_address(), base + Q_FULL, panel * 64, 0, first_query, divide(h, group), b)
-                # K of the next tile before V of this one: that is the order in which they are multiplied.
-                j = int32(stop - 1)
-                load_k(base, n, j, h_kv, b)
-                while j > begin:
-                    load_k(base, n + 1, j - 1, h_kv, b)
-                    load_v(base, n, j, h_kv, b)
-                    n = int32(n + 1)
-                    j = int32(j - 1)
-                load_v(base, n, j, h_kv, b)
+        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides, q_offset)
+        # The first turn, of tile -1, brings no V: only the first query tile and its first K.
+        n = int32(-1)  # which tile of K and V
+        i = int32(-1)  # which query tile
+        begin, j, ask_at = int32(0), int32(0), int32(0)
+        notice = notice_of(base, 0)
+        more = int32(1)
+        while more != 0:
+            following = notice_of(base, i + 1)
+            while j >= begin:
+                if j == ask_at:
+                    # Time for the next query tile: not sooner, or a block sits on it while others are idle; not later,
+                    # because its Q has not been in L2 before.
+                    t = block_index()
+                    if i >= 0:
+                        t = int32(atomic_add(counter, uint32(1))) + block_count()
+                    take(base, i + 1, t, sizes)
+                # The next K, if need be of the next query tile, before this V: in the order of the products.
+                source = notice if j > begin else following
+                next_j = j - 1 if j > begin else noted(following, STOP) - 1
+                load_k(base, n + 1, next_j, noted(source, H_KV), noted(source, B))
+                if n >= 0:
+                    load_v(base, n, j, noted(notice, H_KV), noted(notice, B))
                 n = int32(n + 1)
-            t = int32(atomic_add(counter, uint32(1))) + block_count()
-            b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
-        announce(base, i, 0, 0, 0, 0, 0, int64(0), 0, 0, 0, 0)
+                j = int32(j - 1)
+            i = int32(i + 1)
+            notice = following
+            if q_buffers == 1:
+                load_q(base, i, noted(notice, H), noted(notice, FIRST_QUERY), noted(notice, B))
+            more = noted(notice, WORK)
+            begin, j = noted(notice, BEGIN), noted(notice, STOP) - 1
+            ask_at = min(begin + 1, j)
         if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
             exchange(counter, uint32(0))
             exchange(counter + 4, uint32(0))
@@ -239,32 +304,125 @@ def make(config):
                 acc_o[4 * n + i] *= alpha[i // 2]
 
     @cuda.jit(device=True, inline="always")
-    def products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
-        """Issue S of the block's n-th tile of keys and P . V of the one before, and wait for S."""
-        stage, v_stage = stage_of(n), stage_of(n - 1)
-        wait(base + K_FULL + 8 * stage, phase_of(n))
+    def issue_scores(base, q_desc, acc_s, n):
+        """S of the block's n-th tile of keys, which has come."""
+        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage_of(n) * k_bytes), 0)
+        commit()
+
+    @cuda.jit(device=True, inline="always")
+    def issue_outputs(base, acc_o, p_frag, n):
+        """P . V of the n-th tile of keys."""
+        stage = stage_of(n)
+        wait(base + V_FULL + 8 * stage, phase_of(n))
+        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
+        commit()
+
+    @cuda.jit(device=True, inline="always")
+    def wait_for_k(base, n):
+        wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
+
+    @cuda.jit(device=True, inline="always")
+    def output_pair(acc_o, inverse, n, r):
+        """What a lane has of block n of 8 columns, in 16 bits; of none past the last."""
+        x = 4 * n + 2 * r
+        return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
+
+    @cuda.jit(device=True, inline="always")
+    def exchange_blocks(words, lane):
+        """Lane i of a quad gives its words of the blocks n + j for those of the others of n + i, n = 0, 4, ...: what it
+        has then lies side by side, 16 bytes."""
+        right, odd = lane & 2, lane & 1
+        for n in range(0, o_words, 4):
+            for i in range(2):  # with the lane two further: it takes the blocks n + 2 and n + 3, or n and n + 1
+                mine, given = words[n + i], words[n + i + 2]
+                if right:
+                    mine, given = given, mine
+                given = bfly_b32(given, 2)
+                words[n + i] = given if right else mine
+                words[n + i + 2] = mine if right else given
+        for n in range(0, o_words, 4):
+            for i in range(0, 4, 2):  # with the neighbour: one of the two
+                mine, given = words[n + i], words[n + i + 1]
+                if odd:
+                    mine, given = given, mine
+                given = bfly_b32(given, 1)
+                words[n + i] = given if odd else mine
+                words[n + i + 1] = mine if odd else given
+
+    @cuda.jit(device=True, inline="always")
+    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
+        """A warp's 16 rows of O, in 16 bits, to shared memory."""
+        # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
+        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, tile_m)
+        for n in range(0, o_blocks, 2):
+            for i in range(4):
+                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
+            pair = n // 2
+            store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * q_panel, words, 0)  # (16, 16)
+
+    @cuda.jit(device=True, inline="always")
+    def write_rows(
+        lane_row, lane_column, lane, notes, acc_o, inverse, words, o, o_strides, b, h, first_query, seqlen_q
+    ):  # fmt: skip
+        """A warp's 16 rows of O from its registers to global memory, without those that are to be repaired."""
+        for r in range(2):
+            row = lane_row + 8 * r
+            query = divide(row, group)
+            index = first_query + query
+            at = b * o_strides[0] + (h + row - query * group) * o_strides[1] + index * o_strides[2]
+            here = index < seqlen_q and load_shared(notes + row * note_bytes) == 0
+            if wide_o:
+                for n in range(o_words):
+                    words[n] = output_pair(acc_o, inverse, n, r)
+                exchange_blocks(words, lane)
+                to = address(o, at) + int64((lane & 3) * 16)
+                for n in range(0, o_words, 4):
+                    if here and 8 * (n + (lane & 3)) + 8 <= head_dim_v:
+                        store_v4(to + 16 * n, words, n)
+            else:
+                for n in range(o_blocks):
+                    two = output_pair(acc_o, inverse, n, r)
+                    column = lane_column + 8 * n
+                    if here and column < head_dim_v:
+                        store_b16(address(o, at + column * o_strides[3]), two)
+                    if here and column + 1 < head_dim_v:
+                        store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
+
+    @cuda.jit(device=True, inline="always")
+    def take_turn(me):
         if ping_pong:
             bar_sync(me + 1, pair)
-        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
-        commit()
-        wait(base + V_FULL + 8 * v_stage, phase_of(n - 1))
-        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + v_stage * v_bytes), 1)
-        commit()
+
+    @cuda.jit(device=True, inline="always")
+    def pass_turn(following):
         if ping_pong:
             bar_arrive(following + 1, pair)
+
+    @cuda.jit(device=True, inline="always")
+    def products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
+        """Issue S of the n-th tile of keys and P . V of the one before, and wait for S."""
+        wait_for_k(base, n)
+        take_turn(me)
+        issue_scores(base, q_desc, acc_s, n)
+        issue_outputs(base, acc_o, p_frag, n - 1)
+        pass_turn(following)
         wait_but_one()
         pin_s(acc_s)
 
     @cuda.jit(device=True, inline="always")
+    def done_with_scores(base, elected, last, n, seen):
+        """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
+        arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
+        if not staged_o:
+            arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
+
+    @cuda.jit(device=True, inline="always")
     def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
-        """softmax beside P . V; then P of this tile, and O with the new maximum. Both tiles are given back."""
-        if elected:
-            arrive(base + K_EMPTY + 8 * stage_of(n))
+        """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
         softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         wait_all()
         pin_o(acc_o)
-        if elected:
-            arrive(base + V_EMPTY + 8 * stage_of(n - 1))
+        arrive_if(base + V_EMPTY + 8 * stage_of(n - 1), elected)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha)
 
@@ -275,14 +433,20 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @cuda.jit(device=True, inline="always")
+    def word(notice, which):
+        """A word of a notice. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
+        descriptors and counts in uniform registers only where it knows that a warp stays together."""
+        return int32(idx_b32(load_shared(notice + which), 0))
+
+    @cuda.jit(device=True, inline="always")
     def position(notice):
         """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
-        return int64(int32(load_shared(notice + POS_HIGH))) << int64(32) | int64(load_shared(notice + POS_LOW))
+        return int64(word(notice, POS_HIGH)) << int64(32) | int64(uint32(word(notice, POS_LOW)))
 
     @cuda.jit(device=True, inline="always")
     def limits_of(j, notice, left, right, first, end, distance):
         first_row, lane = rows_of_lane()
-        keys = int32(load_shared(notice + KEYS))
+        keys = word(notice, KEYS)
         limits(j, first_row, lane, position(notice), left, right, keys, first, end, distance)
 
     @cuda.jit(device=True, inline="always")
@@ -301,22 +465,32 @@ def make(config):
         distance = cuda.local.array(2, float32)
         first = cuda.local.array(2, int32)
         end = cuda.local.array(2, int32)
+        words = cuda.local.array(4 if staged_o else o_words, uint32)
         scale_log2 = scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
         following = int32(0) if me == consumers - 1 else int32(me + 1)
         elected = thread_index() & int32(127) == 0
-        q_desc = describe_k(base + me * (64 * 128))
-        taken, q_phase = int32(0), int32(0)  # tiles of K and V so far
+        q_desc = describe_k(base + me * (64 * 128))  # of the query tile at work
+        taken = int32(0)  # tiles of K and V so far
+        seen = int32(0)  # query tiles so far
         for i in range(s_count):
             acc_s[i] = float32(0)
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
-        seen = int32(0)  # query tiles so far
+        # The block's first S is the only one that stands alone.
         wait(base + NOTICE_FULL, 0)
-        while load_shared(base + NOTICES + 64 * (seen & 1) + WORK) != 0:
-            notice = base + NOTICES + 64 * (seen & 1)
-            begin, free = int32(load_shared(notice + BEGIN)), int32(load_shared(notice + FREE))
-            cut, stop = int32(load_shared(notice + CUT)), int32(load_shared(notice + STOP))
+        wait(base + Q_FULL, 0)
+        wait_for_k(base, taken)
+        take_turn(me)
+        issue_scores(base, q_desc, acc_s, taken)
+        pass_turn(following)
+        while word(notice_of(base, seen), WORK) != 0:
+            wait_all()
+            pin_s(acc_s)
+            notice = notice_of(base, seen)
+            begin, free = word(notice, BEGIN), word(notice, FREE)
+            cut, j = word(notice, CUT), word(notice, STOP) - 1
+            done_with_scores(base, elected, j == begin, taken, seen)
             start(m, l)
             for i in range(o_count):
                 acc_o[i] = float32(0)
@@ -324,74 +498,64 @@ def make(config):
             for r in range(2):
                 slopes[r] = float32(0)
                 if has_alibi:
-                    row_head = int32(load_shared(notice + H)) + (first_row + first_row_of(lane) + 8 * r) % group
-                    b = int32(load_shared(notice + B))
+                    row_head = word(notice, H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    b = word(notice, B)
                     slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
-            if stop > begin:
-                # The first tile by itself: there is no P . V yet to go with its S.
-                j = int32(stop - 1)
-                wait(base + Q_FULL, q_phase)
-                q_phase = int32(q_phase ^ 1)
+            if scaled or j >= cut or j < free:
+                limits_of(j, notice, left, right, first, end, distance)
+                if scaled:
+                    finish_scores(acc_s, slopes, distance, scale, softcap)
+                mask_scores(acc_s, first, end)
+            softmax(acc_s, m, l, alpha, scale_log2, True)
+            to_p(acc_s, p_frag)
+            if padded:
                 stage = stage_of(taken)
-                wait(base + K_FULL + 8 * stage, phase_of(taken))
-                if ping_pong:
-                    bar_sync(me + 1, pair)
-                multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage * k_bytes), 0)
-                commit()
-                if ping_pong:
-                    bar_arrive(following + 1, pair)
-                wait_all()
-                pin_s(acc_s)
-                if elected:
-                    arrive(base + K_EMPTY + 8 * stage)
-                if scaled or j >= cut or j < free:
+                wait(base + V_FULL + 8 * stage, phase_of(taken))
+                keys = word(notice, KEYS)
+                if keys < (j + 1) * tile_n:
+                    erase(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
+            taken = int32(taken + 1)
+            j = int32(j - 1)
+            while j >= begin:
+                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
+                # window, some of the first kind again.
+                while j >= begin and (j >= cut or j < free):
+                    products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    done_with_scores(base, elected, j == begin, taken, seen)
                     limits_of(j, notice, left, right, first, end, distance)
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
                     mask_scores(acc_s, first, end)
-                softmax(acc_s, m, l, alpha, scale_log2, True)
-                to_p(acc_s, p_frag)
-                if padded:
-                    wait(base + V_FULL + 8 * stage, phase_of(taken))
-                    keys = int32(load_shared(notice + KEYS))
-                    if keys < (j + 1) * tile_n:
-                        erase(base, stage, keys - j * tile_n, thread_index() - 128)
-                taken = int32(taken + 1)
-                j = int32(j - 1)
-                while j >= begin:
-                    # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
-                    # window, some of the first kind again.
-                    while j >= begin and (j >= cut or j < free):
-                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
+                    taken = int32(taken + 1)
+                    j = int32(j - 1)
+                while j >= free and j < cut:
+                    products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    done_with_scores(base, elected, j == begin, taken, seen)
+                    if scaled:
                         limits_of(j, notice, left, right, first, end, distance)
-                        if scaled:
-                            finish_scores(acc_s, slopes, distance, scale, softcap)
-                        mask_scores(acc_s, first, end)
-                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
-                        taken = int32(taken + 1)
-                        j = int32(j - 1)
-                    while j >= free and j < cut:
-                        products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                        if scaled:
-                            limits_of(j, notice, left, right, first, end, distance)
-                            finish_scores(acc_s, slopes, distance, scale, softcap)
-                        weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
-                        taken = int32(taken + 1)
-                        j = int32(j - 1)
-                # The last P . V, for which there is no next S.
-                if elected:
-                    arrive(base + Q_EMPTY)
-                stage = stage_of(taken - 1)
-                wait(base + V_FULL + 8 * stage, phase_of(taken - 1))
-                multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
-                commit()
-                wait_all()
-                pin_o(acc_o)
-                if elected:
-                    arrive(base + V_EMPTY + 8 * stage)
+                        finish_scores(acc_s, slopes, distance, scale, softcap)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
+                    taken = int32(taken + 1)
+                    j = int32(j - 1)
 
-            b, h = int32(load_shared(notice + B)), int32(load_shared(notice + H))
-            first_query = int32(load_shared(notice + FIRST_QUERY))
+            # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
+            # is no next one, nobody looks at that S.
+            seen = int32(seen + 1)
+            wait(base + NOTICE_FULL + 8 * (seen & 3), (seen >> 2) & 1)
+            take_turn(me)
+            issue_outputs(base, acc_o, p_frag, taken - 1)
+            q_desc = describe_k(base + (seen & (q_buffers - 1)) * q_bytes + me * (64 * 128))
+            wait(base + Q_FULL + 8 * (seen & (q_buffers - 1)), (seen >> (q_buffers - 1)) & 1)
+            wait_for_k(base, taken)
+            issue_scores(base, q_desc, acc_s, taken)
+            pass_turn(following)
+            wait_but_one()
+            pin_o(acc_o)
+            arrive_if(base + V_EMPTY + 8 * stage_of(taken - 1), elected)
+
+            b, h = word(notice, B), word(notice, H)
+            first_query = word(notice, FIRST_QUERY)
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             lse_log2 = distance
@@ -400,7 +564,6 @@ def make(config):
             for r in range(2):
                 row = lane_row + 8 * r
                 query = divide(row, group)
-                row_head = h + row - query * group
                 suspect = float32(0)
                 for n in range(o_blocks):
                     suspect += acc_o[4 * n + 2 * r] * float32(0) + acc_o[4 * n + 2 * r + 1] * float32(0)
@@ -408,45 +571,40 @@ def make(config):
                 suspect += bfly(suspect, 2)
                 flag = uint32(0) if suspect == 0 else uint32(1)
                 any_suspect |= flag
-                index = first_query + query
                 if lane & 3 == 0:
                     store_shared(base + notes_at + row * note_bytes, flag)
                     store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
-                    if write_lse and index < seqlen_q:
-                        lse[(b * heads + row_head) * seqlen_q + index] = lse_log2[r] * ln_2
-                here = index < seqlen_q and flag == 0
-                at = b * o_strides[0] + row_head * o_strides[1] + index * o_strides[2]
-                if wide_o:
-                    # Two lanes exchange halves of two blocks, so that a quad writes 32 bytes side by side.
-                    odd = lane & 1
-                    to = address(o, at) + int64((lane & 2) * 4 + odd * 16)
-                    for n in range(0, o_blocks, 2):
-                        left_two = pack(acc_o[4 * n + 2 * r] * alpha[r], acc_o[4 * n + 2 * r + 1] * alpha[r])
-                        right_two = pack(acc_o[4 * n + 2 * r + 4] * alpha[r], acc_o[4 * n + 2 * r + 5] * alpha[r])
-                        given = bfly_b32(left_two if odd else right_two, 1)
-                        if here and 8 * (n + odd) + 8 <= head_dim_v:
-                            store_v2(to + 16 * n, given if odd else left_two, right_two if odd else given)
-                else:
-                    for n in range(o_blocks):
-                        two = pack(acc_o[4 * n + 2 * r] * alpha[r], acc_o[4 * n + 2 * r + 1] * alpha[r])
-                        column = lane_column + 8 * n
-                        if here and column < head_dim_v:
-                            store_b16(address(o, at + column * o_strides[3]), two)
-                        if here and column + 1 < head_dim_v:
-                            store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
+                    if write_lse and first_query + query < seqlen_q:
+                        row_head = h + row - query * group
+                        lse[(b * heads + row_head) * seqlen_q + first_query + query] = lse_log2[r] * ln_2
+            if staged_o:
+                o_smem = base + ((seen - 1) & 1) * q_bytes
+                stage_rows(o_smem, first_row, lane, acc_o, alpha, words)
+                warp_sync()
+                store_rows(
+                    first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, int32(0)
+                )  # fmt: skip
+            else:
+                write_rows(
+                    lane_row, lane_column, lane, base + notes_at, acc_o, alpha, words, o, o_strides, b, h, first_query,
+                    seqlen_q,
+                )  # fmt: skip
             if any_lane(any_suspect) != 0:
                 warp_sync()
-                h_kv = divide(h, divide(heads, heads_kv))
-                keys, tile_pos = int32(load_shared(notice + KEYS)), position(notice)
+                h_kv = word(notice, H_KV)
+                keys, tile_pos = word(notice, KEYS), position(notice)
                 repair_rows(
                     first_row, lane, base + notes_at, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
                     alibi_slopes, alibi_strides, scale, softcap,
                 )  # fmt: skip
+            if staged_o:
+                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+                warp_sync()
+                arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
             # Every reader says so when it has read the notice, lest it is written over.
-            arrive(base + NOTICE_EMPTY + 8 * (seen & 1))
-            seen = int32(seen + 1)
-            wait(base + NOTICE_FULL + 8 * (seen & 1), (seen >> 1) & 1)
+            arrive(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3))
+        wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
 
@@ -459,11 +617,12 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         base = (shared_address(smem) + int32(alignment - 1)) & int32(-alignment)
         thread = thread_index()
-        warpgroup = thread >> int32(7)
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
         if thread == 0:
-            init(base + Q_FULL, 1)
-            init(base + Q_EMPTY, consumers)
             for i in range(2):
+                init(base + Q_FULL + 8 * i, 1)
+                init(base + Q_EMPTY + 8 * i, 4 * consumers if staged_o else consumers)
+            for i in range(4):
                 init(base + NOTICE_FULL + 8 * i, 1)
                 init(base + NOTICE_EMPTY + 8 * i, all_consumers)
             for stage in range(stages):

@@ -29,6 +29,17 @@ def arrive(typingctx, barrier):
 
 
 @intrinsic
+def arrive_if(typingctx, barrier, condition):
+    """`arrive` of the threads whose condition is not 0, as a predicated instruction.
+
+    An `if` can become a branch, and ptxas does not trust the warp to be together behind one: it then keeps wgmma's
+    descriptors in registers of the threads and moves each to a uniform one.
+    """
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    return asm.scalars(text, types.void(types.int32, types.int32))
+
+
+@intrinsic
 def arrive_expect_tx(typingctx, barrier, count):
     """mbarrier.arrive.expect_tx: `count` more bytes belong to this phase, and one arrival of this thread."""
     text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"

@@ -67,6 +67,11 @@ def arrive(barrier):
     find(thread, barrier).arrive(thread)
 
 
+def arrive_if(barrier, condition):
+    if condition:
+        arrive(barrier)
+
+
 def arrive_expect_tx(barrier, count):
     thread = current()
     mbarrier = find(thread, barrier)
