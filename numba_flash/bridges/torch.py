@@ -54,7 +54,8 @@ def attention(
     The arguments and errors are those of `numba_flash.attention`, except that out and stream are refused: a
     result that has a gradient is memory of autograd's own, and work goes to torch's current stream. The gradients
     are computed by the kernel of the same name where it has a backward, else by "auto". They have no gradients
-    themselves; asking for those raises NotImplementedError.
+    themselves; asking for those raises NotImplementedError. Forward mode is not there: torch.func refuses it, and a
+    dual tensor that requires no grad loses its tangent.
     """
     api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
