@@ -16,14 +16,15 @@ _PUBLIC = {
     "attention_backward": "gradients",
     "AttentionGradients": "gradients",
     "explain": "explaining",
+    "explain_backward": "explaining",
     "merge": "merging",
     "softmax": "ladder",
     "warmup": "api",
 }
 _MODULES = ("reference", "testing", "debug")
 __all__ = [
-    "AttentionGradients", "AttentionOutput", "attention", "attention_backward", "debug", "explain", "merge",
-    "reference", "softmax", "testing", "warmup",
+    "AttentionGradients", "AttentionOutput", "attention", "attention_backward", "debug", "explain",
+    "explain_backward", "merge", "reference", "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .api import attention as attention
     from .api import warmup as warmup
     from .explaining import explain as explain
+    from .explaining import explain_backward as explain_backward
     from .gradients import AttentionGradients as AttentionGradients
     from .gradients import attention_backward as attention_backward
     from .ladder import softmax as softmax

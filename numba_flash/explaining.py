@@ -1,13 +1,16 @@
-"""explain: which kernel a call would run, with what, and why not another."""
+"""explain, explain_backward: which kernels a call would run, with what, and why not others."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from . import launch
+from . import gradients, launch, launch_backward
 from .api import understand_call
+from .backward_problem import BackwardProblem
 from .config import Config
+from .config_seed_backward import BackwardConfig
 from .problem import Problem
 from .select import Choice
+from .select_backward import BackwardChoice
 from .target import Target
 
 
@@ -29,13 +32,9 @@ class Explanation:
         return Explanation(choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused)
 
     def __str__(self) -> str:
-        p = self.problem
         lines = [
             f"kernel {self.kernel!r} on {self.target.name if self.config else 'the CPU'}",
-            f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, "
-            f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim} and {p.head_dim_v}, "
-            f"{p.dtype}, scale {p.scale:.6g}",
-            f"  sees: {_visibility(p)}",
+            *_about(self.problem),
         ]
         if self.config:
             lines.append(
@@ -59,6 +58,58 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     """
     _, decision = understand_call(q, k, v, options)
     return Explanation.of(decision.problem, decision.target, decision.choice)
+
+
+@dataclass(frozen=True)
+class BackwardExplanation:
+    """What `attention_backward` would do with these arguments. str() of it is for people."""
+
+    kernel: str
+    configs: tuple[BackwardConfig, ...]  # of its kernels in the order of their launches; none of the host's rungs
+    problem: BackwardProblem
+    target: Target
+    blocks: tuple[int, ...]  # of each kernel
+    refused: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(problem: BackwardProblem, target: Target, choice: BackwardChoice) -> "BackwardExplanation":
+        blocks = tuple(launch_backward.grid(config, problem) for config in choice.configs)
+        return BackwardExplanation(choice.kernel, choice.configs, problem, target, blocks, choice.refused)
+
+    def __str__(self) -> str:
+        lines = [
+            f"kernel {self.kernel!r} on {self.target.name if self.configs else 'the CPU'}",
+            *_about(self.problem.forward),
+            f"  gradients: {', '.join(self.problem.wanted)}",
+        ]
+        lines += [
+            f"  {config.kernel}: {blocks} blocks of {config.threads} threads, "
+            f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
+            for config, blocks in zip(self.configs, self.blocks, strict=True)
+        ]
+        lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]
+        return "\n".join(lines)
+
+
+def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> BackwardExplanation:
+    """What `attention_backward(do, q, k, v, o, lse, **options)` would run here, and why other kernels do not.
+
+    >>> print(numba_flash.explain_backward(do, q, k, v, o, lse, causal=True))
+
+    Takes the arguments of `attention_backward`, checks them in the same way (and raises the same errors),
+    allocates nothing and runs nothing.
+    """
+    _, decision = gradients.understand_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
+    return BackwardExplanation.of(decision.problem, decision.target, decision.choice)
+
+
+def _about(p: Problem) -> list[str]:
+    return [
+        f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, "
+        f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim} and {p.head_dim_v}, "
+        f"{p.dtype}, scale {p.scale:.6g}",
+        f"  sees: {_visibility(p)}",
+    ]
 
 
 def _visibility(p: Problem) -> str:

@@ -12,6 +12,7 @@ from numba_flash import arguments_backward, assembler, compiled
 from numba_flash.arrays import read
 from numba_flash.backward_problem import BackwardProblem
 from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.explaining import BackwardExplanation
 from numba_flash.select import KERNELS
 from numba_flash.select_backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs
 from numba_flash.target import Target
@@ -167,6 +168,13 @@ def test_what_auto_takes():
     assert kernel(HOPPER) == kernel(TURING) == kernel(SIMULATOR) == "v2"
     assert kernel(HOPPER, dtype="float16") == "mma" and kernel(TURING, dtype="float16") == "v2"
     assert kernel(HOST) == "cpu"
+
+
+def test_the_kernels_of_a_backward_are_explained():
+    made = everything((300, 500))
+    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "auto", "cupy")))
+    for fragment in ("kernel 'v2' on H200", "delta: ", "v2_dkdv: ", "v2_dbias: ", "v2_dalibi: 2 blocks", "not 'mma': "):
+        assert fragment in text, text
 
 
 # Each field that a Config checks.

@@ -1,6 +1,7 @@
-"""explain: it says what a call would do, in data and in words, and does nothing."""
+"""explain, explain_backward: they say what a call would do, in data and in words, and do nothing."""
 
 import numpy as np
+import pytest
 from contract import problem
 
 import numba_flash
@@ -47,3 +48,15 @@ def test_it_allocates_nothing_of_the_problems_size():
     huge = np.broadcast_to(np.float32(0), (1, 1, 2**30, 128))
     explanation = numba_flash.explain(huge, huge, huge)
     assert explanation.problem.seqlen_q == 2**30
+
+
+def test_a_backward_is_explained():
+    case = problem(bias=np.zeros((20, 30), np.float32))
+    o, lse = numba_flash.attention(**case.arguments(), return_lse=True)
+    explanation = numba_flash.explain_backward(o, o=o, lse=lse, **case.arguments(), wanted=("dk", "dbias"), causal=True)
+    assert explanation.kernel == "cpu" and explanation.configs == explanation.blocks == ()
+    assert {name for name, _ in explanation.refused} == set(select.KERNELS) - {"cpu"}
+    for fragment in ("kernel 'cpu' on the CPU", "20 x 30", "all before, 0 after", "gradients: dk, dbias", "not 'v1': "):
+        assert fragment in str(explanation), explanation
+    with pytest.raises(ValueError, match="wanted names dalibi_slopes"):
+        numba_flash.explain_backward(o, o=o, lse=lse, **case.arguments(), wanted=("dalibi_slopes",))
