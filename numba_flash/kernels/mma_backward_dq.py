@@ -73,22 +73,25 @@ def make(config):
         return b, h, divide(h, divide(heads, heads_kv)), first_query
 
     @cuda.jit(device=True, inline="always")
-    def load_tile(j, odd, k_global, v_global, k_bytes, v_bytes, tiles, keys, thread):
+    def load_tile(j, odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread):
         """Start the copies of K and V of key tile j to stage `odd`."""
         first_key = int64(j) * tile_n
         keys_left = int32(min(keys - first_key, tile_n))
-        load_k(tiles[0] + odd * k_stage, k_global + first_key * k_bytes, k_bytes, 0, keys_left, head_dim, thread)
-        load_v(tiles[1] + odd * v_stage, v_global + first_key * v_bytes, v_bytes, 0, keys_left, head_dim_v, thread)
+        k_base = b * k_strides[0] + h_kv * k_strides[1] + first_key * k_strides[2]
+        v_base = b * v_strides[0] + h_kv * v_strides[1] + first_key * v_strides[2]
+        load_k(tiles[0] + odd * k_stage, address(k, k_base), 2 * k_strides[2], 0, keys_left, head_dim, thread)
+        load_v(tiles[1] + odd * v_stage, address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
 
     @cuda.jit(device=True, inline="always")
-    def turn(j, odd, begin, k_global, v_global, k_bytes, v_bytes, tiles, keys):
+    def turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q):
         """Wait for the tile in stage `odd` and start the copies of the next one, tile j - 1."""
         wait_all()
         cuda.syncthreads()  # tile j is there, and everyone is done with the one before
         if j > begin:
-            load_tile(
-                int32(j - 1), int32(odd ^ 1), k_global, v_global, k_bytes, v_bytes, tiles, keys, thread_index()
-            )  # fmt: skip
+            # Worked out again: kept through the loop, it would cost the registers that S needs.
+            b, _, h_kv, _ = tile_of(block_index(), heads, heads_kv, seqlen_q)
+            next_j, next_odd = int32(j - 1), int32(odd ^ 1)
+            load_tile(next_j, next_odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread_index())
         commit()
 
     @cuda.jit(device=True, inline="always")
@@ -149,9 +152,6 @@ def make(config):
         own = (q_smem, q_smem + int32(do_at))  # Q and dO (tile_m, width)
         tiles = (q_smem + int32(k_at), q_smem + int32(v_at))  # two of K (tile_n, depth), two of V (tile_n, width)
         lanes = lanes_of(thread)
-        k_global = address(k, b * k_strides[0] + h_kv * k_strides[1])
-        v_global = address(v, b * v_strides[0] + h_kv * v_strides[1])
-        k_bytes, v_bytes = 2 * k_strides[2], 2 * v_strides[2]
 
         acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
@@ -179,7 +179,7 @@ def make(config):
             do_base = b * do_strides[0] + h * do_strides[1] + first_query * do_strides[2]
             load_q(own[0], address(q, q_base), 2 * q_strides[2], 0, queries_left, head_dim, thread)
             load_do(own[1], address(do, do_base), 2 * do_strides[2], 0, queries_left, head_dim_v, thread)
-            load_tile(j, odd, k_global, v_global, k_bytes, v_bytes, tiles, keys, thread)
+            load_tile(j, odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread)
         commit()
         for r in range(rows):
             # A query that sees no key, or does not exist, has +inf for its lse: its weights are 0 then.
@@ -203,7 +203,7 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                turn(j, odd, begin, k_global, v_global, k_bytes, v_bytes, tiles, keys)
+                turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q)
                 now = thread_index()
                 limits(
                     j, (now >> int32(5)) * warp_rows, now & int32(31), tile_pos, left, right, keys,
@@ -215,7 +215,7 @@ def make(config):
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ 1)
             while j >= free and j < cut:
-                turn(j, odd, begin, k_global, v_global, k_bytes, v_bytes, tiles, keys)
+                turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q)
                 if has_alibi:
                     now = thread_index()
                     row = (now >> int32(5)) * warp_rows + int32(first_row_of(now & int32(31)))
@@ -228,8 +228,12 @@ def make(config):
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ 1)
 
-        # dQ to the place of the warp's own rows of Q, and from there to global memory.
+        # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is worked
+        # out again: kept through the loop, it would cost the registers that S needs.
         wait_all()
+        b, h, h_kv, first_query = tile_of(block_index(), heads, heads_kv, seqlen_q)
+        _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        queries_left = int32(min(seqlen_q - first_query, tile_m))
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row = int32(warp * warp_rows)
