@@ -65,7 +65,8 @@ def score_gradients(what):
         """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), and dp becomes p * (dp - delta) * slopes.
 
         shift and delta are (lanes,), shift being -lse in powers of 2, or -inf for a row without weight, whatever its
-        scores hold. Where p is 0 the gradient is 0, whatever dp and the slope hold.
+        scores hold; a score of -inf has none, whatever shift holds. Where p is 0 the gradient is 0, whatever dp and
+        the slope hold.
         """
         s, dp, slopes, shift, delta = (shape.pointer(b, x) for x in (s, dp, slopes, shift, delta))
         zero, scale = shape.const(0.0), shape.splat(b, scale_log2)
@@ -79,9 +80,12 @@ def score_gradients(what):
             def body(i, _):
                 places = [b.add(i, I64(n * step + v * shape.width))
                           for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
-                xs = [shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
-                      for n, place in enumerate(places)]  # fmt: skip
-                xs = [b.select(weightless[n % PANEL_VECTORS], infinity, x) for n, x in enumerate(xs)]
+                raw = [shape.load(b, s, place) for place in places]
+                xs = [shape.fma(b, x, scale, shifts[n % PANEL_VECTORS]) for n, x in enumerate(raw)]
+                # a hidden key has no weight even where the row's lse is NaN
+                hidden = [b.or_(weightless[n % PANEL_VECTORS], b.fcmp_ordered("==", x, infinity))
+                          for n, x in enumerate(raw)]  # fmt: skip
+                xs = [b.select(without, infinity, x) for without, x in zip(hidden, xs, strict=True)]
                 for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs), strict=True)):
                     shape.store(b, p, s, place)
                     if what == "weights":

@@ -14,16 +14,6 @@ def rung(request):
     return Rung(request.param)
 
 
-# The CPU's products multiply a NaN in q by the weights of 0 that keys have in that row.
-FAILING = [f"test_what_is_seen_strikes_what_depends_on_it[cpu-{how}-q]" for how in ("causal", "left")]
-
-
-@pytest.fixture(autouse=True)
-def known(request):
-    if request.node.name in FAILING:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a NaN in q reaches keys that its row does not see"))
-
-
 # Each family that has arrays in host memory; what comes in goes out.
 @pytest.mark.parametrize("family", ["torch", "jax"])
 def test_frameworks_get_their_own_arrays(rung, family):
