@@ -236,7 +236,7 @@ class WgmmaConfig(TensorConfig):
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
         notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 96 + 32 * self.stages + 4 * 64
+        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
 
-Roles. One thread of the producer warpgroup fetches Q, K and V by TMA into shared memory; each consumer
-warpgroup multiplies for 64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when
-all consumers are done with it. Registers move from the producer to the consumers (setmaxnreg).
+Roles. The scheduler, one thread, hands out query tiles and fetches their Q by TMA into shared memory; the
+producer, another one, fetches K and V; each consumer warpgroup multiplies for 64 query rows. They meet at
+mbarriers: `full` when a tile has come, `empty` when all consumers are done with it. Registers move from the
+first two to the consumers (setmaxnreg).
 
 Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
 the next runs while P . V does. Behind the last P . V of a query tile the first S of the next one is issued,
@@ -105,10 +106,10 @@ def make(config):
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
     # mbarriers, 8 bytes each; K and V have one of either kind for each stage, Q two and notices of query tiles four.
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY = (barriers_at + offset for offset in (0, 16, 32, 64))
-    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 96 + 8 * stages * i for i in range(4))
-    # A notice is what the producer worked out about a query tile, in words.
-    NOTICES = barriers_at + 96 + 32 * stages
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED = (barriers_at + offset for offset in (0, 16, 32, 64, 96))
+    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 112 + 8 * stages * i for i in range(4))
+    # A notice is what the scheduler worked out about a query tile, in words.
+    NOTICES = barriers_at + 112 + 32 * stages
     WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 
     @cuda.jit(device=True, inline="always")
@@ -171,7 +172,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def prefetch_q(h, first_query, b):
-        """Q of a query tile for which there is no room yet, as far as L2."""
+        """Q of a query tile as far as L2, because there is no room for it yet."""
         for panel in range(k_panels):
             prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
@@ -199,7 +200,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
-        """To the consumers, and to the producer itself for later."""
+        """To the producer and the consumers."""
         at = notice_of(base, i)
         wait(base + NOTICE_EMPTY + 8 * (i & 3), ((i >> 2) & 1) ^ 1)
         store_shared(at + WORK, uint32(work))
@@ -218,7 +219,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def take(base, i, t, sizes):
-        """Query tile t is the block's i-th: announce it, and fetch its Q or, without a buffer, bring it near.
+        """Query tile t is the block's i-th: announce it and fetch its Q.
 
         Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
         branch.
@@ -233,57 +234,59 @@ def make(config):
         begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
         h_kv = divide(h, divide(heads, heads_kv))
         announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
-        if q_buffers > 1:
-            load_q(base, i, h, first_query, b)
-        else:
+        if q_buffers == 1:
             prefetch_q(h, first_query, b)
+        load_q(base, i, h, first_query, b)
 
     @cuda.jit(device=True, inline="always")
     def noted(notice, which):
-        """A word of a notice, for the producer's one thread."""
+        """A word of a notice, for one thread."""
         return int32(load_shared(notice + which))
 
     @cuda.jit(device=True, inline="always")
-    def produce(
-        base, counter, batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides,
-        q_offset,
-    ):  # fmt: skip
-        """The producer's one thread: hand out the query tiles, and fetch what the consumers will need."""
-        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides, q_offset)
-        # The first turn, of tile -1, brings no V: only the first query tile and its first K.
-        n = int32(-1)  # which tile of K and V
-        i = int32(-1)  # which query tile
-        begin, j, ask_at = int32(0), int32(0), int32(0)
-        notice = notice_of(base, 0)
+    def schedule(base, counter, sizes):
+        """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
+        i = int32(0)  # query tiles so far
+        t = block_index()
         more = int32(1)
         while more != 0:
+            take(base, i, t, sizes)
+            more = noted(notice_of(base, i), WORK)
+            if more != 0:
+                wait(base + ASKED, i & 1)
+                t = int32(atomic_add(counter, uint32(1))) + block_count()
+            i = int32(i + 1)
+        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
+            exchange(counter, uint32(0))
+            exchange(counter + 4, uint32(0))
+
+    @cuda.jit(device=True, inline="always")
+    def produce(base):
+        """The producer's one thread: fetch K and V as the consumers will need them."""
+        n = int32(0)  # tiles of K and V so far
+        i = int32(0)  # query tiles so far
+        notice = notice_of(base, i)
+        wait(base + NOTICE_FULL, 0)
+        load_k(base, n, noted(notice, STOP) - 1, noted(notice, H_KV), noted(notice, B))
+        while noted(notice, WORK) != 0:
             following = notice_of(base, i + 1)
+            begin, j = noted(notice, BEGIN), noted(notice, STOP) - 1
+            ask_at = min(begin + 1, j)
             while j >= begin:
-                if j == ask_at:
-                    # Time for the next query tile: not sooner, or a block sits on it while others are idle; not later,
-                    # because its Q has not been in L2 before.
-                    t = block_index()
-                    if i >= 0:
-                        t = int32(atomic_add(counter, uint32(1))) + block_count()
-                    take(base, i + 1, t, sizes)
+                # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
+                # first K take a while.
+                arrive_if(base + ASKED, j == ask_at)
+                source, next_j = notice, j - 1
+                if j == begin:
+                    wait(base + NOTICE_FULL + 8 * ((i + 1) & 3), ((i + 1) >> 2) & 1)
+                    source, next_j = following, noted(following, STOP) - 1
                 # The next K, if need be of the next query tile, before this V: in the order of the products.
-                source = notice if j > begin else following
-                next_j = j - 1 if j > begin else noted(following, STOP) - 1
                 load_k(base, n + 1, next_j, noted(source, H_KV), noted(source, B))
-                if n >= 0:
-                    load_v(base, n, j, noted(notice, H_KV), noted(notice, B))
+                load_v(base, n, j, noted(notice, H_KV), noted(notice, B))
                 n = int32(n + 1)
                 j = int32(j - 1)
             i = int32(i + 1)
             notice = following
-            if q_buffers == 1:
-                load_q(base, i, noted(notice, H), noted(notice, FIRST_QUERY), noted(notice, B))
-            more = noted(notice, WORK)
-            begin, j = noted(notice, BEGIN), noted(notice, STOP) - 1
-            ask_at = min(begin + 1, j)
-        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
-            exchange(counter, uint32(0))
-            exchange(counter + 4, uint32(0))
 
     @cuda.jit(device=True, inline="always")
     def erase(base, stage, rows, thread):
@@ -622,6 +625,7 @@ def make(config):
             for i in range(2):
                 init(base + Q_FULL + 8 * i, 1)
                 init(base + Q_EMPTY + 8 * i, 4 * consumers if staged_o else consumers)
+            init(base + ASKED, 1)
             for i in range(4):
                 init(base + NOTICE_FULL + 8 * i, 1)
                 init(base + NOTICE_EMPTY + 8 * i, all_consumers)
@@ -635,10 +639,13 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce(
-                    base, address(counters, 0), batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k,
-                    q_offsets, batch_strides, q_offset,
+                produce(base)
+            if thread == 32:  # of another warp, so that neither waits for the other
+                sizes = (
+                    batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides,
+                    q_offset,
                 )  # fmt: skip
+                schedule(base, address(counters, 0), sizes)
         else:
             take_registers()
             consume(
