@@ -72,15 +72,35 @@ class MmaDkdvConfig(MmaBackwardConfig):
     """Of mma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    of_dq: it also adds its share to the sums of dQ in global memory, which MmaDqRowsConfig's kernel then rounds.
     """
 
     of_dk: bool = True
     of_dv: bool = True
+    of_dq: bool = False
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        if self.of_dq and (not self.of_dk or self.tile_m // self.dq_rows > self.threads // 32):
+            raise ValueError("of_dq needs of_dk, and a warp for every strip of queries")
         super().__post_init__()
+
+    @property
+    def dq_rows(self) -> int:
+        """Queries of a tile whose dQ one warp computes."""
+        return 32 if self.tile_m % 32 == 0 else 16
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that one warp computes: the warps beside each other share all of them, in steps of 16."""
+        beside = self.threads // 32 // (self.tile_m // self.dq_rows)
+        return -(-self.depth // (16 * beside)) * 16
+
+    @property
+    def dq_tile(self) -> int:
+        """Numbers that the sums of one tile's dQ take in global memory."""
+        return self.threads * self.dq_rows * self.dq_columns // 32
 
     @property
     def own_rows(self) -> int:
@@ -91,15 +111,27 @@ class MmaDkdvConfig(MmaBackwardConfig):
         return self.tile_m
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where K, V, the stages of Q, those of dO, those of lse and delta, and the end are.
+        """Where K, V, the stages of Q and of dO, dS, the stages of lse and delta, the block's number and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
         v_at = tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
         q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
         do_at = q_at + self.STAGES * tile_bytes(self.tile_m, self.depth)
-        rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
-        return 0, v_at, q_at, do_at, rows_at, rows_at + self.STAGES * 8 * self.tile_m
+        ds_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
+        rows_at = ds_at + (tile_bytes(self.tile_n, self.tile_m) if self.of_dq else 0)
+        number_at = rows_at + self.STAGES * 8 * self.tile_m
+        return 0, v_at, q_at, do_at, ds_at, rows_at, number_at, number_at + (16 if self.of_dq else 0)
+
+
+@dataclass(frozen=True)
+class MmaDqRowsConfig(MmaDkdvConfig):
+    """Of mma_backward_dq_rows, which rounds the sums of dQ that mma_backward_dkdv left: facts of that kernel."""
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where dQ, a word for each of its rows, and the end are."""
+        notes_at = tile_bytes(self.tile_m, self.depth)
+        return 0, notes_at, notes_at + 4 * self.tile_m
 
 
 @dataclass(frozen=True)

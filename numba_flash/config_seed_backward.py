@@ -156,4 +156,20 @@ class DalibiConfig:
         return self.threads * ITEM_SIZE[self.compute_dtype]
 
 
-BackwardConfig = Config | DeltaConfig | DalibiConfig  # that of every kernel of a backward
+@dataclass(frozen=True)
+class ZerosConfig:
+    """Of zeros, which sets `turns` of mma_backward_dkdv's tiles of tile_m queries to zero."""
+
+    tile_m: int
+    threads: int = 256
+
+    kernel: ClassVar[str] = "zeros"
+    dtype: ClassVar[str] = "uint32"
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    tensor_maps: ClassVar[int] = 0
+    whole_program: ClassVar[bool] = False
+    blocks_per_sm: ClassVar[int] = 0
+
+
+BackwardConfig = Config | DeltaConfig | DalibiConfig | ZerosConfig  # that of every kernel of a backward

@@ -10,8 +10,8 @@ from . import arrays, reference
 from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
-from .config_backward import MmaDkdvConfig
-from .config_seed_backward import BackwardConfig, DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from .config_backward import MmaDkdvConfig, MmaDqRowsConfig
+from .config_seed_backward import BackwardConfig, DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, ZerosConfig
 from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
@@ -32,7 +32,9 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     forward = problem.forward
     if isinstance(config, DeltaConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig):
+    if isinstance(config, ZerosConfig):
+        return -(-(query_tiles(problem, config.tile_m) + 1) // config.threads)
+    if isinstance(config, DkdvConfig | MmaDkdvConfig) and not isinstance(config, MmaDqRowsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
@@ -42,13 +44,29 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
 
 
+def query_tiles(problem: BackwardProblem, tile_m: int) -> int:
+    """Of all heads together."""
+    return problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // tile_m)
+
+
+def workspace(choice: BackwardChoice, problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each of WORKSPACE."""
+    rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
+    shapes = dict.fromkeys(WORKSPACE, rows)
+    for config in choice.configs:
+        if isinstance(config, MmaDkdvConfig) and config.of_dq:
+            tiles = query_tiles(problem, config.tile_m)
+            shapes["dq_sums"] = (tiles * config.dq_tile,), "float32"
+            shapes["turns"] = (tiles + 1,), "uint32"
+    return shapes
+
+
 class _Sequence(Launch):
     """The kernels of one backward, one behind the other on the same stream, and the workspace between them."""
 
-    __slots__ = ("_dtype", "_rows", "_steps", "_workspace")
+    __slots__ = ("_steps", "_workspace")
 
     def __init__(self, choice: BackwardChoice, problem: BackwardProblem, target: Target) -> None:
-        self._rows, self._dtype = problem.forward.lse_shape, problem.forward.compute_dtype
         steps = [(config, grid(config, problem), operands(config)) for config in choice.configs]
         self._steps = [
             (on_gpu(config, target, blocks, len(taken), scalars(config, problem)), taken)
@@ -56,7 +74,8 @@ class _Sequence(Launch):
             if blocks
         ]
         used = {number for _, taken in self._steps for number in taken}
-        self._workspace = [OPERANDS.index(name) in used for name in WORKSPACE]
+        shapes = workspace(choice, problem)
+        self._workspace = [shapes[name] if OPERANDS.index(name) in used else None for name in WORKSPACE]
 
     def load(self) -> None:
         for launch, _ in self._steps:
@@ -65,8 +84,8 @@ class _Sequence(Launch):
     def run(self, operands: Given, stream: int) -> None:
         q = operands[0]
         assert q is not None
-        workspace = [arrays.scratch(q, self._rows, self._dtype, stream) if used else None for used in self._workspace]
-        every = (*operands, *workspace)
+        made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
+        every = (*operands, *made)
         for launch, taken in self._steps:
             launch.run([every[number] for number in taken], stream)
 

@@ -1,4 +1,4 @@
-"""Gradients of keys and values on tensor cores: mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
+"""Gradients of keys and values, or of all at once, on tensor cores: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
 
 Read mma_forward first. Here a block owns a tile of keys of one KV head and walks over the tiles of queries that see
 it, of each query head of the group in turn, so that dK and dV are sums in registers: no atomics, and the same
@@ -10,11 +10,17 @@ because what a lane then holds of P^T and dS^T is, rounded to 16 bits, what it m
 
     dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
 
-so neither leaves the registers. That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
-derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
+so neither leaves the registers. With `of_dq` dS^T also goes to shared memory, for dS . K, the share of the block's keys
+in dQ, which is added to float32 sums in global memory. There the blocks of one head take turns, tile by tile, in the
+order of their keys, so that sums have the same bits in every run; a block waits for none that began after it. That P
+is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's derivative is FlashAttention's (Dao et al.,
+2022, section 3 and appendix B).
 
 Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; tiles of Q and dO come by cp.async while the
 products of the tile before run. lse and delta of a tile's queries lie beside them in shared memory.
+
+`turns` has a word for each query tile of a head, the number of the block whose turn it is, and one that counts the
+blocks that have begun; all are zero at first.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
 Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -26,7 +32,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import cp_async, cvt, fragments, ld_st, memory, shared, special
+from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, special
 from .steps import async_tiles, elements, fragment_products, fragment_scores, gradient_rows, score_gradients, scores
 from .steps import repair_keys as repair_keys_step
 from .steps.integers import divide
@@ -39,10 +45,10 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
-    _, v_at, q_at, do_at, rows_at, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, ds_at, rows_at, number_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
     alignment = config.ALIGNMENT
-    q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
+    q_stage, do_stage = (do_at - q_at) // 2, (ds_at - do_at) // 2  # bytes
     rows_stage, delta_at = 8 * tile_m, 4 * tile_m  # of lse and delta of a tile's queries
     strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
@@ -50,6 +56,10 @@ def make(config):
     k_count, v_count = strips * depth // 4, strips * width // 4 if of_dk else 1
     row_steps = -(-2 * tile_m // threads)  # values of lse and delta that a thread fetches
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
+    of_dq, own_panel = config.of_dq, tile_n * 128
+    dq_strips, dq_pairs, dq_tile = config.dq_rows // 16, config.dq_columns // 16, config.dq_tile
+    dq_groups, steps = tile_m // config.dq_rows, depth // 16
+    dq_count = dq_strips * dq_pairs * 8 if of_dq else 1
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
@@ -61,12 +71,15 @@ def make(config):
     load_k_frag, load_v_frag = load_own(depth), load_own(width)
     multiply_k_q, multiply_v_do = scores_product(depth), scores_product(width)
     multiply_p_do, multiply_ds_q = gradient_product(width), gradient_product(depth)
-    stage_dk, store_dk = gradient_rows.make(config, head_dim)
-    stage_dv, store_dv = gradient_rows.make(config, head_dim_v)
+    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, head_dim)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, head_dim_v)
     repair_keys = repair_keys_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
-    load_v4, store_shared = ld_st.load_v4, ld_st.store_b32
+    load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
+    product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
+    x4_trans, panel_offset, chunk_pair = ldmatrix.x4_trans, fragment_products.panel_offset, fragment_products.chunk_pair
+    add_up, count_up, announce = memory.add_f32, memory.add, memory.exchange
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
@@ -77,12 +90,25 @@ def make(config):
         return (address + int32(alignment - 1)) & int32(-alignment)
 
     @cuda.jit(device=True, inline="always")
-    def tile_of(block, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+    def block_number(k_smem):
+        """Which block this is: with dQ by the order in which blocks began, so that those that are waited for run."""
+        return int32(load_b32(k_smem + number_at)) if of_dq else block_index()
+
+    @cuda.jit(device=True, inline="always")
+    def tile_of(block, batch, heads_kv, seqlen_k):
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them.
+
+        With dQ the first keys of all heads do, because blocks of one head wait for each other.
+        """
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        head_tiles = divide(block, n_tiles)
-        b = divide(head_tiles, heads_kv)
-        return b, int32(head_tiles - b * heads_kv), int32((block - head_tiles * n_tiles) * tile_n)
+        if of_dq:
+            tile = divide(block, int32(batch) * int32(heads_kv))
+            head_of_all = int32(block - tile * int32(batch) * int32(heads_kv))
+        else:
+            head_of_all = divide(block, n_tiles)
+            tile = int32(block - head_of_all * n_tiles)
+        b = divide(head_of_all, heads_kv)
+        return b, int32(head_of_all - b * heads_kv), int32(tile * tile_n)
 
     @cuda.jit(device=True, inline="always")
     def fetch_rows(values, lse, delta, base, i, seqlen_q, thread):
@@ -134,7 +160,7 @@ def make(config):
         return float32(int64(i) * tile_m + int32(first_column_of(lane)) + q_start - key)
 
     @cuda.jit(device=True, inline="always")
-    def limits(i, thread, first_key, q_start, left, right, seqlen_q, first, end, distance):
+    def limits(i, thread, first_key, keys, q_start, left, right, seqlen_q, first, end, distance):
         """The columns [first, end) of query tile i that see each of the lane's keys, from the lane's first column."""
         lane, warp = thread & int32(31), thread >> int32(5)
         first_column = int64(i) * tile_m + int32(first_column_of(lane))
@@ -142,6 +168,8 @@ def make(config):
             key = first_key + warp * warp_rows + int32(first_row_of(lane)) + r * 8
             first_query, end_query = key_queries(key, q_start, left, right, seqlen_q)
             distance[r] = distance_of(i, thread, r, first_key, q_start)
+            if of_dq and key >= keys:
+                end_query = first_query
             first[r] = int32(min(max(first_query - first_column, -8), tile_m))
             end[r] = int32(min(max(end_query - first_column, -8), tile_m))
 
@@ -195,7 +223,7 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def turn(
         i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
-        heads, heads_kv, seqlen_q, seqlen_k, tiles,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, own, tiles,
     ):  # fmt: skip
         """Wait for the tile in stage `odd` and start the copies of the next one."""
         wait_all()
@@ -203,7 +231,7 @@ def make(config):
         next_i, next_members = following(i, members, begin, stop)
         if next_members > 0:
             thread = thread_index()
-            b, h_kv, _ = tile_of(block_index(), heads_kv, seqlen_k)
+            b, h_kv, _ = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
             next_h = int32((h_kv + 1) * divide(heads, heads_kv) - next_members)
             load_tile(next_i, next_h, int32(odd ^ 1), b, q, do, q_strides, do_strides, tiles, seqlen_q, thread)
             fetch_rows(values, lse, delta, (b * heads + next_h) * seqlen_q, next_i, seqlen_q, thread)
@@ -223,8 +251,68 @@ def make(config):
             multiply_v_do(acc_dp, v_frag, b_frag, own[1] + own_lane, tiles[1] + odd * do_stage + other_lane)
 
     @cuda.jit(device=True, inline="always")
+    def put_ds(ds_frag, ds_tile, thread):
+        """dS^T (tile_n, tile_m) in 16 bits to shared memory, for everyone."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for r in range(rows):
+            row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
+            for n in range(blocks):
+                at = ds_tile + panel_offset(row, n, tile_n) + 2 * int32(first_column_of(lane))
+                store_shared(at, ds_frag[((r // 2) * blocks + n) * 2 + r % 2])
+
+    @cuda.jit(device=True, inline="always")
+    def add_dq(
+        i, members, prev_begin, prev_stop, acc_dq, a_frag, b_frag, ds_tile, own, dq_sums, turns,
+        batch, heads, heads_kv, seqlen_q, seqlen_k,
+    ):  # fmt: skip
+        """The sums of tile i's dQ += dS . K, after the blocks of all keys before this one's have added theirs."""
+        thread = thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
+        h = int32((h_kv + 1) * divide(heads, heads_kv) - members)
+        m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        tile = (int64(b) * heads + h) * m_tiles + i
+        n, follows = divide(first_key, tile_n), i >= prev_begin and i < prev_stop
+        if thread == 0 and follows:
+            while count_up(address(turns, tile), uint32(0)) != uint32(n):
+                pass
+            cuda.threadfence()
+        cuda.syncthreads()  # everyone's dS is there, and it is this block's turn
+        strip, pair = int32(warp % dq_groups) * dq_strips, int32(warp // dq_groups) * dq_pairs
+        a_lane = ds_tile + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n)
+        k_lane = own[0] + panel_offset(lane & 15, lane >> 4, tile_n)
+        for x in range(dq_count):
+            acc_dq[x] = float32(0)
+        for y in range(tile_n // 16):
+            for m in range(dq_strips):
+                x4_trans(a_frag, 4 * m, chunk_pair(a_lane, strip + m, own_panel) + y * 2048)  # (16 queries, 16 keys)
+            for x in range(dq_pairs):
+                if pair + x < steps:
+                    x4_trans(b_frag, 0, chunk_pair(k_lane, pair + x, own_panel) + y * 2048)  # (16 keys, 16)
+                    for m in range(dq_strips):
+                        product(acc_dq, (m * dq_pairs + x) * 8, a_frag, 4 * m, b_frag, 0)
+                        product(acc_dq, (m * dq_pairs + x) * 8 + 4, a_frag, 4 * m, b_frag, 2)
+        base = tile * dq_tile + thread
+        if follows:
+            for x in range(dq_count):
+                add_up(address(dq_sums, base + x * threads), acc_dq[x])
+        else:
+            for x in range(dq_count):
+                dq_sums[base + x * threads] = acc_dq[x]
+
+    @cuda.jit(device=True, inline="always")
+    def pass_on(i, members, turns, own, batch, heads, heads_kv, seqlen_q, seqlen_k):
+        """After a barrier: the next block may add to tile i's dQ."""
+        if thread_index() == 0:
+            b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
+            h = int32((h_kv + 1) * divide(heads, heads_kv) - members)
+            m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+            cuda.threadfence()
+            announce(address(turns, (int64(b) * heads + h) * m_tiles + i), uint32(divide(first_key, tile_n) + 1))
+
+    @cuda.jit(device=True, inline="always")
     def gradients_of_tile(
-        odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
+        odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, ds_tile, tiles, slope, distance, first, end,
         scale, softcap, masked,
     ):  # fmt: skip
         """dK and dV += what the query tile in stage `odd` gives."""
@@ -232,28 +320,34 @@ def make(config):
         rows_tile, lane = tiles[2] + odd * rows_stage, thread & int32(31)
         weigh(acc_s, acc_dp, p_frag, ds_frag, rows_tile, lane, slope, distance, first, end, scale, softcap, masked)
         _, _, other_transposed = lanes_of(thread)
+        if of_dq:
+            put_ds(ds_frag, ds_tile, thread)
         if of_dv:
             multiply_p_do(acc_dv, p_frag, b_frag, tiles[1] + odd * do_stage + other_transposed)
         if of_dk:
             multiply_ds_q(acc_dk, ds_frag, b_frag, tiles[0] + odd * q_stage + other_transposed)
 
-    @cuda.jit
-    def flash_attention_mma_dkdv(
-        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dk, dv,
-        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
-    ):  # fmt: skip
+    @cuda.jit(device=True, inline="always")
+    def work(inputs, dk, dv, dq_sums, turns, strides, sizes, scale_, softcap_):
+        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets = inputs
+        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides = strides
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset = sizes
         scale, softcap = float32(scale_), float32(softcap_)
         thread = thread_index()
-        b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
-        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-
         smem = cuda.shared.array(0, uint8)
         k_smem = aligned(shared_address(smem))  # (tile_n, depth)
         own = (k_smem, k_smem + int32(v_at))  # K and V (tile_n, width)
         # Two stages each of Q (tile_m, depth), dO (tile_m, width), and lse and -delta (tile_m,).
         tiles = (k_smem + int32(q_at), k_smem + int32(do_at), k_smem + int32(rows_at))
+        ds_tile = k_smem + int32(ds_at)  # (tile_n, tile_m)
+        if of_dq:
+            m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+            if thread == 0:
+                store_shared(k_smem + number_at, count_up(address(turns, batch * heads * m_tiles), uint32(1)))
+            cuda.syncthreads()
+        b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
+        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
 
         acc_s = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
@@ -264,6 +358,8 @@ def make(config):
         k_frag = cuda.local.array(k_count, uint32)  # (strips, depth / 16, 4)
         v_frag = cuda.local.array(v_count, uint32)  # (strips, width / 16, 4)
         b_frag = cuda.local.array(4, uint32)  # (16, 16) of Q or dO
+        acc_dq = cuda.local.array(dq_count, float32)
+        a_frag = cuda.local.array(8, uint32)
         values = cuda.local.array(row_steps, float32)
         first = cuda.local.array(rows, int32)
         end = cuda.local.array(rows, int32)
@@ -277,6 +373,15 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
+        prev_begin, prev_stop = int32(0), int32(0)  # the query tiles that the block of the keys before this one's sees
+        if of_dq:
+            if keys_left < tile_n:  # keys that do not exist have weights, which dQ must not see
+                free, cut = stop, stop
+            if first_key > 0:
+                top_first, top_end = key_queries(first_key - tile_n, q_start, left, right, seqlen_q)
+                bottom_first, bottom_end = key_queries(first_key - 1, q_start, left, right, seqlen_q)
+                begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+                prev_begin, prev_stop = int32(begin_), int32(stop_)
 
         # odd: which stage is in use; members: heads of the group that are left.
         i, odd, members = begin, int32(0), int32(0)
@@ -307,42 +412,58 @@ def make(config):
             while members > 0 and (i < free or i >= cut):
                 turn(
                     i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
-                    heads, heads_kv, seqlen_q, seqlen_k, tiles,
+                    batch, heads, heads_kv, seqlen_q, seqlen_k, own, tiles,
                 )  # fmt: skip
                 scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
                 # Worked out again: kept through the loop, it would cost the registers that S needs.
                 now = thread_index()
-                b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
-                _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
-                limits(i, now, first_key, q_start, left, right, seqlen_q, first, end, distance)
+                b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
+                keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+                limits(i, now, first_key, keys, q_start, left, right, seqlen_q, first, end, distance)
                 if has_alibi:
                     h = (h_kv + 1) * divide(heads, heads_kv) - members
                     slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
                 gradients_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, ds_tile, tiles, slope, distance,
+                    first, end,
                     scale, softcap, True,
                 )  # fmt: skip
+                if of_dq:
+                    add_dq(
+                        i, members, prev_begin, prev_stop, acc_dq, a_frag, b_frag, ds_tile, own, dq_sums, turns,
+                        batch, heads, heads_kv, seqlen_q, seqlen_k,
+                    )  # fmt: skip
+                    cuda.syncthreads()
+                    pass_on(i, members, turns, own, batch, heads, heads_kv, seqlen_q, seqlen_k)
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())
                 i, members = following(i, members, begin, stop)
             while members > 0 and i >= free and i < cut:
                 turn(
                     i, members, odd, begin, stop, values, q, do, lse, delta, q_strides, do_strides,
-                    heads, heads_kv, seqlen_q, seqlen_k, tiles,
+                    batch, heads, heads_kv, seqlen_q, seqlen_k, own, tiles,
                 )  # fmt: skip
                 scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
                 if has_alibi:
                     now = thread_index()
-                    b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
+                    b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
                     _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
                     h = (h_kv + 1) * divide(heads, heads_kv) - members
                     slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
                     for r in range(rows):
                         distance[r] = distance_of(i, now, r, first_key, q_start)
                 gradients_of_tile(
-                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, tiles, slope, distance, first, end,
+                    odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, ds_tile, tiles, slope, distance,
+                    first, end,
                     scale, softcap, False,
                 )  # fmt: skip
+                if of_dq:
+                    add_dq(
+                        i, members, prev_begin, prev_stop, acc_dq, a_frag, b_frag, ds_tile, own, dq_sums, turns,
+                        batch, heads, heads_kv, seqlen_q, seqlen_k,
+                    )  # fmt: skip
+                    cuda.syncthreads()
+                    pass_on(i, members, turns, own, batch, heads, heads_kv, seqlen_q, seqlen_k)
                 odd = int32(odd ^ 1)
                 put_rows(values, tiles[2] + odd * rows_stage, thread_index())
                 i, members = following(i, members, begin, stop)
@@ -352,7 +473,7 @@ def make(config):
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row = int32(warp * warp_rows)
-        b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
+        b, h_kv, first_key = tile_of(block_number(own[0]), batch, heads_kv, seqlen_k)
         keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
@@ -374,4 +495,26 @@ def make(config):
                 b, heads, heads_kv, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
             )  # fmt: skip
 
-    return flash_attention_mma_dkdv
+    @cuda.jit
+    def flash_attention_mma_dkdv(
+        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dk, dv,
+        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+    ):  # fmt: skip
+        inputs = (q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets)
+        strides = (q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides)
+        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset)
+        work(inputs, dk, dv, lse, seqlens_k, strides, sizes, scale, softcap)
+
+    @cuda.jit
+    def flash_attention_mma_backward(
+        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dk, dv, dq_sums, turns,
+        q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides,
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
+    ):  # fmt: skip
+        inputs = (q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets)
+        strides = (q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dk_strides, dv_strides)
+        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset)
+        work(inputs, dk, dv, dq_sums, turns, strides, sizes, scale, softcap)
+
+    return flash_attention_mma_backward if of_dq else flash_attention_mma_dkdv

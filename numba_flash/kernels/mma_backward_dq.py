@@ -49,7 +49,7 @@ def make(config):
     load_q_frag, load_do_frag = load_own(depth), load_own(width)
     multiply_q_k, multiply_do_v = scores_product(depth), scores_product(width)
     multiply_ds_k = gradient_product(depth)
-    stage_dq, store_dq = gradient_rows.make(config, head_dim)
+    stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, warp_rows, head_dim)
     repair_queries = repair_queries_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)

@@ -70,3 +70,12 @@ def add(typingctx, address, value):
 def exchange(typingctx, address, value):
     """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
     return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def add_f32(typingctx, address, value):
+    """red.global.add.f32: memory += value, rounded to nearest, atomic, unordered; nothing comes back. cc 2.0.
+
+    address: a multiple of 4. Twin: sim.memory.add_f32.
+    """
+    return asm.scalars("red.global.add.f32 [$0], $1;", types.void(types.int64, types.float32))

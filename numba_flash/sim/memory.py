@@ -34,6 +34,11 @@ def add(address, value):
     return before
 
 
+def add_f32(address, value):
+    place = _at(address, 4, 4).view(np.float32)
+    place[0] += np.float32(value)
+
+
 def exchange(address, value):
     place = _at(address, 4, 4).view(np.uint32)
     before = place[0]

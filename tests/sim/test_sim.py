@@ -12,6 +12,15 @@ import numba_flash
 from numba_flash import testing, toolchain
 from numba_flash.compiled import MODULES, source
 from numba_flash.config import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaDqRowsConfig
+from numba_flash.config_seed_backward import (
+    DalibiConfig,
+    DbiasConfig,
+    DeltaConfig,
+    DkdvConfig,
+    DqConfig,
+    ZerosConfig,
+)
 from numba_flash.select import TENSOR
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
@@ -75,6 +84,16 @@ def test_every_kernel_can_be_made():
         *[SeedConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
         MmaConfig("mma", "float16", 8, 8, 16, 16),
         WgmmaConfig("wgmma", "float16", 8, 8, 64, 16),
+        DeltaConfig("float16", 8, False),
+        DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
+        DqConfig("v2_dq", "float16", 8, 8, 16, 16),
+        DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, bias_dtype="float32"),
+        DalibiConfig("float16", "float32", True),
+        MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
+        MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
+        ZerosConfig(16),
+        MmaDkdvConfig("mma_dkdvdq", "float16", 8, 8, 16, 16, of_dq=True),
+        MmaDqRowsConfig("mma_dq_rows", "float16", 8, 8, 16, 16, of_dq=True),
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

@@ -219,7 +219,7 @@ def test_mma(kind):
 
 
 def test_shared_and_global_accesses():
-    def kernel(out, half, atoms):
+    def kernel(out, half, atoms, sums):
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint32))
         fixed = cuda.shared.array((4, 4), np.dtype(np.float32))
@@ -239,12 +239,15 @@ def test_shared_and_global_accesses():
         memory.store_b16(memory.address(half, i), 0xABCD0000 + i)
         assert memory.address(None, 3) == 0
         memory.add(memory.address(atoms, 0), 2)
+        memory.add_f32(memory.address(sums, 1), np.float32(0.5))
         if i == 7:
             values[0] = memory.exchange(memory.address(atoms, 1), 9)
             assert values[0] == 1
 
     out, half, atoms = np.zeros((8, 4), np.uint32), np.zeros(8, np.uint16), np.array([1, 1], np.uint32)
-    launch(kernel, 8, out, half, atoms, shared_bytes=128)
+    sums = np.array([1, 2], np.float32)
+    launch(kernel, 8, out, half, atoms, sums, shared_bytes=128)
+    assert sums.tolist() == [1, 6]
     np.testing.assert_array_equal(out, [[4 * i, 100 + i, 4 * i + 2, 7] for i in range(8)])
     np.testing.assert_array_equal(half, np.arange(8))
     assert atoms.tolist() == [17, 9]

@@ -24,14 +24,17 @@ pytestmark = compiler.needed
 
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = {"mma": SINCE_AMPERE, "mma_dkdv": SINCE_AMPERE, "mma_dq": SINCE_AMPERE, "wgmma": (HOPPER,)}
+MACHINES = dict.fromkeys(("mma", "mma_dkdv", "mma_dkdvdq", "mma_dq", "mma_dq_rows"), SINCE_AMPERE) | {
+    "wgmma": (HOPPER,)
+}
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
-for kernel in ("mma_dkdv", "mma_dq"):
+for kernel in ("mma_dkdv", "mma_dkdvdq", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
+IN_PTX["mma_dq_rows"], IN_SASS["mma_dq_rows"] = ("st.shared.b32",), ("STS",)
 REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
@@ -85,6 +88,12 @@ def backward_gates():
             **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
             tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
         )  # fmt: skip
+    for head_dim, *row, blocks_per_sm in select_backward.MMA_TOGETHER_TILES:
+        for kind, kernel in select_backward.TOGETHER:
+            yield f"{kernel}-{head_dim}-{row[0]}x{row[1]}", kind(
+                **plain, kernel=kernel, head_dim=head_dim, head_dim_v=head_dim, tile_m=row[0], tile_n=row[1],
+                warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm, of_dq=True,
+            )  # fmt: skip
 
 
 def gates():

@@ -23,7 +23,7 @@ ORDER = """
     simd_panel simd_row simd_backward simd_scores simd cpu_cache cpu_backward_plan cpu_plan
     compiled assembler
     kernels.v2_backward_dkdv kernels.v2_backward_dq kernels.v2_backward_dbias kernels.v2_backward_dalibi kernels.delta
-    kernels.mma_backward_dkdv kernels.mma_backward_dq
+    kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_dq_rows kernels.zeros
     kernels.v1 kernels.v2 kernels.mma_forward kernels.wgmma_forward
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.output_rows kernels.steps.gradient_rows kernels.steps.fragment_products kernels.steps.score_gradients

@@ -87,6 +87,7 @@ USES = {
     "memory.store_v2": ("st.global.v2.b32", "memory.store_v2(g, uint32(1), uint32(2))"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
+    "memory.add_f32": ("red.global.add.f32", "memory.add_f32(g, x)"),
     "memory.exchange": ("atom.global.exch.b32", "u[0] = memory.exchange(g, uint32(1))"),
     "minmax.maximum": ("max.f32", "f[0] = minmax.maximum(x, x)"),
     "setmaxnreg.increase": ("setmaxnreg.inc.sync.aligned.u32 240", "made()", (240,)),

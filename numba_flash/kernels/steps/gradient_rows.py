@@ -13,14 +13,13 @@ first_row_of = cuda.jit(device=True)(fragments.row)
 first_column_of = cuda.jit(device=True)(fragments.column)
 
 
-def make(config, columns):
-    """-> (stage, store) for a gradient of `columns` columns; its rows are contiguous."""
-    own_rows, warp_rows = config.own_rows, config.warp_rows
+def make(dtype, own_rows, warp_rows, columns):
+    """-> (stage, store) for a tile of `own_rows` rows of a gradient, `warp_rows` a warp; its rows are contiguous."""
     padded = (columns + 15) // 16 * 16
     strips, blocks = warp_rows // 16, padded // 8
     wide = columns % 8 == 0  # rows can be written 16 bytes at a time
     step = columns // 8 if wide else columns  # copies in a row
-    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
     load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
     bfly, warp_sync = shfl.bfly_b32, bar.warp_sync
