@@ -580,10 +580,11 @@ def make(config):
                     if write_lse and first_query + query < seqlen_q:
                         row_head = h + row - query * group
                         lse[(b * heads + row_head) * seqlen_q + first_query + query] = lse_log2[r] * ln_2
+            o_smem = base + ((seen - 1) & 1) * q_bytes
             if staged_o:
-                o_smem = base + ((seen - 1) & 1) * q_bytes
                 stage_rows(o_smem, first_row, lane, acc_o, alpha, words)
-                warp_sync()
+            warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
+            if staged_o:
                 store_rows(
                     first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, int32(0)
                 )  # fmt: skip
@@ -593,7 +594,6 @@ def make(config):
                     seqlen_q,
                 )  # fmt: skip
             if any_lane(any_suspect) != 0:
-                warp_sync()
                 h_kv = word(notice, H_KV)
                 keys, tile_pos = word(notice, KEYS), position(notice)
                 repair_rows(

@@ -57,7 +57,7 @@ class GlobalMemory:
         """The tensor that a map describes, as an array whose last dimension is the map's first."""
         shape, strides = tensor_map.shape, (2, *tensor_map.strides_bytes)
         if not pointer.array.size:
-            return np.zeros(shape[::-1], np.uint16)  # a map needs extents; nothing is fetched by it
+            return None  # a map needs extents, an address too: no box of it may be moved
         strides = [stride if extent > 1 else 2 for extent, stride in zip(shape, strides, strict=True)]
         begin, data = pointer.bytes()
         first = pointer.address(0) - begin

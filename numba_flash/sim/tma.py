@@ -153,6 +153,8 @@ def parameter(entry):
 
 def _box(block, address, coordinates):
     tensor_map, tensor = block.memory.tensor(address)
+    if tensor is None:
+        raise Misuse(f"a box of an operand without elements, which lies nowhere: {tensor_map}")
     if len(coordinates) != tensor.ndim:
         raise Misuse(f"{len(coordinates)} coordinates for a tensor map of {tensor.ndim} dimensions: {tensor_map}")
     return tensor_map, tensor, tensor_map.box[::-1]

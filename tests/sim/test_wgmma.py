@@ -5,7 +5,13 @@ import dataclasses
 import contract
 import numpy as np
 import pytest
-from contract import test_any_strides, test_many_tiles, test_nothing_is_defined, test_rows_of_any_stride  # noqa: F401
+from contract import (  # noqa: F401
+    test_any_strides,
+    test_head_dim_v_may_differ,
+    test_many_tiles,
+    test_nothing_is_defined,
+    test_rows_of_any_stride,
+)
 
 from numba_flash import api, testing
 from numba_flash.target import Target
