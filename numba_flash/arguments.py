@@ -63,8 +63,8 @@ def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap]
     maps = [(0, q)]
     for operand, strides, columns in ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v)):
         batch, head, row = (2 * stride for stride in strides[:3])
-        # Without keys the kernel fetches a tile past the end, which is zeros. But a map has no extent of 0, and what has
-        # no elements lies nowhere: one element of q stands for it.
+        # Without keys the kernel fetches a tile past the end, which is zeros. But a map has no extent of 0, and an
+        # empty array lies nowhere: one element of q stands for it.
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
         box = (64, config.tile_n, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))

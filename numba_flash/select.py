@@ -35,13 +35,13 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1),
     (512, 32, 32, 16, False, 1),
 )
-# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers). H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21,
-# TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356, 472, 433. head_dim 128:
-# 128 x 128 471, 671, 625. head_dim 256: 128 x 80 477, 717, 673; two buffers of Q do not fit beside K and V.
-# Before Q had two buffers and a thread of its own fetched it: head_dim 64 without ping-pong 316, 484, 413 beside 351, 529,
-# 457; head_dim 128: 128 x 176 395, 620, 590 and 128 x 112, three stages, 408, 615 beside 459, 650, 598, without ping-pong
-# 401, 614, 559; head_dim 256: 128 x 64 483, 691 beside 467, 706, without ping-pong 429, 691. 1 to 16 MB of K and V at a
-# time: within 2 %.
+# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers). H200, float16, 2048 / head_dim heads, 16k tokens,
+# 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356, 472, 433.
+# head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 80 477, 717, 673; two buffers of Q do not fit there.
+# Before Q had two buffers and a thread of its own fetched it: head_dim 64 without ping-pong 316, 484, 413 beside 351,
+# 529, 457; head_dim 128: 128 x 176 395, 620, 590 and 128 x 112, three stages, 408, 615 beside 459, 650, 598, without
+# ping-pong 401, 614, 559; head_dim 256: 128 x 64 483, 691 beside 467, 706, without ping-pong 429, 691. 1 to 16 MB of K
+# and V at a time: within 2 %.
 WGMMA_TILES = (
     (64, 192, 128, True, 2),
     (128, 128, 128, True, 2),
