@@ -603,7 +603,8 @@ def make(config):
                 )  # fmt: skip
             if staged_o:
                 fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-                warp_sync()
+            warp_sync()  # all lanes have read the notes, and what was staged
+            if staged_o:
                 arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
             # Every reader says so when it has read the notice, lest it is written over.
             arrive(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3))
