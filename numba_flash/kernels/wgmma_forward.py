@@ -26,7 +26,6 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from .. import ranges
 from ..ptx import (
     bar,
-    cvt,
     fence,
     fragments,
     ld_st,
@@ -36,24 +35,22 @@ from ..ptx import (
     shared,
     shfl,
     special,
-    stmatrix,
     tma,
     vote,
     wgmma,
 )
-from .steps import elements, fragment_scores, fragment_softmax, output_rows, scores
+from .steps import elements, fragment_outputs, fragment_scores, fragment_softmax, output_rows, scores
 from .steps import repair_rows as repair_rows_step
 from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
 
 
 def make(config):
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
-    head_dim_v, depth, width = config.head_dim_v, config.depth, config.width
+    depth, width = config.depth, config.width
     group, queries, note_bytes, alignment = config.group, config.queries, config.NOTE_BYTES, config.ALIGNMENT
     _, k_at, v_at, notes_at, barriers_at, _ = config.shared_offsets()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
@@ -61,16 +58,14 @@ def make(config):
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
     o_blocks = width // 8
-    o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
     scaled, has_alibi = config.scaled, config.alibi_dtype is not None
-    write_lse, wide_o, staged_o = config.write_lse, config.wide_o, config.staged_o
+    write_lse, staged_o = config.write_lse, config.staged_o
     padded = config.seqlens_k  # V may hold anything behind the valid keys
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
 
     kind = "f16" if config.dtype == "float16" else "bf16"
-    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
     q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(depth // 16))
     k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(depth // 16))
@@ -89,17 +84,16 @@ def make(config):
     arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
-    bfly, bfly_b32, idx_b32, any_lane = shfl.bfly_f32, shfl.bfly_b32, shfl.idx_b32, vote.any_lane
+    bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
     thread_index, block_index, block_count = special.thread_index, special.block_index, special.block_count
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
-    address, store_v4, store_b16, atomic_add = memory.address, memory.store_v4, memory.store_b16, memory.add
-    exchange, shared_address = memory.exchange, shared.address
+    address, atomic_add, exchange, shared_address = memory.address, memory.add, memory.exchange, shared.address
 
     head, _ = scores.make(config)
     one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
     store_rows = output_rows.make(config, 16)
-    store_matrices = stmatrix.x4
+    o_words, stage_rows, write_rows = fragment_outputs.make(config)
     repair_rows = repair_rows_step.make(config, 16, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
@@ -325,73 +319,6 @@ def make(config):
         wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
     @cuda.jit(device=True, inline="always")
-    def output_pair(acc_o, inverse, n, r):
-        """What a lane has of block n of 8 columns, in 16 bits; of none past the last."""
-        x = 4 * n + 2 * r
-        return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
-
-    @cuda.jit(device=True, inline="always")
-    def exchange_blocks(words, lane):
-        """Lane i of a quad gives its words of the blocks n + j for those of the others of n + i, n = 0, 4, ...: what it
-        has then lies side by side, 16 bytes."""
-        right, odd = lane & 2, lane & 1
-        for n in range(0, o_words, 4):
-            for i in range(2):  # with the lane two further: it takes the blocks n + 2 and n + 3, or n and n + 1
-                mine, given = words[n + i], words[n + i + 2]
-                if right:
-                    mine, given = given, mine
-                given = bfly_b32(given, 2)
-                words[n + i] = given if right else mine
-                words[n + i + 2] = mine if right else given
-        for n in range(0, o_words, 4):
-            for i in range(0, 4, 2):  # with the neighbour: one of the two
-                mine, given = words[n + i], words[n + i + 1]
-                if odd:
-                    mine, given = given, mine
-                given = bfly_b32(given, 1)
-                words[n + i] = given if odd else mine
-                words[n + i + 1] = mine if odd else given
-
-    @cuda.jit(device=True, inline="always")
-    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
-        """A warp's 16 rows of O, in 16 bits, to shared memory."""
-        # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
-        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, tile_m)
-        for n in range(0, o_blocks, 2):
-            for i in range(4):
-                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
-            pair = n // 2
-            store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * q_panel, words, 0)  # (16, 16)
-
-    @cuda.jit(device=True, inline="always")
-    def write_rows(
-        lane_row, lane_column, lane, notes, acc_o, inverse, words, o, o_strides, b, h, first_query, seqlen_q
-    ):  # fmt: skip
-        """A warp's 16 rows of O from its registers to global memory, without those that are to be repaired."""
-        for r in range(2):
-            row = lane_row + 8 * r
-            query = divide(row, group)
-            index = first_query + query
-            at = b * o_strides[0] + (h + row - query * group) * o_strides[1] + index * o_strides[2]
-            here = index < seqlen_q and load_shared(notes + row * note_bytes) == 0
-            if wide_o:
-                for n in range(o_words):
-                    words[n] = output_pair(acc_o, inverse, n, r)
-                exchange_blocks(words, lane)
-                to = address(o, at) + int64((lane & 3) * 16)
-                for n in range(0, o_words, 4):
-                    if here and 8 * (n + (lane & 3)) + 8 <= head_dim_v:
-                        store_v4(to + 16 * n, words, n)
-            else:
-                for n in range(o_blocks):
-                    two = output_pair(acc_o, inverse, n, r)
-                    column = lane_column + 8 * n
-                    if here and column < head_dim_v:
-                        store_b16(address(o, at + column * o_strides[3]), two)
-                    if here and column + 1 < head_dim_v:
-                        store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
-
-    @cuda.jit(device=True, inline="always")
     def take_turn(me):
         if ping_pong:
             bar_sync(me + 1, pair)
@@ -468,7 +395,7 @@ def make(config):
         distance = cuda.local.array(2, float32)
         first = cuda.local.array(2, int32)
         end = cuda.local.array(2, int32)
-        words = cuda.local.array(4 if staged_o else o_words, uint32)
+        words = cuda.local.array(o_words, uint32)
         scale_log2 = scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
         following = int32(0) if me == consumers - 1 else int32(me + 1)

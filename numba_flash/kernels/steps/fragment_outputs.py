@@ -1,0 +1,91 @@
+"""O from a warp's accumulators, 16 rows of them: in 16 bits to shared memory, or straight to global memory."""
+
+from numba import cuda, int64, uint32
+
+from ...ptx import cvt, fragments, ld_st, memory, shfl, stmatrix
+from .integers import divide
+
+panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+
+
+def make(config):
+    """-> (count, stage_rows, write_rows): how many uint32 both need to work in, and device functions.
+
+    acc_o (width / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
+    """
+    tile_m, panel = config.tile_m, config.tile_m * 128  # bytes of 64 columns
+    group, note_bytes, head_dim_v, wide_o = config.group, config.NOTE_BYTES, config.head_dim_v, config.wide_o
+    o_blocks = config.width // 8
+    o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    bfly_b32, store_matrices, load_shared = shfl.bfly_b32, stmatrix.x4, ld_st.load_b32
+    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
+
+    @cuda.jit(device=True, inline="always")
+    def output_pair(acc_o, inverse, n, r):
+        """What a lane has of block n of 8 columns, in 16 bits; of none past the last."""
+        x = 4 * n + 2 * r
+        return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
+
+    @cuda.jit(device=True, inline="always")
+    def exchange_blocks(words, lane):
+        """Lane i of a quad gives its words of the blocks n + j for those of the others of n + i, n = 0, 4, ...: what it
+        has then lies side by side, 16 bytes."""
+        right, odd = lane & 2, lane & 1
+        for n in range(0, o_words, 4):
+            for i in range(2):  # with the lane two further: it takes the blocks n + 2 and n + 3, or n and n + 1
+                mine, given = words[n + i], words[n + i + 2]
+                if right:
+                    mine, given = given, mine
+                given = bfly_b32(given, 2)
+                words[n + i] = given if right else mine
+                words[n + i + 2] = mine if right else given
+        for n in range(0, o_words, 4):
+            for i in range(0, 4, 2):  # with the neighbour: one of the two
+                mine, given = words[n + i], words[n + i + 1]
+                if odd:
+                    mine, given = given, mine
+                given = bfly_b32(given, 1)
+                words[n + i] = given if odd else mine
+                words[n + i + 1] = mine if odd else given
+
+    @cuda.jit(device=True, inline="always")
+    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
+        """A warp's 16 rows of O, in 16 bits, to shared memory."""
+        # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
+        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, tile_m)
+        for n in range(0, o_blocks, 2):
+            for i in range(4):
+                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
+            pair = n // 2
+            store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
+
+    @cuda.jit(device=True, inline="always")
+    def write_rows(
+        lane_row, lane_column, lane, notes, acc_o, inverse, words, o, o_strides, b, h, first_query, seqlen_q
+    ):  # fmt: skip
+        """A warp's 16 rows of O from its registers to global memory, without those that are to be repaired."""
+        for r in range(2):
+            row = lane_row + 8 * r
+            query = divide(row, group)
+            index = first_query + query
+            at = b * o_strides[0] + (h + row - query * group) * o_strides[1] + index * o_strides[2]
+            here = index < seqlen_q and load_shared(notes + row * note_bytes) == 0
+            if wide_o:
+                for n in range(o_words):
+                    words[n] = output_pair(acc_o, inverse, n, r)
+                exchange_blocks(words, lane)
+                to = address(o, at) + int64((lane & 3) * 16)
+                for n in range(0, o_words, 4):
+                    if here and 8 * (n + (lane & 3)) + 8 <= head_dim_v:
+                        store_v4(to + 16 * n, words, n)
+            else:
+                for n in range(o_blocks):
+                    two = output_pair(acc_o, inverse, n, r)
+                    column = lane_column + 8 * n
+                    if here and column < head_dim_v:
+                        store_b16(address(o, at + column * o_strides[3]), two)
+                    if here and column + 1 < head_dim_v:
+                        store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
+
+    return 4 if config.staged_o else o_words, stage_rows, write_rows
