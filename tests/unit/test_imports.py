@@ -28,6 +28,7 @@ ORDER = """
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.output_rows kernels.steps.gradient_rows kernels.steps.fragment_products kernels.steps.score_gradients
     kernels.steps.repair_rows kernels.steps.repair_keys kernels.steps.repair_queries kernels.steps.fragment_scores
+    kernels.steps.fragment_outputs
     kernels.steps.fragment_softmax kernels.steps.async_tiles
     kernels.steps.ds_rows kernels.steps.rows kernels.steps.weights
     kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements
