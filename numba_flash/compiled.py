@@ -18,16 +18,20 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import arguments_backward, tensor_maps, toolchain
+from . import tensor_maps, toolchain
 from .arguments import SCALAR_TYPES, pointer_types
 from .assembler import assemble
 from .cache_folder import cache_folder
 from .config import Config, SoftmaxConfig
-from .config_seed_backward import BackwardConfig
 
-AnyConfig = BackwardConfig | SoftmaxConfig
+if TYPE_CHECKING:
+    from .config_seed_backward import BackwardConfig
+
+    AnyConfig = BackwardConfig | SoftmaxConfig
+else:
+    AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
 MODULES = {
     "v1": "v1",
     "v2": "v2",
@@ -167,6 +171,7 @@ def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
 def _signature(config: AnyConfig) -> Any:
     from numba.core import types as numba_types
 
+    from . import arguments_backward
     from .kernels.steps.elements import ELEMENT_TYPES
 
     pointers: tuple[str, ...] = (config.dtype, config.dtype)
