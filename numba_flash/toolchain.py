@@ -17,7 +17,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,38 @@ def cuda() -> ModuleType:
         # Imports everything the first compile would import, while the names are lent.
         importlib.import_module("numba.cuda.descriptor").cuda_target.target_context.refresh()
     return module
+
+
+@contextlib.contextmanager
+def inlining_without_copies() -> Iterator[None]:
+    """Compiling in here, Numba's inliner takes the functions that it inlines as they are.
+
+    It copies each of them twice, deeply and block by block, and with every block all names of the function: two thirds
+    of the time that a kernel of small functions takes. The copies are not needed, since it makes the function's IR anew
+    for every call. Where it is written otherwise, compiling is as slow as it was.
+    """
+    try:
+        inliner: Any = importlib.import_module("numba.cuda.core.inline_closurecall")
+        lock = importlib.import_module("numba.cuda.core.compiler_lock").global_compiler_lock
+        worker, inline_function = inliner.InlineWorker, inliner.InlineWorker.inline_function
+        as_it_is = SimpleNamespace(copy=inliner.copy.copy, deepcopy=lambda block, *memo: block)
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def without_copies(*arguments: Any, **keywords: Any) -> Any:
+        before, inliner.copy = inliner.copy, as_it_is  # it calls itself, for functions in functions
+        try:
+            return inline_function(*arguments, **keywords)
+        finally:
+            inliner.copy = before
+
+    with lock:  # nobody else compiles meanwhile
+        worker.inline_function = without_copies
+        try:
+            yield
+        finally:
+            worker.inline_function = inline_function
 
 
 @functools.cache

@@ -1,14 +1,17 @@
 """toolchain.py: NumPy's missing names, and which numba.cuda is taken."""
 
+import importlib
 import os
 import subprocess
 import sys
 import types
 
+import compiler
 import numpy as np
 import pytest
 
-from numba_flash import toolchain
+from numba_flash import compiled, toolchain
+from numba_flash.config import MmaConfig
 
 
 def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):
@@ -71,3 +74,16 @@ def test_the_simulator_is_what_the_environment_says(value, expected):
     code = "from numba_flash import toolchain as t; a = t.simulated(); import numba; print(a, t.simulated())"
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(expected)] * 2
+
+
+@compiler.needed
+def test_inlining_copies_nothing_and_leaves_numba_as_it_was(monkeypatch):
+    toolchain.cuda()
+    inliner = importlib.import_module("numba.cuda.core.inline_closurecall")
+    copies, deepcopy = [], inliner.copy.deepcopy
+    counted = types.SimpleNamespace(copy=inliner.copy.copy, deepcopy=lambda x, *memo: copies.append(x) or deepcopy(x))
+    monkeypatch.setattr(inliner, "copy", counted)
+    before = inliner.copy, inliner.InlineWorker.inline_function
+    compiled.to_ptx(MmaConfig("mma", "float16", 16, 16, 16, 16), (8, 0))
+    assert not copies
+    assert (inliner.copy, inliner.InlineWorker.inline_function) == before
