@@ -40,12 +40,6 @@ def store_b32(typingctx, address, value):
 
 
 @intrinsic
-def store_v2(typingctx, address, low, high):
-    """st.global.v2.b32 [address], {low, high}: 8 bytes. address: a multiple of 8."""
-    return asm.scalars("st.global.v2.b32 [$0], {$1, $2};", types.void(types.int64, types.uint32, types.uint32))
-
-
-@intrinsic
 def store_v4(typingctx, address, values, at):
     """st.global.v4.b32 [address], values[at : at + 4]: 16 bytes of a local uint32 array. address: a multiple of 16."""
 

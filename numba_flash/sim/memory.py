@@ -18,10 +18,6 @@ def store_b32(address, value):
     _at(address, 4, 4).view(np.uint32)[0] = u32(value)
 
 
-def store_v2(address, low, high):
-    _at(address, 8, 8).view(np.uint32)[:] = u32(low), u32(high)
-
-
 def store_v4(address, values, at):
     _at(address, 16, 16).view(np.uint32)[:] = values[at : at + 4].view(np.uint32)
 

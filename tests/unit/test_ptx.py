@@ -84,7 +84,6 @@ USES = {
     "memory.address": ("st.global.b32", "memory.store_b32(memory.address(out, i), uint32(1))"),
     "memory.store_b16": ("st.global.b16", "memory.store_b16(g, uint32(i))"),
     "memory.store_b32": ("st.global.b32", "memory.store_b32(g, uint32(i))"),
-    "memory.store_v2": ("st.global.v2.b32", "memory.store_v2(g, uint32(1), uint32(2))"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
     "memory.add_f32": ("red.global.add.f32", "memory.add_f32(g, x)"),
