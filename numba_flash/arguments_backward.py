@@ -8,17 +8,17 @@ from typing import Any
 from .arguments import Scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
-from .config_seed_backward import BackwardConfig
+from .config_backward import BackwardConfig
 from .ranges import UNBOUNDED
 
-# (batch, heads, seqlen_q) each in the computing type, but for the last two (launch_backward.workspace).
-WORKSPACE = ("delta", "slope_rows", "dq_sums", "turns")
+# In the computing type; of what shape, launch_backward.workspace says.
+WORKSPACE = ("delta", "slope_rows", "row_facts")
 # As the kernels call them: an array of offsets goes beside the number that is added to it.
 OPERANDS = tuple("q_offsets" if name == "q_offset" else name for name in (*GradientOperands._fields, *WORKSPACE))
 
 _INPUTS = "q k v do lse delta bias mask alibi_slopes seqlens_k q_offsets".split()
 _LAYOUTS = "q_strides k_strides v_strides do_strides bias_strides mask_strides alibi_strides batch_strides".split()
-_TENSOR_INPUTS = [name for name in _INPUTS if name not in ("bias", "mask")]
+_TENSOR_INPUTS = "q k v do row_facts alibi_slopes seqlens_k q_offsets".split()
 _TENSOR_LAYOUTS = [name for name in _LAYOUTS if name not in ("bias_strides", "mask_strides")]
 _SIZES = "batch heads heads_kv seqlen_q seqlen_k left right q_offset scale softcap".split()
 # kernel -> (its arrays, of OPERANDS; its numbers)
@@ -28,13 +28,8 @@ PARAMETERS: dict[str, tuple[list[str], list[str]]] = {
     "v2_dq": ([*_INPUTS, "dq", "slope_rows"], [*_LAYOUTS, "dq_strides", *_SIZES]),
     "v2_dbias": ([*_INPUTS, "dbias"], [*_LAYOUTS, "dbias_strides", "dbias_shape", *_SIZES]),
     "v2_dalibi": (["slope_rows", "dalibi_slopes"], "dalibi_strides batch heads seqlen_q".split()),
+    "mma_rows": ("do o lse dlse row_facts".split(), "do_strides o_strides dlse_strides heads seqlen_q".split()),
     "mma_dkdv": ([*_TENSOR_INPUTS, "dk", "dv"], [*_TENSOR_LAYOUTS, "dk_strides", "dv_strides", *_SIZES]),
-    "mma_dkdvdq": (
-        [*_TENSOR_INPUTS, "dk", "dv", "dq_sums", "turns"],
-        [*_TENSOR_LAYOUTS, "dk_strides", "dv_strides", *_SIZES],
-    ),
-    "mma_dq_rows": ([*_TENSOR_INPUTS, "dq", "dq_sums", "turns"], [*_TENSOR_LAYOUTS, "dq_strides", *_SIZES]),
-    "zeros": (["turns"], "batch heads seqlen_q".split()),
     "mma_dq": ([*_TENSOR_INPUTS, "dq"], [*_TENSOR_LAYOUTS, "dq_strides", *_SIZES]),
 }
 _TUPLES = dict(dlse_strides=3, alibi_strides=2, dalibi_strides=2, batch_strides=2)
@@ -43,7 +38,7 @@ _TUPLES = dict(dlse_strides=3, alibi_strides=2, dalibi_strides=2, batch_strides=
 def pointer_types(config: BackwardConfig) -> tuple[str, ...]:
     """The element types behind the pointers."""
     types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), config.dtype)
-    types |= dict.fromkeys(("lse", "dlse", *WORKSPACE), config.compute_dtype) | dict(turns="uint32")
+    types |= dict.fromkeys(("lse", "dlse", *WORKSPACE), config.compute_dtype)
     types |= dict(mask="uint8", seqlens_k="int32", q_offsets="int32")
     types |= dict.fromkeys(("bias", "dbias"), getattr(config, "bias_dtype", None) or "float32")
     types |= dict.fromkeys(("alibi_slopes", "dalibi_slopes"), getattr(config, "alibi_dtype", None) or "float32")

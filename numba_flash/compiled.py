@@ -27,7 +27,7 @@ from .cache_folder import cache_folder
 from .config import Config, SoftmaxConfig
 
 if TYPE_CHECKING:
-    from .config_seed_backward import BackwardConfig
+    from .config_backward import BackwardConfig
 
     AnyConfig = BackwardConfig | SoftmaxConfig
 else:
@@ -42,11 +42,9 @@ MODULES = {
     "v2_dq": "v2_backward_dq",
     "v2_dbias": "v2_backward_dbias",
     "v2_dalibi": "v2_backward_dalibi",
+    "mma_rows": "mma_backward_rows",
     "mma_dkdv": "mma_backward_dkdv",
-    "mma_dkdvdq": "mma_backward_dkdv",
-    "mma_dq_rows": "mma_backward_dq_rows",
     "mma_dq": "mma_backward_dq",
-    "zeros": "zeros",
     "safe": "softmax_safe",
     "online": "softmax_online",
     "blocked": "softmax_blocked",

@@ -4,6 +4,35 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .config import Config, tile_bytes
+from .config_seed_backward import DalibiConfig, DeltaConfig
+
+
+@dataclass(frozen=True)
+class MmaRowsConfig:
+    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes."""
+
+    dtype: str
+    head_dim_v: int
+    has_dlse: bool
+    wide: bool
+    threads: int = 256
+    lanes: int = 8
+
+    kernel: ClassVar[str] = "mma_rows"
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    tensor_maps: ClassVar[int] = 0
+    whole_program: ClassVar[bool] = False
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.lanes not in (1, 2, 4, 8, 16, 32) or self.threads < 32 or self.threads % 32:
+            raise ValueError(f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
+
+    @property
+    def rows(self) -> int:
+        """Of one block."""
+        return self.threads // self.lanes
 
 
 @dataclass(frozen=True)
@@ -21,6 +50,7 @@ class MmaBackwardConfig(Config):
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
     STAGES: ClassVar[int] = 2
+    NOTES: ClassVar[int] = 5  # of a block, 16 bytes each (kernels/steps/notes.py)
     group: ClassVar[int] = 1  # a tile is of one head
 
     def __post_init__(self) -> None:
@@ -72,35 +102,15 @@ class MmaDkdvConfig(MmaBackwardConfig):
     """Of mma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    of_dq: it also adds its share to the sums of dQ in global memory, which MmaDqRowsConfig's kernel then rounds.
     """
 
     of_dk: bool = True
     of_dv: bool = True
-    of_dq: bool = False
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
-        if self.of_dq and (not self.of_dk or self.tile_m // self.dq_rows > self.threads // 32):
-            raise ValueError("of_dq needs of_dk, and a warp for every strip of queries")
         super().__post_init__()
-
-    @property
-    def dq_rows(self) -> int:
-        """Queries of a tile whose dQ one warp computes."""
-        return 32 if self.tile_m % 32 == 0 else 16
-
-    @property
-    def dq_columns(self) -> int:
-        """Columns of dQ that one warp computes: the warps beside each other share all of them, in steps of 16."""
-        beside = self.threads // 32 // (self.tile_m // self.dq_rows)
-        return -(-self.depth // (16 * beside)) * 16
-
-    @property
-    def dq_tile(self) -> int:
-        """Numbers that the sums of one tile's dQ take in global memory."""
-        return self.threads * self.dq_rows * self.dq_columns // 32
 
     @property
     def own_rows(self) -> int:
@@ -111,27 +121,18 @@ class MmaDkdvConfig(MmaBackwardConfig):
         return self.tile_m
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where K, V, the stages of Q and of dO, dS, the stages of lse and delta, the block's number and the end are.
+        """Where K, V, the stages of Q, of dO, of lse and delta, which queries see each key, the block's notes and the
+        end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
         v_at = tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
         q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
         do_at = q_at + self.STAGES * tile_bytes(self.tile_m, self.depth)
-        ds_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
-        rows_at = ds_at + (tile_bytes(self.tile_n, self.tile_m) if self.of_dq else 0)
-        number_at = rows_at + self.STAGES * 8 * self.tile_m
-        return 0, v_at, q_at, do_at, ds_at, rows_at, number_at, number_at + (16 if self.of_dq else 0)
-
-
-@dataclass(frozen=True)
-class MmaDqRowsConfig(MmaDkdvConfig):
-    """Of mma_backward_dq_rows, which rounds the sums of dQ that mma_backward_dkdv left: facts of that kernel."""
-
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where dQ, a word for each of its rows, and the end are."""
-        notes_at = tile_bytes(self.tile_m, self.depth)
-        return 0, notes_at, notes_at + 4 * self.tile_m
+        rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
+        seen_at = rows_at + self.STAGES * 8 * self.tile_m
+        notes_at = seen_at + 8 * self.tile_n
+        return 0, v_at, q_at, do_at, rows_at, seen_at, notes_at, notes_at + self.NOTES * 16
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,17 @@ class MmaDqConfig(MmaBackwardConfig):
         return self.tile_n
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, dO, the stages of K, those of V, and the end are. dQ is staged in Q's place."""
+        """Where Q, dO, the stages of K, those of V, what each query needs (which keys it sees, lse, -delta), the
+        block's notes and the end are.
+
+        dQ is staged in Q's place.
+        """
         do_at = tile_bytes(self.tile_m, self.depth)
         k_at = do_at + tile_bytes(self.tile_m, self.width)
         v_at = k_at + self.STAGES * tile_bytes(self.tile_n, self.depth)
-        return 0, do_at, k_at, v_at, v_at + self.STAGES * tile_bytes(self.tile_n, self.width)
+        seen_at = v_at + self.STAGES * tile_bytes(self.tile_n, self.width)
+        notes_at = seen_at + 16 * self.tile_m
+        return 0, do_at, k_at, v_at, seen_at, notes_at, notes_at + self.NOTES * 16
+
+
+BackwardConfig = Config | DeltaConfig | DalibiConfig | MmaRowsConfig  # that of every kernel of a backward

@@ -1,4 +1,4 @@
-"""Configs of delta, which every backward begins with, and of v2's backward kernels."""
+"""Configs of v2's backward kernels, of which delta is the first."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -154,22 +154,3 @@ class DalibiConfig:
     @property
     def shared_bytes(self) -> int:
         return self.threads * ITEM_SIZE[self.compute_dtype]
-
-
-@dataclass(frozen=True)
-class ZerosConfig:
-    """Of zeros, which sets `turns` of mma_backward_dkdv's tiles of tile_m queries to zero."""
-
-    tile_m: int
-    threads: int = 256
-
-    kernel: ClassVar[str] = "zeros"
-    dtype: ClassVar[str] = "uint32"
-    compute_dtype: ClassVar[str] = "float32"
-    shared_bytes: ClassVar[int] = 0
-    tensor_maps: ClassVar[int] = 0
-    whole_program: ClassVar[bool] = False
-    blocks_per_sm: ClassVar[int] = 0
-
-
-BackwardConfig = Config | DeltaConfig | DalibiConfig | ZerosConfig  # that of every kernel of a backward

@@ -7,7 +7,7 @@ from . import gradients, launch, launch_backward
 from .api import understand_call
 from .backward_problem import BackwardProblem
 from .config import Config
-from .config_seed_backward import BackwardConfig
+from .config_backward import BackwardConfig
 from .problem import Problem
 from .select import Choice
 from .select_backward import BackwardChoice

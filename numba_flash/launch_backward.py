@@ -10,8 +10,8 @@ from . import arrays, reference
 from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
-from .config_backward import MmaDkdvConfig, MmaDqRowsConfig
-from .config_seed_backward import BackwardConfig, DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, ZerosConfig
+from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
+from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
@@ -32,9 +32,9 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     forward = problem.forward
     if isinstance(config, DeltaConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
-    if isinstance(config, ZerosConfig):
-        return -(-(query_tiles(problem, config.tile_m) + 1) // config.threads)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig) and not isinstance(config, MmaDqRowsConfig):
+    if isinstance(config, MmaRowsConfig):
+        return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
+    if isinstance(config, DkdvConfig | MmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
@@ -44,21 +44,19 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
 
 
-def query_tiles(problem: BackwardProblem, tile_m: int) -> int:
-    """Of all heads together."""
-    return problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // tile_m)
-
-
-def workspace(choice: BackwardChoice, problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each of WORKSPACE."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
-    shapes = dict.fromkeys(WORKSPACE, rows)
-    for config in choice.configs:
-        if isinstance(config, MmaDkdvConfig) and config.of_dq:
-            tiles = query_tiles(problem, config.tile_m)
-            shapes["dq_sums"] = (tiles * config.dq_tile,), "float32"
-            shapes["turns"] = (tiles + 1,), "uint32"
-    return shapes
+    facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
+    return dict.fromkeys(WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+
+
+PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
+
+
+def _pieces(problem: BackwardProblem) -> int:
+    """Of each head."""
+    return -(-problem.forward.seqlen_q // PIECE_ROWS)
 
 
 class _Sequence(Launch):
@@ -74,7 +72,7 @@ class _Sequence(Launch):
             if blocks
         ]
         used = {number for _, taken in self._steps for number in taken}
-        shapes = workspace(choice, problem)
+        shapes = workspace(problem)
         self._workspace = [shapes[name] if OPERANDS.index(name) in used else None for name in WORKSPACE]
 
     def load(self) -> None:

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .backward_problem import BackwardProblem
-from .config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaDqRowsConfig
+from .config_backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from .config_seed_backward import (
-    BackwardConfig,
     DalibiConfig,
     DbiasConfig,
     DeltaConfig,
     DkdvConfig,
     DqConfig,
     SeedBackwardConfig,
-    ZerosConfig,
 )
 from .select import KERNELS, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
 from .target import Target
@@ -38,6 +36,7 @@ MMA_DKDV_TILES = (
     (128, True, 32, 64, 16, False, 2, True),
     (128, False, 32, 64, 16, False, 2, False),
     (128, False, 32, 64, 16, False, 1, False),
+    (256, True, 32, 128, 16, False, 1, False),
     (256, False, 32, 64, 16, False, 1, False),
     (256, False, 16, 32, 16, False, 1, False),
 )
@@ -48,13 +47,10 @@ MMA_DQ_TILES = (
     (128, True, 128, 32, 32, False, 2),
     (128, False, 64, 32, 16, False, 2),
     (128, False, 64, 32, 16, False, 1),
+    (256, True, 64, 64, 16, False, 1),
     (256, False, 64, 32, 16, False, 1),
     (256, False, 32, 16, 16, False, 1),
 )
-# (largest head_dim, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm) of mma_backward_dkdv with dQ in it, which
-# multiplies five times where two kernels multiply seven times. No row before it has been measured; those to begin
-# with are (64, 32, 128, 32, False, 2) and (128, 64, 128, 16, False, 1).
-MMA_TOGETHER_TILES: tuple[tuple[Any, ...], ...] = ()
 MMA_SIMULATOR_DKDV_TILES = ((128, False, 32, 32, 16, False, 0, True), (256, False, 32, 32, 16, False, 0, False))
 MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0),)
 
@@ -172,15 +168,9 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         usable = [row[2:] for row in rows if head_dim <= row[0] and (plain or not row[1])]
         return _first_that_fits([make(problem, *row) for row in usable], target)
 
-    if plain and {"dq", "dk", "dv"} <= set(problem.wanted):
-        for widest, *row in MMA_TOGETHER_TILES:
-            if head_dim <= widest:
-                fused = [_mma_together(kind, name, problem, *row) for kind, name in TOGETHER]
-                if max(config.shared_bytes for config in fused) <= target.shared_bytes:
-                    return (delta_config(problem, target), ZerosConfig(row[0]), *fused)
     dkdv = MMA_SIMULATOR_DKDV_TILES if target.simulated else MMA_DKDV_TILES
     dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
-    made: list[BackwardConfig] = [delta_config(problem, target)]
+    made: list[BackwardConfig] = [_mma_rows(problem, target)]
     made += made_of(_mma_dkdv, dkdv)
     if "dq" in problem.wanted:
         made += made_of(_mma_dq, dq)
@@ -194,6 +184,16 @@ def _first_that_fits(candidates: Sequence[Sequence[MmaBackwardConfig]], target: 
         return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
     return next((made for made in candidates if all(map(fits, made))), candidates[-1])
+
+
+def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
+    forward = problem.forward
+    wide = not any(
+        no_wide_rows(name, strides, forward.head_dim_v)
+        for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
+    )
+    threads = 32 if target.simulated else 256
+    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads)
 
 
 def _mma_dkdv(
@@ -211,22 +211,6 @@ def _mma_dkdv(
     ]  # fmt: skip
 
 
-TOGETHER: tuple[tuple[type[MmaDkdvConfig], str], ...] = (
-    (MmaDkdvConfig, "mma_dkdvdq"),
-    (MmaDqRowsConfig, "mma_dq_rows"),
-)
-
-
-def _mma_together(
-    kind: type[MmaDkdvConfig], name: str, problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int,
-    in_registers: bool, blocks_per_sm: int,
-) -> MmaDkdvConfig:  # fmt: skip
-    return kind(
-        **_features(problem), kernel=name, tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
-        in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dq=True,
-    )  # fmt: skip
-
-
 def _mma_dq(
     problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int
 ) -> list[MmaBackwardConfig]:
@@ -239,7 +223,7 @@ def _mma_dq(
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
-    """Of the kernel that every GPU rung begins with."""
+    """Of the kernel that v2 begins with."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
     return DeltaConfig(problem.forward.dtype, problem.forward.head_dim_v, problem.has_dlse, threads, lanes)
 

@@ -8,7 +8,7 @@ keys that they see, like the forward, but without an online softmax: lse is know
 and at the end dQ *= scale. What a lane holds of dS is, rounded to 16 bits, what it must hold as the first operand of
 dS . K, so it never leaves the registers. Tiles of K and V come by cp.async while the products of the tile before run.
 
-Letters as in v2; lse_log2 and minus_delta are those of the lane's rows.
+Letters as in v2. Which keys a query sees, its lse and its -delta lie in shared memory.
 
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
 Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
@@ -16,11 +16,22 @@ Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along d
 
 import math
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import cp_async, cvt, fragments, memory, shared, special
-from .steps import async_tiles, elements, fragment_products, fragment_scores, gradient_rows, score_gradients, scores
+from ..ptx import cp_async, cvt, fragments, ld_st, memory, shared, special
+from .steps import (
+    async_tiles,
+    elements,
+    fragment_products,
+    fragment_scores,
+    gradient_rows,
+    notes,
+    row_facts,
+    score_gradients,
+    scores,
+)
 from .steps import repair_queries as repair_queries_step
 from .steps.integers import divide
 
@@ -32,8 +43,8 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     in_registers, alignment = config.in_registers, config.ALIGNMENT
-    _, do_at, k_at, v_at, end_at = config.shared_offsets()
-    k_stage, v_stage = (v_at - k_at) // 2, (end_at - v_at) // 2  # bytes
+    _, do_at, k_at, v_at, of_rows_at, notes_at, _ = config.shared_offsets()
+    k_stage, v_stage = (v_at - k_at) // 2, (of_rows_at - v_at) // 2  # bytes
     strips, blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
     s_count, frag_count, dq_count = strips * blocks * 4, strips * blocks * 2, strips * depth // 2
     q_count, do_count = strips * depth // 4, strips * width // 4
@@ -43,7 +54,7 @@ def make(config):
     load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
     head, _ = scores.make(config)
-    one_score, limits, _, _ = fragment_scores.make(config, strips)
+    one_score, _, _, _ = fragment_scores.make(config, strips)
     weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product = fragment_products.make(config)
     load_q_frag, load_do_frag = load_own(depth), load_own(width)
@@ -52,11 +63,13 @@ def make(config):
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, warp_rows, head_dim)
     repair_queries = repair_queries_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
+    load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
-    log2_e, inf = float32(fragment_scores.LOG2_E), float32(math.inf)
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    inf = float32(math.inf)
 
     @cuda.jit(device=True, inline="always")
     def aligned(address):
@@ -73,50 +86,110 @@ def make(config):
         return b, h, divide(h, divide(heads, heads_kv)), first_query
 
     @cuda.jit(device=True, inline="always")
-    def load_tile(j, odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread):
+    def note_place(
+        b, h, h_kv, first_query, tile_pos, keys, walk, heads, seqlen_q, row_facts, k_strides, v_strides, left, right,
+        q_smem, thread,
+    ):  # fmt: skip
+        """What every tile needs to know."""
+        if thread == 0:
+            v_base = b * v_strides[0] + h_kv * v_strides[1]
+            notes.put(q_smem + int32(notes_at), b * k_strides[0] + h_kv * k_strides[1], v_base)
+            notes.put(q_smem + int32(notes_at + notes.SIZE), int64(tile_pos), int64(keys))
+            notes.put(q_smem + int32(notes_at + 2 * notes.SIZE), int64(b), int64(h))
+            notes.put(q_smem + int32(notes_at + 3 * notes.SIZE), int64(first_query), int64(h_kv))
+            notes.put_range(q_smem + int32(notes_at + 4 * notes.SIZE), walk[0], walk[1])
+        head_facts = int64(b * heads + h) * (pieces(seqlen_q) * piece)
+        for step in range(-(-tile_m // threads)):
+            row = int32(thread + step * threads)
+            if row < tile_m:
+                first_key, end_key = row_keys(tile_pos + row, left, right, keys)
+                lse_log2, minus_delta = inf, float32(0)
+                if first_query + row < seqlen_q:
+                    at = head_facts + place(first_query + row)
+                    lse_log2, minus_delta = row_facts[at], row_facts[at + minus_delta_at]
+                of_row = q_smem + int32(of_rows_at) + 16 * row
+                notes.put_range(of_row, int32(first_key), int32(end_key))
+                store_shared(of_row + 8, float32(lse_log2).view(np.uint32))
+                store_shared(of_row + 12, float32(minus_delta).view(np.uint32))
+
+    @cuda.jit(device=True, inline="always")
+    def is_whole(j, q_smem):
+        """Whether every row sees every key of tile j."""
+        free, cut = notes.get_range(q_smem + int32(notes_at + 4 * notes.SIZE))
+        return j >= free and j < cut
+
+    @cuda.jit(device=True, inline="always")
+    def of_row(r, thread, q_smem):
+        """Where in shared memory that of the lane's row r lies."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        return q_smem + int32(of_rows_at) + 16 * (warp * warp_rows + int32(first_row_of(lane)) + r * 8)
+
+    @cuda.jit(device=True, inline="always")
+    def distances(j, thread, q_smem, distance):
+        """q_pos - k_pos of the lane's rows and its first column of key tile j."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        tile_pos, _ = notes.get(q_smem + int32(notes_at + notes.SIZE))
+        for r in range(rows):
+            row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(tile_pos + row - int64(j) * tile_n - int32(first_column_of(lane)))
+
+    @cuda.jit(device=True, inline="always")
+    def load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread):
         """Start the copies of K and V of key tile j to stage `odd`."""
-        first_key = int64(j) * tile_n
-        keys_left = int32(min(keys - first_key, tile_n))
-        k_base = b * k_strides[0] + h_kv * k_strides[1] + first_key * k_strides[2]
-        v_base = b * v_strides[0] + h_kv * v_strides[1] + first_key * v_strides[2]
+        first_key = int32(j * int32(tile_n))
+        k_base, v_base = notes.get(q_smem + int32(notes_at))
+        _, keys = notes.get(q_smem + int32(notes_at + notes.SIZE))
+        keys_left = int32(int32(keys) - first_key)
+        k_base += first_key * k_strides[2]
+        v_base += first_key * v_strides[2]
         load_k(tiles[0] + odd * k_stage, address(k, k_base), 2 * k_strides[2], 0, keys_left, head_dim, thread)
         load_v(tiles[1] + odd * v_stage, address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
 
     @cuda.jit(device=True, inline="always")
-    def turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q):
+    def turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles):
         """Wait for the tile in stage `odd` and start the copies of the next one, tile j - 1."""
         wait_all()
         cuda.syncthreads()  # tile j is there, and everyone is done with the one before
         if j > begin:
-            # Worked out again: kept through the loop, it would cost the registers that S needs.
-            b, _, h_kv, _ = tile_of(block_index(), heads, heads_kv, seqlen_q)
-            next_j, next_odd = int32(j - 1), int32(odd ^ 1)
-            load_tile(next_j, next_odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread_index())
+            load_tile(int32(j - 1), int32(odd ^ 1), k, v, k_strides, v_strides, q_smem, tiles, thread_index())
         commit()
 
     @cuda.jit(device=True, inline="always")
-    def weigh(acc_s, acc_dp, ds_frag, lse_log2, slope, distance, first, end, scale, softcap, masked):
-        """ds_frag <- dS in 16 bits. masked, a constant: some columns are not seen by some rows."""
-        ds = cuda.local.array(2, float32)
+    def start_dp(acc_dp, q_smem, thread):
+        """acc_dp <- -delta of each row, so that the product adds up to dP - delta."""
         for r in range(rows):
+            minus_delta = uint32(load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
+            for n in range(blocks):
+                for x in range(2):
+                    acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
+
+    @cuda.jit(device=True, inline="always")
+    def weigh(j, acc_s, acc_dp, ds_frag, q_smem, thread, slope, distance, scale, softcap, masked):
+        """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
+        four = cuda.local.array(4, uint32)
+        ds = cuda.local.array(2, float32)
+        first_column = int32(j * int32(tile_n) + int32(first_column_of(thread & int32(31))))
+        for r in range(rows):
+            load_v4(four, 0, of_row(r, thread, q_smem))
+            first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
+            lse_log2 = four[2].view(np.float32)
             for n in range(blocks):
                 block = (r // 2) * blocks + n
                 at = block * 4 + (r % 2) * 2
-                for i in range(2):
-                    column = int32(n * 8 + i)
-                    product = acc_s[at + i]
-                    p = weight(product, slope, distance[r] - float32(column), scale, softcap, lse_log2[r])
-                    ds[i] = p * acc_dp[at + i]
+                for x in range(2):
+                    column = int32(n * 8 + x)
+                    product = acc_s[at + x]
+                    p = weight(product, slope, distance[r] - float32(column), scale, softcap, lse_log2)
+                    ds[x] = p * acc_dp[at + x]
                     if has_softcap:
-                        ds[i] *= through_softcap(product, scale, softcap)
-                    if masked and (column < first[r] or column >= end[r]):
-                        ds[i] = float32(0)
+                        ds[x] *= through_softcap(product, scale, softcap)
+                    if masked and (column < first or column >= end):
+                        ds[x] = float32(0)
                 ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
     @cuda.jit(device=True, inline="always")
     def products_of_tile(
-        odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, lse_log2, minus_delta, slope, distance, first, end,
-        scale, softcap, masked,
+        j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, masked
     ):  # fmt: skip
         """dQ += what the key tile in stage `odd` gives."""
         q_frag, do_frag, ds_frag, b_frag = fragments_
@@ -125,17 +198,15 @@ def make(config):
         for x in range(s_count):
             acc_s[x] = float32(0)
         multiply_q_k(acc_s, q_frag, b_frag, own[0] + own_lane, k_tile + other_lane)
-        for strip in range(strips):
-            for n in range(blocks):
-                for i in range(4):  # so that the product adds up to dP - delta
-                    acc_dp[(strip * blocks + n) * 4 + i] = minus_delta[strip * 2 + i // 2]
+        thread = thread_index()
+        start_dp(acc_dp, own[0], thread)
         multiply_do_v(acc_dp, do_frag, b_frag, own[1] + own_lane, v_tile + other_lane)
-        weigh(acc_s, acc_dp, ds_frag, lse_log2, slope, distance, first, end, scale, softcap, masked)
+        weigh(j, acc_s, acc_dp, ds_frag, own[0], thread, slope, distance, scale, softcap, masked)
         multiply_ds_k(acc_dq, ds_frag, b_frag, k_tile + other_transposed)
 
     @cuda.jit
     def flash_attention_mma_dq(
-        q, k, v, do, lse, delta, alibi_slopes, seqlens_k, q_offsets, dq,
+        q, k, v, do, row_facts, alibi_slopes, seqlens_k, q_offsets, dq,
         q_strides, k_strides, v_strides, do_strides, alibi_strides, batch_strides, dq_strides,
         batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
     ):  # fmt: skip
@@ -153,6 +224,16 @@ def make(config):
         tiles = (q_smem + int32(k_at), q_smem + int32(v_at))  # two of K (tile_n, depth), two of V (tile_n, width)
         lanes = lanes_of(thread)
 
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(tile_pos + queries_left - 1, left, right, keys)
+        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, free, cut = int32(begin_), int32(free_), int32(cut_)
+        note_place(
+            b, h, h_kv, first_query, tile_pos, keys, (free, cut), heads, seqlen_q, row_facts, k_strides, v_strides,
+            left, right, q_smem, thread,
+        )  # fmt: skip
+        cuda.syncthreads()
+
         acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
         acc_dq = cuda.local.array(dq_count, float32)  # (strips, depth / 8, 4)
@@ -160,36 +241,19 @@ def make(config):
         q_frag = cuda.local.array(q_count, uint32)  # (strips, depth / 16, 4)
         do_frag = cuda.local.array(do_count, uint32)  # (strips, width / 16, 4)
         b_frag = cuda.local.array(4, uint32)  # (16, 16) of K or V
-        lse_log2 = cuda.local.array(rows, float32)
-        minus_delta = cuda.local.array(rows, float32)
-        first = cuda.local.array(rows, int32)
-        end = cuda.local.array(rows, int32)
         distance = cuda.local.array(rows, float32)
         fragments_ = (q_frag, do_frag, ds_frag, b_frag)
         for x in range(dq_count):
             acc_dq[x] = float32(0)
 
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(tile_pos + queries_left - 1, left, right, keys)
-        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         j, odd = int32(stop_ - 1), int32(0)  # odd: which stage is in use
         if j >= begin:
             q_base = b * q_strides[0] + h * q_strides[1] + first_query * q_strides[2]
             do_base = b * do_strides[0] + h * do_strides[1] + first_query * do_strides[2]
             load_q(own[0], address(q, q_base), 2 * q_strides[2], 0, queries_left, head_dim, thread)
             load_do(own[1], address(do, do_base), 2 * do_strides[2], 0, queries_left, head_dim_v, thread)
-            load_tile(j, odd, k, v, k_strides, v_strides, b, h_kv, tiles, keys, thread)
+            load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread)
         commit()
-        for r in range(rows):
-            # A query that sees no key, or does not exist, has +inf for its lse: its weights are 0 then.
-            query = first_query + warp * warp_rows + int32(first_row_of(lane)) + r * 8
-            lse_log2[r] = inf
-            minus_delta[r] = float32(0)
-            if query < seqlen_q:
-                row_lse = float32(lse[(b * heads + h) * seqlen_q + query]) * log2_e
-                lse_log2[r] = inf if row_lse == -inf else row_lse
-                minus_delta[r] = -float32(delta[(b * heads + h) * seqlen_q + query])
         slope = float32(0)
         if has_alibi:
             slope = load_slope(alibi_slopes, b * alibi_strides[0] + h * alibi_strides[1])
@@ -199,40 +263,37 @@ def make(config):
             load_q_frag(q_frag, own[0] + lanes[0])
             load_do_frag(do_frag, own[1] + lanes[0])
 
+        whole = j >= free and j < cut
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
-            while j >= begin and (j >= cut or j < free):
-                turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q)
-                now = thread_index()
-                limits(
-                    j, (now >> int32(5)) * warp_rows, now & int32(31), tile_pos, left, right, keys,
-                    first, end, distance,
-                )  # fmt: skip
-                products_of_tile(
-                    odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, lse_log2, minus_delta, slope, distance,
-                    first, end, scale, softcap, True,
-                )  # fmt: skip
-                j, odd = int32(j - 1), int32(odd ^ 1)
-            while j >= free and j < cut:
-                turn(j, odd, begin, k, v, k_strides, v_strides, tiles, keys, heads, heads_kv, seqlen_q)
+            while j >= begin and not whole:
+                turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles)
                 if has_alibi:
-                    now = thread_index()
-                    row = (now >> int32(5)) * warp_rows + int32(first_row_of(now & int32(31)))
-                    column = int32(first_column_of(now & int32(31)))
-                    for r in range(rows):
-                        distance[r] = float32(tile_pos + row + r * 8 - int64(j) * tile_n - column)
+                    distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
-                    odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, lse_log2, minus_delta, slope, distance,
-                    first, end, scale, softcap, False,
+                    j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, True
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ 1)
+                whole = is_whole(j, q_smem)
+            while j >= begin and whole:
+                turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles)
+                if has_alibi:
+                    distances(j, thread_index(), q_smem, distance)
+                products_of_tile(
+                    j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, False
+                )  # fmt: skip
+                j, odd = int32(j - 1), int32(odd ^ 1)
+                whole = is_whole(j, q_smem)
 
-        # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is worked
-        # out again: kept through the loop, it would cost the registers that S needs.
+        # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
+        # notes: kept through the loop, it would cost the registers that S needs.
         wait_all()
-        b, h, h_kv, first_query = tile_of(block_index(), heads, heads_kv, seqlen_q)
-        _, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        tile_pos, keys_ = notes.get(q_smem + int32(notes_at + notes.SIZE))
+        b, h_ = notes.get(q_smem + int32(notes_at + 2 * notes.SIZE))
+        first_query_, h_kv_ = notes.get(q_smem + int32(notes_at + 3 * notes.SIZE))
+        h, h_kv, first_query, keys = int32(h_), int32(h_kv_), int32(first_query_), int32(keys_)
+        q_start = tile_pos - first_query
         queries_left = int32(min(seqlen_q - first_query, tile_m))
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -243,7 +304,7 @@ def make(config):
         if suspects != 0:
             repair_queries(
                 suspects, first_row, lane, (q, k, v, do), (q_strides, k_strides, v_strides, do_strides),
-                dq, dq_strides, lse, delta, slope, b, h, heads, h_kv, first_query, q_start, seqlen_q, keys,
+                dq, dq_strides, row_facts, slope, b, h, heads, h_kv, first_query, q_start, seqlen_q, keys,
                 left, right, scale, softcap,
             )  # fmt: skip
 

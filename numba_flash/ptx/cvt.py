@@ -1,4 +1,5 @@
-"""cvt: two float32 numbers rounded to 16 bits in one register (PTX ISA 9.7.9.21). cc 8.0; any thread, no ordering.
+"""cvt: two float32 numbers rounded to 16 bits in one register, and back (PTX ISA 9.7.9.21). cc 8.0; any thread, no
+ordering.
 
 Rounding is to nearest, ties to even; what is too large becomes inf, NaN stays NaN.
 """
@@ -21,3 +22,17 @@ def pack_bf16x2(typingctx, low, high):
     """cvt.rn.bf16x2.f32: low in bits 0 to 15, high in 16 to 31. Twin: sim.cvt.pack_bf16x2."""
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return asm.scalars(text, types.uint32(types.float32, types.float32), effect=False)
+
+
+@intrinsic
+def low_f16(typingctx, two):
+    """cvt.f32.f16: the float16 in bits 0 to 15 of a register, exactly. Twin: sim.cvt.low_f16."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
+    return asm.scalars(text, types.float32(types.uint32), effect=False)
+
+
+@intrinsic
+def high_f16(typingctx, two):
+    """cvt.f32.f16: the float16 in bits 16 to 31 of a register, exactly. Twin: sim.cvt.high_f16."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
+    return asm.scalars(text, types.float32(types.uint32), effect=False)

@@ -27,6 +27,18 @@ def address(typingctx, pointer, index):
 
 
 @intrinsic
+def load_v4(typingctx, values, at, address):
+    """ld.global.v4.b32: values[at : at + 4] (local uint32) = 16 bytes at a global address, a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        asm.emit(builder, f"ld.global.v4.b32 {asm.braces(0, 4)}, [$4];", [values], [args[2]])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int32, types.int64), codegen
+
+
+@intrinsic
 def store_b16(typingctx, address, value):
     """st.global.b16 [address], value: the low 16 bits of value. address: a multiple of 2."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.global.b16 [$0], low; }"
@@ -64,12 +76,3 @@ def add(typingctx, address, value):
 def exchange(typingctx, address, value):
     """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
     return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
-
-
-@intrinsic
-def add_f32(typingctx, address, value):
-    """red.global.add.f32: memory += value, rounded to nearest, atomic, unordered; nothing comes back. cc 2.0.
-
-    address: a multiple of 4. Twin: sim.memory.add_f32.
-    """
-    return asm.scalars("red.global.add.f32 [$0], $1;", types.void(types.int64, types.float32))

@@ -10,6 +10,10 @@ def address(pointer, index):
     return 0 if pointer is None else pointer.address(int(index))
 
 
+def load_v4(values, at, address):
+    values.view(np.uint32)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32)
+
+
 def store_b16(address, value):
     _at(address, 2, 2).view(np.uint16)[0] = int(value) & 0xFFFF
 
@@ -30,11 +34,6 @@ def add(address, value):
     return before
 
 
-def add_f32(address, value):
-    place = _at(address, 4, 4).view(np.float32)
-    place[0] += np.float32(value)
-
-
 def exchange(address, value):
     place = _at(address, 4, 4).view(np.uint32)
     before = place[0]
@@ -43,8 +42,8 @@ def exchange(address, value):
     return before
 
 
-def _at(address, count, alignment):
-    return current().block.memory.bytes_at(address, count, alignment, writing=True)
+def _at(address, count, alignment, writing=True):
+    return current().block.memory.bytes_at(address, count, alignment, writing=writing)
 
 
 def _let_others_run():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import gradients, select_backward, toolchain
+from numba_flash import toolchain
 from numba_flash.compiled import MODULES, source
 from numba_flash.debug import stop_at
 from numba_flash.select import TENSOR
@@ -30,8 +30,8 @@ FIRST_LINES = {
     "mma": "scale, softcap = float32(scale_)",
     "wgmma": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
-    **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdvdq", "mma_dq_rows"), "scale, softcap = float32(scale_)"),
-    "zeros": "at = cuda.blockIdx.x",
+    "mma_rows": "thread, block = thread_index()",
+    **dict.fromkeys(("mma_dkdv", "mma_dq"), "scale, softcap = float32(scale_)"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -164,30 +164,15 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
     assert "simulator" not in session.output.getvalue()
 
 
-def remember_no_backward():
-    for remembered in (select_backward.mma_configs, gradients._decided):
-        remembered.cache_clear()
-
-
-@pytest.fixture
-def all_gradients_in_one(request, monkeypatch):
-    """For the kernels that need it: mma's backward with one kernel for all gradients."""
-    if request.node.callspec.params["kernel"] in ("mma_dkdvdq", "mma_dq_rows", "zeros"):
-        monkeypatch.setattr(select_backward, "MMA_TOGETHER_TILES", ((256, 32, 32, 16, False, 0),))
-    remember_no_backward()
-    yield
-    remember_no_backward()
-
-
 @pytest.mark.parametrize("kernel", MODULES)
-def test_every_kernel(kernel, all_gradients_in_one):
+def test_every_kernel(kernel):
     session = Session("n", "c")
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
         elif kernel in TENSOR:
             numba_flash.attention(*half, kernel=kernel)
-        elif kernel in ("delta", "zeros") or "_" in kernel:
+        elif kernel == "delta" or "_" in kernel:
             differentiate("v2" if kernel == "delta" or kernel.startswith("v2") else "mma")
         else:
             numba_flash.softmax(x, kernel=kernel)

@@ -21,7 +21,7 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
 )
 
-from numba_flash import gradients, select_backward, testing
+from numba_flash import select_backward, testing
 
 
 @pytest.fixture(scope="module")
@@ -65,37 +65,3 @@ def test_rows_that_meet_nan_are_computed_again(rung, where):
     gradients = rung.check(case, (do, o, lse, dlse))
     struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
     assert any(rows.any() for rows in struck) and not struck[0].all()
-
-
-@pytest.fixture(params=[(32, 32, 16, False, 0), (64, 64, 32, False, 0)], ids=["a strip a warp", "two strips a warp"])
-def together(request, monkeypatch):
-    """mma with one kernel for all gradients, and nothing remembered of two."""
-    monkeypatch.setattr(select_backward, "MMA_TOGETHER_TILES", ((256, *request.param),))
-    for remembered in (select_backward.mma_configs, gradients._decided):
-        remembered.cache_clear()
-    yield
-    for remembered in (select_backward.mma_configs, gradients._decided):
-        remembered.cache_clear()
-
-
-# Blocks that add to the same dQ: all of a head's, those that the diagonal or a window lets through, none; ragged keys,
-# whose weights dQ must not see; a group of heads; a NaN that dQ must not meet.
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(causal=True),
-        dict(window=(20, 5)),
-        dict(causal=True, q_offset=-50),
-        dict(seqlens_k=np.array([45], np.int32)),
-        dict(causal=True, q_offset=0, nan=True),
-    ],
-    ids=["all", "causal", "window", "rows without keys", "lengths", "nan"],
-)
-def test_all_gradients_in_one_kernel(rung, together, options):
-    case, options = rung.problem(70, 100, batch=1, head_dim=20, head_dim_v=9), dict(options)
-    if options.pop("nan", False):  # in few rows, because each is computed again
-        case = rung.problem(20, 36, batch=1, heads=1, head_dim=20, head_dim_v=9)
-        case.k[:, :, 25:] = np.nan
-    gradients = rung.check(case, **options)
-    assert gradients.dq.any()

@@ -12,14 +12,13 @@ import numba_flash
 from numba_flash import testing, toolchain
 from numba_flash.compiled import MODULES, source
 from numba_flash.config import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
-from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaDqRowsConfig
+from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config_seed_backward import (
     DalibiConfig,
     DbiasConfig,
     DeltaConfig,
     DkdvConfig,
     DqConfig,
-    ZerosConfig,
 )
 from numba_flash.select import TENSOR
 from numba_flash.sim import launch
@@ -91,9 +90,7 @@ def test_every_kernel_can_be_made():
         DalibiConfig("float16", "float32", True),
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
-        ZerosConfig(16),
-        MmaDkdvConfig("mma_dkdvdq", "float16", 8, 8, 16, 16, of_dq=True),
-        MmaDqRowsConfig("mma_dq_rows", "float16", 8, 8, 16, 16, of_dq=True),
+        MmaRowsConfig("float16", 8, has_dlse=False, wide=True),
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

@@ -106,13 +106,15 @@ def test_cvt(kind):
     # ties to even both ways, too large, subnormal in float16, NaN
     numbers = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, 70000, -3e-8, np.nan], np.float32)
 
-    def kernel(x, out):
+    def kernel(x, out, back):
         i = cuda.threadIdx.x
         pack = cvt.pack_f16x2 if kind == "f16" else cvt.pack_bf16x2
         out[i] = pack(x[i], x[7 - i])
+        back[2 * i], back[2 * i + 1] = cvt.low_f16(out[i]), cvt.high_f16(out[i])
 
-    out = np.zeros(8, np.uint32)
-    launch(kernel, 8, numbers, out)
+    out, back = np.zeros(8, np.uint32), np.zeros(16, np.float32)
+    launch(kernel, 8, numbers, out, back)
+    np.testing.assert_array_equal(back, out.view(np.float16).astype(np.float32))
     with np.errstate(all="ignore"):
         rounded = numbers.astype(KINDS[kind]).view(np.uint16).astype(np.uint32)
     np.testing.assert_array_equal(out, rounded | rounded[::-1] << 16)
@@ -219,7 +221,7 @@ def test_mma(kind):
 
 
 def test_shared_and_global_accesses():
-    def kernel(out, half, atoms, sums):
+    def kernel(out, half, atoms, two):
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint32))
         fixed = cuda.shared.array((4, 4), np.dtype(np.float32))
@@ -239,15 +241,14 @@ def test_shared_and_global_accesses():
         memory.store_b16(memory.address(half, i), 0xABCD0000 + i)
         assert memory.address(None, 3) == 0
         memory.add(memory.address(atoms, 0), 2)
-        memory.add_f32(memory.address(sums, 1), np.float32(0.5))
+        memory.load_v4(values, 1, memory.address(two, 4))
+        assert values[1:].tolist() == [4, 5, 6, 7]
         if i == 7:
             values[0] = memory.exchange(memory.address(atoms, 1), 9)
             assert values[0] == 1
 
     out, half, atoms = np.zeros((8, 4), np.uint32), np.zeros(8, np.uint16), np.array([1, 1], np.uint32)
-    sums = np.array([1, 2], np.float32)
-    launch(kernel, 8, out, half, atoms, sums, shared_bytes=128)
-    assert sums.tolist() == [1, 6]
+    launch(kernel, 8, out, half, atoms, np.arange(8, dtype=np.uint32), shared_bytes=128)
     np.testing.assert_array_equal(out, [[4 * i, 100 + i, 4 * i + 2, 7] for i in range(8)])
     np.testing.assert_array_equal(half, np.arange(8))
     assert atoms.tolist() == [17, 9]

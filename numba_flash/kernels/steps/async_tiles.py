@@ -35,9 +35,9 @@ def loader(rows, columns, threads, group=1):
             place = source + int64(row) * row_stride + int64(chunk * 16)
             count = min(max(2 * columns_left - 16 * chunk, 0), 16)
             for step in range(steps):
-                here = row < rows_left - step * rows_a_step
-                if total % threads == 0 or row < rows - step * rows_a_step:
-                    to = target + panel_offset(row + step * rows_a_step, chunk, rows)
+                here = row < int32(rows_left - step * rows_a_step)
+                if total % threads == 0 or row < int32(rows - step * rows_a_step):
+                    to = target + panel_offset(int32(row + step * rows_a_step), chunk, rows)
                     copy16(to, place, count if here else 0)
                 place += rows_a_step * row_stride
         else:

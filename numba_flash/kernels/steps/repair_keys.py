@@ -10,8 +10,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ... import ranges
 from ...ptx import shfl
-from . import elements
-from .fragment_scores import LOG2_E
+from . import elements, row_facts
 from .integers import divide
 
 key_queries = cuda.jit(device=True)(ranges.key_queries)
@@ -24,11 +23,12 @@ def make(config, weight, through_softcap):
     has_alibi, parts, parts_v = config.alibi_dtype is not None, -(-head_dim // 32), -(-head_dim_v // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
+    bfly, inf = shfl.bfly_f32, float32(math.inf)
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
 
     @cuda.jit(device=True, inline="always")
     def repair_keys(
-        suspects, first_row, lane, pointers, strides, results, result_strides, lse, delta, alibi_slopes, alibi_strides,
+        suspects, first_row, lane, pointers, strides, results, result_strides, row_facts, alibi_slopes, alibi_strides,
         b, heads, heads_kv, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,
     ):  # fmt: skip
         """One warp, those of its rows from first_row on that have a bit in suspects, of the tile at first_key."""
@@ -60,7 +60,7 @@ def make(config, weight, through_softcap):
                     for query in range(first_query, end_query):
                         q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
                         do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-                        at_row = (b * heads + h) * seqlen_q + query
+                        at = int64(b * heads + h) * (pieces(seqlen_q) * piece) + place(query)
                         product, dp = float32(0), float32(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)
@@ -74,15 +74,15 @@ def make(config, weight, through_softcap):
                         for distance in (1, 2, 4, 8, 16):
                             product += bfly(product, distance)
                             dp += bfly(dp, distance)
-                        row_lse = float32(lse[at_row])
+                        lse_log2, minus_delta = row_facts[at], row_facts[at + minus_delta_at]
                         p = float32(0)
-                        if row_lse != minus_inf:
+                        if lse_log2 != inf:
                             away = float32(query + q_start - key)
-                            p = weight(product, slope, away, scale, softcap, row_lse * log2_e)
+                            p = weight(product, slope, away, scale, softcap, lse_log2)
                         if p != 0:
                             ds = float32(0)
                             if of_dk:
-                                ds = p * (dp - float32(delta[at_row])) * scale
+                                ds = p * (dp + minus_delta) * scale
                                 if has_softcap:
                                     ds *= through_softcap(product, scale, softcap)
                             if of_dv:

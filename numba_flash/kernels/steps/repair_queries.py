@@ -6,8 +6,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ... import ranges
 from ...ptx import shfl
-from . import elements
-from .fragment_scores import LOG2_E
+from . import elements, row_facts
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 
@@ -17,11 +16,12 @@ def make(config, weight, through_softcap):
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     has_softcap, parts, parts_v = config.softcap, -(-head_dim // 32), -(-head_dim_v // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
-    bfly, log2_e, minus_inf = shfl.bfly_f32, float32(LOG2_E), float32(-math.inf)
+    bfly, inf = shfl.bfly_f32, float32(math.inf)
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
 
     @cuda.jit(device=True, inline="always")
     def repair_queries(
-        suspects, first_row, lane, pointers, strides, dq, dq_strides, lse, delta, slope,
+        suspects, first_row, lane, pointers, strides, dq, dq_strides, row_facts, slope,
         b, h, heads, h_kv, first_query, q_start, seqlen_q, keys, left, right, scale, softcap,
     ):  # fmt: skip
         """One warp, those of its rows from first_row on that have a bit in suspects, of the tile at first_query."""
@@ -38,10 +38,10 @@ def make(config, weight, through_softcap):
                     row_dq[c] = float32(0)
                 q_at = b * q_strides[0] + h * q_strides[1] + query * q_strides[2]
                 do_at = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-                at_row = (b * heads + h) * seqlen_q + query
-                row_lse, row_delta = float32(lse[at_row]), float32(delta[at_row])
+                at = int64(b * heads + h) * (pieces(seqlen_q) * piece) + place(query)
+                lse_log2, minus_delta = row_facts[at], row_facts[at + minus_delta_at]
                 first_key, end_key = row_keys(query + q_start, left, right, keys)
-                if row_lse == minus_inf:
+                if lse_log2 == inf:
                     end_key = first_key
                 for key in range(first_key, end_key):
                     k_at = b * k_strides[0] + h_kv * k_strides[1] + key * k_strides[2]
@@ -59,8 +59,8 @@ def make(config, weight, through_softcap):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
                     away = float32(query + q_start - key)
-                    p = weight(product, slope, away, scale, softcap, row_lse * log2_e)
-                    ds = p * (dp - row_delta) * scale
+                    p = weight(product, slope, away, scale, softcap, lse_log2)
+                    ds = p * (dp + minus_delta) * scale
                     if has_softcap:
                         ds *= through_softcap(product, scale, softcap)
                     if p != 0 and ds != 0:

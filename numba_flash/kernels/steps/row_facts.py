@@ -1,0 +1,24 @@
+"""What the backward on tensor cores takes of every query, worked out once by kernels/mma_backward_rows.py.
+
+Of each query there are lse * log2(e), +inf where it sees no key, so that its weights come out 0; and -delta. They lie
+in pieces of 16 queries, PIECE float32 numbers long: those of all, then these of all. Within both the four columns that
+a lane has of every 16 (ptx/fragments.py) stand side by side. A head has `pieces` pieces; queries of the last one that
+do not exist have +inf and 0.
+"""
+
+from numba import cuda, int32, int64
+
+PIECE = 32
+MINUS_DELTA = 16  # where those begin in a piece
+
+
+@cuda.jit(device=True, inline="always")
+def pieces(seqlen_q):
+    return (int32(seqlen_q) + int32(15)) >> 4
+
+
+@cuda.jit(device=True, inline="always")
+def place(query):
+    """Where in its head's pieces the lse of a query is."""
+    at = query & 15
+    return int64(query >> 4) * PIECE + ((at & 6) << 1) + ((at & 8) >> 2) + (at & 1)
