@@ -42,10 +42,13 @@ class MmaBackwardConfig(Config):
     A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side, two of
     which have room: one in use, one on its way. Warps own `warp_rows` rows. in_registers: fragments of the block's
     own tiles stay in registers instead of being read again for each tile that it walks over.
+    column_groups: so many warps own the same rows. Each computes their scores with a part of the other rows and sums up
+    `group_columns` columns of their gradients; in between, scores go through shared memory.
     """
 
     warp_rows: int = 16
     in_registers: bool = False
+    column_groups: int = 1
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
@@ -62,11 +65,18 @@ class MmaBackwardConfig(Config):
             raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
         if self.other_rows < 16 or self.other_rows % 16:
             raise ValueError(f"the rows that a block walks over must be a multiple of 16, not {self.other_rows}")
+        if self.column_groups not in (1, 2, 4) or self.other_rows % (16 * self.column_groups):
+            raise ValueError(f"column_groups must be 1, 2 or 4, with 16 rows for each, not {self.column_groups}")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
         if self.bias_dtype is not None or self.mask:
             raise ValueError("the tensor-core backward takes no bias and no mask")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of gradients that a warp of a group sums up: whole panels of 64."""
+        return -(-max(self.depth, self.width) // (64 * self.column_groups)) * 64
 
     @property
     def own_rows(self) -> int:
@@ -80,7 +90,7 @@ class MmaBackwardConfig(Config):
 
     @property
     def threads(self) -> int:
-        return self.own_rows // self.warp_rows * 32
+        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def depth(self) -> int:
@@ -110,6 +120,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        if self.column_groups > 1 and not (self.of_dk and self.of_dv):
+            raise ValueError("column_groups need of_dk and of_dv")
         super().__post_init__()
 
     @property
@@ -121,8 +133,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
         return self.tile_m
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where K, V, the stages of Q, of dO, of lse and delta, which queries see each key, the block's notes and the
-        end are.
+        """Where K, V, the stages of Q, of dO, of lse and delta, P and dS where warps exchange them, which queries see
+        each key, the block's notes, a word for each warp and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
@@ -130,9 +142,13 @@ class MmaDkdvConfig(MmaBackwardConfig):
         q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
         do_at = q_at + self.STAGES * tile_bytes(self.tile_m, self.depth)
         rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
-        seen_at = rows_at + self.STAGES * 8 * self.tile_m
+        weights_at = rows_at + self.STAGES * 8 * self.tile_m
+        weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
+        exchanged = 2 * tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
+        seen_at = weights_at + exchanged
         notes_at = seen_at + 8 * self.tile_n
-        return 0, v_at, q_at, do_at, rows_at, seen_at, notes_at, notes_at + self.NOTES * 16
+        warps_at = notes_at + self.NOTES * 16
+        return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, warps_at + self.threads // 8
 
 
 @dataclass(frozen=True)
@@ -148,17 +164,19 @@ class MmaDqConfig(MmaBackwardConfig):
         return self.tile_n
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, dO, the stages of K, those of V, what each query needs (which keys it sees, lse, -delta), the
-        block's notes and the end are.
+        """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
+        sees, lse, -delta), the block's notes, a word for each warp and the end are.
 
         dQ is staged in Q's place.
         """
         do_at = tile_bytes(self.tile_m, self.depth)
         k_at = do_at + tile_bytes(self.tile_m, self.width)
         v_at = k_at + self.STAGES * tile_bytes(self.tile_n, self.depth)
-        seen_at = v_at + self.STAGES * tile_bytes(self.tile_n, self.width)
-        notes_at = seen_at + 16 * self.tile_m
-        return 0, do_at, k_at, v_at, seen_at, notes_at, notes_at + self.NOTES * 16
+        weights_at = v_at + self.STAGES * tile_bytes(self.tile_n, self.width)
+        of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
+        notes_at = of_rows_at + 16 * self.tile_m
+        warps_at = notes_at + self.NOTES * 16
+        return 0, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, warps_at + self.threads // 8
 
 
 BackwardConfig = Config | DeltaConfig | DalibiConfig | MmaRowsConfig  # that of every kernel of a backward

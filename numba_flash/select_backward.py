@@ -26,33 +26,37 @@ DKDV_TILES = ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))
 DQ_TILES = ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
-# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, dK and dV in one
-# kernel): the first row whose head_dim is large enough and of whose blocks so many fit into shared memory. Scores with
-# softcap or ALiBi are not plain, and need registers of their own. Not measured yet.
-MMA_DKDV_TILES = (
-    (64, True, 32, 128, 32, False, 2, True),
-    (64, False, 64, 128, 16, False, 1, True),
-    (128, True, 64, 64, 16, False, 2, True),
-    (128, True, 32, 64, 16, False, 2, True),
-    (128, False, 32, 64, 16, False, 2, False),
-    (128, False, 32, 64, 16, False, 1, False),
-    (256, True, 32, 128, 16, False, 1, False),
-    (256, False, 32, 64, 16, False, 1, False),
-    (256, False, 16, 32, 16, False, 1, False),
+# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups, or 0
+# where dK and dV have a kernel each): the first row whose head_dim is large enough and of whose blocks so many fit into
+# shared memory. Scores with softcap or ALiBi are not plain, and need registers of their own.
+MMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (64, True, 32, 128, 32, False, 2, 1),
+    (64, False, 64, 128, 16, False, 1, 1),
+    (128, True, 64, 64, 16, False, 2, 1),
+    (128, True, 32, 64, 16, False, 2, 1),
+    (128, False, 32, 64, 16, False, 2, 0),
+    (128, False, 32, 64, 16, False, 1, 0),
+    (256, True, 64, 64, 32, False, 1, 4),
+    (256, True, 32, 128, 16, False, 1, 0),
+    (256, False, 32, 64, 16, False, 1, 0),
+    (256, False, 16, 32, 16, False, 1, 0),
 )
-# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm), likewise.
+# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups).
 MMA_DQ_TILES = (
-    (64, True, 128, 32, 32, True, 2),
-    (64, False, 128, 32, 32, False, 2),
-    (128, True, 128, 32, 32, False, 2),
-    (128, False, 64, 32, 16, False, 2),
-    (128, False, 64, 32, 16, False, 1),
-    (256, True, 64, 64, 16, False, 1),
-    (256, False, 64, 32, 16, False, 1),
-    (256, False, 32, 16, 16, False, 1),
+    (64, True, 128, 32, 32, True, 2, 1),
+    (64, False, 128, 32, 32, False, 2, 1),
+    (128, True, 128, 32, 32, False, 2, 1),
+    (128, False, 64, 32, 16, False, 2, 1),
+    (128, False, 64, 32, 16, False, 1, 1),
+    (256, True, 64, 64, 32, False, 1, 2),
+    (256, False, 64, 32, 16, False, 1, 1),
+    (256, False, 32, 16, 16, False, 1, 1),
 )
-MMA_SIMULATOR_DKDV_TILES = ((128, False, 32, 32, 16, False, 0, True), (256, False, 32, 32, 16, False, 0, False))
-MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0),)
+MMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (128, False, 32, 32, 16, False, 0, 1),
+    (256, False, 32, 32, 16, False, 0, 0),
+)
+MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0, 1),)
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         return _first_that_fits([make(problem, *row) for row in usable], target)
 
     dkdv = MMA_SIMULATOR_DKDV_TILES if target.simulated else MMA_DKDV_TILES
+    if not {"dk", "dv"} <= set(problem.wanted):
+        dkdv = tuple(row for row in dkdv if row[-1] <= 1)  # warps that exchange scores sum up both
     dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
     made += made_of(_mma_dkdv, dkdv)
@@ -198,26 +204,28 @@ def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
 
 def _mma_dkdv(
     problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int,
-    together: bool,
+    column_groups: int,
 ) -> list[MmaBackwardConfig]:  # fmt: skip
     wanted = [name for name in ("dk", "dv") if name in problem.wanted]
-    parts = [wanted] if together and wanted else [[name] for name in wanted]
+    parts = [wanted] if column_groups and wanted else [[name] for name in wanted]
     return [
         MmaDkdvConfig(
             **_features(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
             in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part, of_dv="dv" in part,
+            column_groups=max(column_groups, 1),
         )
         for part in parts
     ]  # fmt: skip
 
 
 def _mma_dq(
-    problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int
-) -> list[MmaBackwardConfig]:
+    problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int,
+    column_groups: int,
+) -> list[MmaBackwardConfig]:  # fmt: skip
     return [
         MmaDqConfig(
             **_features(problem), kernel="mma_dq", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
-            in_registers=in_registers, blocks_per_sm=blocks_per_sm,
+            in_registers=in_registers, blocks_per_sm=blocks_per_sm, column_groups=column_groups,
         )
     ]  # fmt: skip
 

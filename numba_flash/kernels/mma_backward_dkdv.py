@@ -10,7 +10,11 @@ because what a lane then holds of P^T and dS^T is, rounded to 16 bits, what it m
 
     dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
 
-so neither leaves the registers. That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
+so neither leaves the registers. With `column_groups`, where the sums of whole rows would not fit into registers,
+several warps own the same keys: each computes P^T and dS^T for its part of the queries, they exchange them in shared
+memory, and each sums up some panels of 64 columns of dK and of dV.
+
+That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
 derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
 
 Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; tiles of Q and dO come by cp.async while the
@@ -24,7 +28,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import cp_async, cvt, fragments, ld_st, memory, shared, special
+from ..ptx import bar, cp_async, cvt, fragments, ld_st, memory, shared, special
 from .steps import (
     async_tiles,
     elements,
@@ -47,16 +51,20 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
-    _, v_at, q_at, do_at, rows_at, seen_at, notes_at, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
     alignment = config.ALIGNMENT
     q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
+    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_m // config.column_groups
+    weights_stage = (seen_at - weights_at) // 2
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
-    strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
+    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
-    dk_count, dv_count = strips * depth // 2 if of_dk else 1, strips * width // 2 if of_dv else 1
+    columns = config.group_columns
+    dk_columns, dv_columns = (depth, width) if groups == 1 else (columns, columns)  # that a warp sums up
+    dk_count, dv_count = strips * dk_columns // 2 if of_dk else 1, strips * dv_columns // 2 if of_dv else 1
     k_count, v_count = strips * depth // 4, strips * width // 4 if of_dk else 1
-    row_steps = -(-row_chunks // threads)
+    row_steps, a_count = -(-row_chunks // threads), 4 * strips
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
@@ -65,16 +73,17 @@ def make(config):
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
     weight, through_softcap = score_gradients.make(config, one_score)
-    lanes_of, load_own, scores_product, gradient_product = fragment_products.make(config)
+    lanes_of, load_own, scores_product, gradient_product, put, group_product = fragment_products.make(config)
     load_k_frag, load_v_frag = load_own(depth), load_own(width)
     multiply_k_q, multiply_v_do = scores_product(depth), scores_product(width)
     multiply_p_do, multiply_ds_q = gradient_product(width), gradient_product(depth)
-    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, head_dim)
-    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, head_dim_v)
+    stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
+    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
     repair_keys = repair_keys_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
-    load_v4 = ld_st.load_v4
+    load_v4, load_b32, store_shared, bar_sync = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32, bar.sync
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
@@ -83,6 +92,11 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def aligned(address):
         return (address + int32(alignment - 1)) & int32(-alignment)
+
+    @cuda.jit(device=True, inline="always")
+    def first_query_of(lane, warp):
+        """The lane's first column of scores, counted in the query tile."""
+        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @cuda.jit(device=True, inline="always")
     def tile_of(block, heads_kv, seqlen_k):
@@ -101,6 +115,11 @@ def make(config):
                 here = int32(i * (tile_m // 16) + (chunk >> 3)) < pieces(seqlen_q)
                 at = base + int32(i * (2 * tile_m) + chunk * 4)
                 copy16(tiles[2] + odd * rows_stage + 16 * chunk, address(row_facts, at), 16 if here else 0)
+
+    @cuda.jit(device=True, inline="always")
+    def rows_of_part(thread):
+        """How far into a tile's lse and -delta those of the warp's part of the queries are, in bytes."""
+        return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
 
     @cuda.jit(device=True, inline="always")
     def start_dp(acc_dp, rows_smem, lane):
@@ -141,15 +160,15 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         from_first_key, _ = notes.get(k_smem + int32(notes_at + 2 * notes.SIZE))
         for r in range(rows):
-            key = warp * warp_rows + int32(first_row_of(lane)) + r * 8
-            distance[r] = float32(int64(i) * tile_m + int32(first_column_of(lane)) + from_first_key - key)
+            key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
 
     @cuda.jit(device=True, inline="always")
     def limits(i, thread, r, k_smem):
         """The columns [first, end) of query tile i that see the lane's key r, counted from the lane's first column."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_column = int32(i * int32(tile_m) + int32(first_column_of(lane)))
-        key = warp * warp_rows + int32(first_row_of(lane)) + r * 8
+        first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
+        key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
         first_query, end_query = notes.get_range(k_smem + int32(seen_at) + 8 * key)
         return int32(first_query - first_column), int32(end_query - first_column)
 
@@ -243,23 +262,35 @@ def make(config):
             acc_s[x] = float32(0)
         multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
         if of_dk:
-            start_dp(acc_dp, tiles[2] + odd * rows_stage, thread & int32(31))
+            start_dp(acc_dp, tiles[2] + odd * rows_stage + rows_of_part(thread), thread & int32(31))
             multiply_v_do(acc_dp, v_frag, b_frag, own[1] + own_lane, tiles[1] + odd * do_stage + other_lane)
 
     @cuda.jit(device=True, inline="always")
     def gradients_of_tile(
-        i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, own, tiles, slope, distance, scale, softcap,
-        masked,
+        i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale,
+        softcap, masked,
     ):  # fmt: skip
         """dK and dV += what the query tile in stage `odd` gives."""
         thread = thread_index()
-        rows_tile = tiles[2] + odd * rows_stage
+        rows_tile = tiles[2] + odd * rows_stage + rows_of_part(thread)
         weigh(i, acc_s, acc_dp, p_frag, ds_frag, own[0], rows_tile, thread, slope, distance, scale, softcap, masked)
-        _, _, other_transposed = lanes_of(thread)
-        if of_dv:
-            multiply_p_do(acc_dv, p_frag, b_frag, tiles[1] + odd * do_stage + other_transposed)
-        if of_dk:
-            multiply_ds_q(acc_dk, ds_frag, b_frag, tiles[0] + odd * q_stage + other_transposed)
+        own_lane, _, other_transposed = lanes_of(thread)
+        q_tile, do_tile = tiles[0] + odd * q_stage + other_transposed, tiles[1] + odd * do_stage + other_transposed
+        if groups > 1:
+            warp = thread >> int32(5)
+            first, weights = (warp & (groups - 1)) * columns, own[0] + int32(weights_at)
+            put(p_frag, weights, thread)
+            put(ds_frag, weights + weights_stage, thread)
+            bar_sync((warp >> shift) + 1, 32 * groups)
+            own_panels = (first >> 6) * (tile_m * 128)
+            group_product(acc_dv, a_frag, b_frag, weights + own_lane, do_tile + own_panels, width - first)
+            weights += weights_stage
+            group_product(acc_dk, a_frag, b_frag, weights + own_lane, q_tile + own_panels, depth - first)
+        else:
+            if of_dv:
+                multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
+            if of_dk:
+                multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
     @cuda.jit
     def flash_attention_mma_dkdv(
@@ -296,6 +327,7 @@ def make(config):
         ds_frag = cuda.local.array(frag_count, uint32)  # (strips, tile_m / 8, 2)
         k_frag = cuda.local.array(k_count, uint32)  # (strips, depth / 16, 4)
         v_frag = cuda.local.array(v_count, uint32)  # (strips, width / 16, 4)
+        a_frag = cuda.local.array(a_count, uint32)  # (strips, 4) of P^T or dS^T from shared memory
         b_frag = cuda.local.array(4, uint32)  # (16, 16) of Q or dO
         distance = cuda.local.array(rows, float32)
         for x in range(dk_count):
@@ -333,7 +365,7 @@ def make(config):
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, own, tiles, slope, distance,
+                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance,
                     scale, softcap, True,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
@@ -346,7 +378,7 @@ def make(config):
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, b_frag, own, tiles, slope, distance,
+                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance,
                     scale, softcap, False,
                 )  # fmt: skip
                 odd = int32(odd ^ 1)
@@ -357,7 +389,8 @@ def make(config):
         wait_all()
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_row = int32(warp * warp_rows)
+        first_row = int32((warp >> shift) * warp_rows)
+        first_column = int32((warp & (groups - 1)) * columns)
         # From the notes: kept through the loop, it would cost the registers that S needs.
         b, tile = notes.get(k_smem + int32(notes_at + 4 * notes.SIZE))
         first_key, h_kv = int32(tile >> 32), int32(tile)
@@ -365,17 +398,28 @@ def make(config):
         q_start = from_first_key + first_key
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
+        own_panels = (first_column >> 6) * (tile_n * 128)
+        dk_smem, dv_smem = k_smem + own_panels, k_smem + int32(dv_at) + own_panels
+        dk_left, dv_left = int32(head_dim - first_column), int32(head_dim_v - first_column)
         suspects = uint32(0)
-        if of_dk:
-            suspects |= stage_dk(acc_dk, scale, own[0], first_row, lane, keys_left)
-        if of_dv:
-            suspects |= stage_dv(acc_dv, float32(1), k_smem + int32(dv_at), first_row, lane, keys_left)
-        if of_dk:
-            base = b * dk_strides[0] + h_kv * dk_strides[1] + first_key * dk_strides[2]
-            store_dk(own[0], first_row, lane, dk, base, dk_strides[2], rows_left, suspects)
-        if of_dv:
-            base = b * dv_strides[0] + h_kv * dv_strides[1] + first_key * dv_strides[2]
-            store_dv(k_smem + int32(dv_at), first_row, lane, dv, base, dv_strides[2], rows_left, suspects)
+        if of_dk and dk_left > 0:
+            suspects |= stage_dk(acc_dk, scale, dk_smem, first_row, lane, keys_left)
+        if of_dv and dv_left > 0:
+            suspects |= stage_dv(acc_dv, float32(1), dv_smem, first_row, lane, keys_left)
+        if groups > 1:  # a row that is no number in one panel is computed again in all
+            store_shared(k_smem + int32(warps_at) + 4 * warp, suspects)
+            bar_sync((warp >> shift) + 1, 32 * groups)
+            for other in range(groups):
+                suspects |= load_b32(k_smem + int32(warps_at) + 4 * ((warp & int32(-groups)) + other))
+        if of_dk and dk_left > 0:
+            base = b * dk_strides[0] + h_kv * dk_strides[1] + first_key * dk_strides[2] + first_column
+            store_dk(dk_smem, first_row, lane, dk, base, dk_strides[2], rows_left, dk_left, suspects)
+        if of_dv and dv_left > 0:
+            base = b * dv_strides[0] + h_kv * dv_strides[1] + first_key * dv_strides[2] + first_column
+            store_dv(dv_smem, first_row, lane, dv, base, dv_strides[2], rows_left, dv_left, suspects)
+        if groups > 1:  # each warp of a group repairs some
+            share = warp_rows // groups
+            suspects &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if suspects != 0:
             repair_keys(
                 suspects, first_row, lane, (q, k, v, do), (q_strides, k_strides, v_strides, do_strides),

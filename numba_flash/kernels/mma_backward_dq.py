@@ -5,7 +5,8 @@ keys that they see, like the forward, but without an online softmax: lse is know
 
     S = Q K^T     P = 2^(scale_log2 S - lse_log2)     dP = dO V^T     dS = P * (dP - delta)     dQ += dS K
 
-and at the end dQ *= scale. What a lane holds of dS is, rounded to 16 bits, what it must hold as the first operand of
+and at the end dQ *= scale. With `column_groups` warps share queries and exchange dS, as in mma_backward_dkdv; else what
+a lane holds of dS is, rounded to 16 bits, what it must hold as the first operand of
 dS . K, so it never leaves the registers. Tiles of K and V come by cp.async while the products of the tile before run.
 
 Letters as in v2. Which keys a query sees, its lse and its -delta lie in shared memory.
@@ -20,7 +21,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
-from ..ptx import cp_async, cvt, fragments, ld_st, memory, shared, special
+from ..ptx import bar, cp_async, cvt, fragments, ld_st, memory, shared, special
 from .steps import (
     async_tiles,
     elements,
@@ -43,11 +44,14 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     in_registers, alignment = config.in_registers, config.ALIGNMENT
-    _, do_at, k_at, v_at, of_rows_at, notes_at, _ = config.shared_offsets()
-    k_stage, v_stage = (v_at - k_at) // 2, (of_rows_at - v_at) // 2  # bytes
-    strips, blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
-    s_count, frag_count, dq_count = strips * blocks * 4, strips * blocks * 2, strips * depth // 2
-    q_count, do_count = strips * depth // 4, strips * width // 4
+    _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
+    k_stage, v_stage = (v_at - k_at) // 2, (weights_at - v_at) // 2  # bytes
+    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_n // config.column_groups
+    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
+    columns = config.group_columns
+    s_count, frag_count = strips * blocks * 4, strips * blocks * 2
+    dq_count = strips * (depth if groups == 1 else columns) // 2
+    q_count, do_count, a_count = strips * depth // 4, strips * width // 4, 4 * strips
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
@@ -56,14 +60,16 @@ def make(config):
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
     weight, through_softcap = score_gradients.make(config, one_score)
-    lanes_of, load_own, scores_product, gradient_product = fragment_products.make(config)
+    lanes_of, load_own, scores_product, gradient_product, put, group_product = fragment_products.make(config)
     load_q_frag, load_do_frag = load_own(depth), load_own(width)
     multiply_q_k, multiply_do_v = scores_product(depth), scores_product(width)
     multiply_ds_k = gradient_product(depth)
-    stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, warp_rows, head_dim)
+    stage_dq, store_dq = gradient_rows.make(
+        config.dtype, tile_m, warp_rows, head_dim if groups == 1 else columns, head_dim % 8 == 0
+    )
     repair_queries = repair_queries_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
+    load_v4, load_b32, store_shared, bar_sync = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32, bar.sync
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
@@ -74,6 +80,11 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def aligned(address):
         return (address + int32(alignment - 1)) & int32(-alignment)
+
+    @cuda.jit(device=True, inline="always")
+    def first_key_of(lane, warp):
+        """The lane's first column of scores, counted in the key tile."""
+        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @cuda.jit(device=True, inline="always")
     def tile_of(block, heads, heads_kv, seqlen_q):
@@ -122,7 +133,7 @@ def make(config):
     def of_row(r, thread, q_smem):
         """Where in shared memory that of the lane's row r lies."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        return q_smem + int32(of_rows_at) + 16 * (warp * warp_rows + int32(first_row_of(lane)) + r * 8)
+        return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
 
     @cuda.jit(device=True, inline="always")
     def distances(j, thread, q_smem, distance):
@@ -130,8 +141,8 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile_pos, _ = notes.get(q_smem + int32(notes_at + notes.SIZE))
         for r in range(rows):
-            row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
-            distance[r] = float32(tile_pos + row - int64(j) * tile_n - int32(first_column_of(lane)))
+            row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
 
     @cuda.jit(device=True, inline="always")
     def load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread):
@@ -168,7 +179,7 @@ def make(config):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = cuda.local.array(4, uint32)
         ds = cuda.local.array(2, float32)
-        first_column = int32(j * int32(tile_n) + int32(first_column_of(thread & int32(31))))
+        first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
         for r in range(rows):
             load_v4(four, 0, of_row(r, thread, q_smem))
             first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
@@ -192,7 +203,7 @@ def make(config):
         j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, masked
     ):  # fmt: skip
         """dQ += what the key tile in stage `odd` gives."""
-        q_frag, do_frag, ds_frag, b_frag = fragments_
+        q_frag, do_frag, ds_frag, a_frag, b_frag = fragments_
         own_lane, other_lane, other_transposed = lanes
         k_tile, v_tile = tiles[0] + odd * k_stage, tiles[1] + odd * v_stage
         for x in range(s_count):
@@ -202,7 +213,16 @@ def make(config):
         start_dp(acc_dp, own[0], thread)
         multiply_do_v(acc_dp, do_frag, b_frag, own[1] + own_lane, v_tile + other_lane)
         weigh(j, acc_s, acc_dp, ds_frag, own[0], thread, slope, distance, scale, softcap, masked)
-        multiply_ds_k(acc_dq, ds_frag, b_frag, k_tile + other_transposed)
+        if groups > 1:
+            warp, weights = thread >> int32(5), own[0] + int32(weights_at)
+            first = (warp & (groups - 1)) * columns
+            put(ds_frag, weights, thread)
+            bar_sync((warp >> shift) + 1, 32 * groups)
+            own_panels = (first >> 6) * (tile_n * 128)
+            k_tile += other_transposed + own_panels
+            group_product(acc_dq, a_frag, b_frag, weights + own_lane, k_tile, depth - first)
+        else:
+            multiply_ds_k(acc_dq, ds_frag, b_frag, k_tile + other_transposed)
 
     @cuda.jit
     def flash_attention_mma_dq(
@@ -240,9 +260,10 @@ def make(config):
         ds_frag = cuda.local.array(frag_count, uint32)  # (strips, tile_n / 8, 2)
         q_frag = cuda.local.array(q_count, uint32)  # (strips, depth / 16, 4)
         do_frag = cuda.local.array(do_count, uint32)  # (strips, width / 16, 4)
+        a_frag = cuda.local.array(a_count, uint32)  # (strips, 4) of dS from shared memory
         b_frag = cuda.local.array(4, uint32)  # (16, 16) of K or V
         distance = cuda.local.array(rows, float32)
-        fragments_ = (q_frag, do_frag, ds_frag, b_frag)
+        fragments_ = (q_frag, do_frag, ds_frag, a_frag, b_frag)
         for x in range(dq_count):
             acc_dq[x] = float32(0)
 
@@ -297,10 +318,23 @@ def make(config):
         queries_left = int32(min(seqlen_q - first_query, tile_m))
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_row = int32(warp * warp_rows)
-        suspects = stage_dq(acc_dq, scale, own[0], first_row, lane, queries_left)
-        base = b * dq_strides[0] + h * dq_strides[1] + first_query * dq_strides[2]
-        store_dq(own[0], first_row, lane, dq, base, dq_strides[2], queries_left, suspects)
+        first_row = int32((warp >> shift) * warp_rows)
+        first_column = int32((warp & (groups - 1)) * columns)
+        dq_smem, dq_left = q_smem + (first_column >> 6) * (tile_m * 128), int32(head_dim - first_column)
+        suspects = uint32(0)
+        if dq_left > 0:
+            suspects |= stage_dq(acc_dq, scale, dq_smem, first_row, lane, queries_left)
+        if groups > 1:  # a row that is no number in one panel is computed again in all
+            store_shared(q_smem + int32(warps_at) + 4 * warp, suspects)
+            bar_sync((warp >> shift) + 1, 32 * groups)
+            for other in range(groups):
+                suspects |= load_b32(q_smem + int32(warps_at) + 4 * ((warp & int32(-groups)) + other))
+        if dq_left > 0:
+            base = b * dq_strides[0] + h * dq_strides[1] + first_query * dq_strides[2] + first_column
+            store_dq(dq_smem, first_row, lane, dq, base, dq_strides[2], queries_left, dq_left, suspects)
+        if groups > 1:  # each warp of a group repairs some
+            share = warp_rows // groups
+            suspects &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if suspects != 0:
             repair_queries(
                 suspects, first_row, lane, (q, k, v, do), (q_strides, k_strides, v_strides, do_strides),

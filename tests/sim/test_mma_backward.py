@@ -33,13 +33,15 @@ def rung():
     return made
 
 
-# What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, dK and dV apart,
-# tiles that are no power of two.
+# What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, warps that share
+# rows, dK and dV apart, tiles that are no power of two.
 ROWS = {
-    "two strips": ((32, 64, 32, False, 0, True), (64, 32, 32, False, 0)),
-    "in registers": ((32, 32, 16, True, 0, True), (32, 32, 16, True, 0)),
-    "apart": ((48, 32, 16, False, 0, False), (32, 48, 16, False, 0)),
-    "apart, in registers": ((16, 64, 32, True, 0, False), (64, 16, 32, True, 0)),
+    "two strips": ((32, 64, 32, False, 0, 1), (64, 32, 32, False, 0, 1)),
+    "in registers": ((32, 32, 16, True, 0, 1), (32, 32, 16, True, 0, 1)),
+    "two groups": ((32, 64, 32, False, 0, 2), (64, 32, 32, False, 0, 2)),
+    "four groups, in registers": ((64, 16, 16, True, 0, 4), (16, 64, 16, True, 0, 4)),
+    "apart": ((48, 32, 16, False, 0, 0), (32, 48, 16, False, 0, 1)),
+    "apart, in registers": ((16, 64, 32, True, 0, 0), (64, 16, 32, True, 0, 1)),
 }
 
 
@@ -49,8 +51,19 @@ def test_every_kind_of_row(rung, how, monkeypatch):
     monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
     monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
     # head_dim 83 says that nobody else has this problem: what was decided is remembered by problem
-    case = rung.problem(40, 70, batch=1, head_dim=83, head_dim_v=40, dtype="bfloat16")
+    case = rung.problem(70, 130, batch=1, head_dim=83, head_dim_v=40, dtype="bfloat16")
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5, 0.25], np.float32))
+
+
+def test_warps_that_share_rows_repair_them_once(rung, monkeypatch):
+    dkdv, dq = ROWS["two groups"]
+    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
+    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
+    case = rung.problem(24, 40, batch=1, heads=1, head_dim=75)
+    case.v[:, :, 30] = np.nan
+    case.options |= dict(causal=True)
+    gradients = rung.check(case, incoming(case))
+    assert np.isnan(gradients.dq).any() and not np.isnan(gradients.dq).all()
 
 
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.

@@ -74,18 +74,19 @@ def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     plain = dict(dtype="float16")
     rich = dict(dtype="bfloat16", softcap=True, alibi_dtype="float32", seqlens_k=True, q_offset_source="array")
-    for head_dim, only_plain, *row, blocks_per_sm, together in select_backward.MMA_DKDV_TILES:
-        for dk, dv in ((True, True),) if together else ((True, False), (False, True)):
+    for head_dim, only_plain, *row, blocks_per_sm, groups in select_backward.MMA_DKDV_TILES:
+        for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
             name = f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
             yield name, MmaDkdvConfig(
                 **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
                 tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-                of_dk=dk, of_dv=dv,
+                of_dk=dk, of_dv=dv, column_groups=max(groups, 1),
             )  # fmt: skip
-    for head_dim, only_plain, *row, blocks_per_sm in select_backward.MMA_DQ_TILES:
+    for head_dim, only_plain, *row, blocks_per_sm, groups in select_backward.MMA_DQ_TILES:
         yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}{'' if only_plain else '-rich'}", MmaDqConfig(
             **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
             tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
+            column_groups=groups,
         )  # fmt: skip
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)

@@ -23,12 +23,12 @@ ORDER = """
     simd_panel simd_row simd_backward simd_scores simd cpu_cache cpu_backward_plan cpu_plan
     compiled assembler
     kernels.v2_backward_dkdv kernels.v2_backward_dq kernels.v2_backward_dbias kernels.v2_backward_dalibi kernels.delta
-    kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_dq_rows kernels.zeros
+    kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_rows
     kernels.v1 kernels.v2 kernels.mma_forward kernels.wgmma_forward
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.output_rows kernels.steps.gradient_rows kernels.steps.fragment_products kernels.steps.score_gradients
     kernels.steps.repair_rows kernels.steps.repair_keys kernels.steps.repair_queries kernels.steps.fragment_scores
-    kernels.steps.fragment_outputs
+    kernels.steps.fragment_outputs kernels.steps.row_facts kernels.steps.notes
     kernels.steps.fragment_softmax kernels.steps.async_tiles
     kernels.steps.ds_rows kernels.steps.rows kernels.steps.weights
     kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements

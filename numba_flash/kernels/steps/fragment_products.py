@@ -1,12 +1,13 @@
 """The products of a backward tile, one warp at a time: scores from two tiles, gradients from scores and a tile.
 
-A warp owns `warp_rows` rows of the block's own tile, in strips of 16, and multiplies them with all rows of the
-tile that the block walks over. Both lie in panels in shared memory (ptx/fragments.py).
+A warp owns `warp_rows` rows of the block's own tile, in strips of 16, and multiplies them with all rows of the tile
+that the block walks over, the other one; or where `column_groups` warps own the same rows, each with its part of them.
+All tiles lie in panels in shared memory (ptx/fragments.py).
 """
 
 from numba import cuda, int32
 
-from ...ptx import fragments, ldmatrix, mma
+from ...ptx import fragments, ld_st, ldmatrix, mma
 
 panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
 
@@ -18,22 +19,28 @@ def chunk_pair(lane_address, pair, panel):
 
 
 def make(config):
-    """-> (lanes, load_own, scores_product, gradient_product). The last three are given `columns` of their tile and
-    return device functions for it."""
+    """-> (lanes, load_own, scores_product, gradient_product, put, group_product). The second to the fourth are given
+    `columns` of their tile and return device functions for it."""
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     own_rows, other_rows, warp_rows = config.own_rows, config.other_rows, config.warp_rows
-    blocks = other_rows // 8  # of 8 columns of scores
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = other_rows // groups  # rows of the other tile with which a warp computes scores
+    blocks = part // 8  # of 8 columns of scores
+    columns = config.group_columns
+    whole = config.depth == config.width == columns * groups  # every warp of a group has all of its columns
     in_registers = config.in_registers
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
-    x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans
+    x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
+    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
 
     @cuda.jit(device=True, inline="always")
     def lanes(thread):
         """Where this lane's matrix rows begin, from the beginning of a tile: (own, other, other transposed)."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        own = panel_offset(warp * warp_rows + (lane & 15), lane >> 4, own_rows)
+        own = panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, own_rows)
         other = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, other_rows)
+        other += (warp & (groups - 1)) * (part * 128)
         transposed = panel_offset(lane & 15, lane >> 4, other_rows)
         return own, other, transposed
 
@@ -51,24 +58,32 @@ def make(config):
 
     def scores_product(columns):
         steps = columns // 16
+        # Without in_registers slots are there in name only: they make the compiler unroll eight steps, not sixteen.
+        at_once = min(steps, 8)
+        slots = steps if in_registers else at_once
+
+        @cuda.jit(device=True, inline="always")
+        def step(x, acc, a_frag, b_frag, own_lane, other_lane):
+            if not in_registers:
+                for strip in range(strips):
+                    x4(a_frag, (strip * slots + x % slots) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
+            for n in range(part // 16):
+                x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
+                for strip in range(strips):
+                    a = (strip * slots + x % slots) * 4
+                    product(acc, (strip * blocks + 2 * n) * 4, a_frag, a, b_frag, 0)
+                    product(acc, (strip * blocks + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
 
         @cuda.jit(device=True, inline="always")
         def multiply(acc, a_frag, b_frag, own_lane, other_lane):
-            """acc (strips, other_rows / 8, 4) += own . other^T over `columns`.
+            """acc (strips, part / 8, 4) += own . other^T over `columns`.
 
-            a_frag (strips, columns / 16, 4): what load_own left; without in_registers it is loaded here, and has as
-            many steps in name only, because that makes the compiler unroll the loop over them.
+            a_frag (strips, columns / 16, 4): what load_own left; without in_registers it is loaded here.
             """
-            for x in range(steps):
-                if not in_registers:
-                    for strip in range(strips):
-                        x4(a_frag, (strip * steps + x) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
-                for n in range(other_rows // 16):
-                    x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
-                    for strip in range(strips):
-                        a = (strip * steps + x) * 4
-                        product(acc, (strip * blocks + 2 * n) * 4, a_frag, a, b_frag, 0)
-                        product(acc, (strip * blocks + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
+            for x in range(at_once):
+                step(x, acc, a_frag, b_frag, own_lane, other_lane)
+            for x in range(8, steps):
+                step(x, acc, a_frag, b_frag, own_lane, other_lane)
 
         return multiply
 
@@ -86,4 +101,30 @@ def make(config):
 
         return multiply
 
-    return lanes, load_own, scores_product, gradient_product
+    @cuda.jit(device=True, inline="always")
+    def put(frag, tile, thread):
+        """The warp's part of 16-bit scores (own_rows, other_rows) to shared memory, for its group."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for r in range(2 * strips):
+            row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            for n in range(blocks):
+                at = tile + panel_offset(row, (warp & (groups - 1)) * blocks + n, own_rows)
+                store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
+
+    @cuda.jit(device=True, inline="always")
+    def group_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left):
+        """acc (strips, columns / 8, 4) += a . other for `columns` of the other tile's columns; columns_left exist.
+
+        own_lane: that of `lanes` in a tile (own_rows, other_rows) of scores. a_frag (strips, 4).
+        """
+        for y in range(other_rows // 16):
+            for strip in range(strips):
+                x4(a_frag, strip * 4, chunk_pair(own_lane, y, own_panel) + strip * 2048)
+            for n in range(columns // 16):
+                if whole or n * 16 < columns_left:
+                    x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    for strip in range(strips):
+                        product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
+                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
+
+    return lanes, load_own, scores_product, gradient_product, put, group_product

@@ -1,7 +1,7 @@
 """Rows of a gradient from a warp's sums to global memory, through the block's own tile in shared memory.
 
-The own tile's rows are read by the warp that owns them and by nobody else, so when a warp has done its last
-product it may put its gradient there, and no other warp has to wait.
+The own tile's rows are read by the warp that owns them and by nobody else, or by the group of warps that share them, so
+when these have done their last product they may put their gradient there, and no other warp has to wait.
 """
 
 from numba import cuda, float32, int32, uint32
@@ -13,11 +13,14 @@ first_row_of = cuda.jit(device=True)(fragments.row)
 first_column_of = cuda.jit(device=True)(fragments.column)
 
 
-def make(dtype, own_rows, warp_rows, columns):
-    """-> (stage, store) for a tile of `own_rows` rows of a gradient, `warp_rows` a warp; its rows are contiguous."""
+def make(dtype, own_rows, warp_rows, columns, wide):
+    """-> (stage, store) for a tile of `own_rows` rows of a gradient, of which a warp has `warp_rows`, and `columns` of
+    their columns, which begin at a panel; its rows are contiguous.
+
+    wide: they can be written 16 bytes at a time.
+    """
     padded = (columns + 15) // 16 * 16
     strips, blocks = warp_rows // 16, padded // 8
-    wide = columns % 8 == 0  # rows can be written 16 bytes at a time
     step = columns // 8 if wide else columns  # copies in a row
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
     load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
@@ -50,14 +53,14 @@ def make(dtype, own_rows, warp_rows, columns):
         return suspects
 
     @cuda.jit(device=True, inline="always")
-    def store(tile, first_row, lane, target, base, row_stride, rows_left, suspects):
-        """The warp's rows that exist and are no suspects; base: where row 0 of the tile is."""
+    def store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
+        """The warp's rows that exist and are no suspects; base: where row 0 of the tile is, and the first column."""
         four = cuda.local.array(4, uint32)
         for index in range(lane, warp_rows * step, 32):
             in_warp = int32(uint32(index) // uint32(step))
             row = first_row + in_warp
             column = (index - in_warp * step) * (8 if wide else 1)
-            if row < rows_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
+            if row < rows_left and column < columns_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
                 staged = tile + panel_offset(row, column >> 3, own_rows)
                 at = base + row * row_stride + column
                 if wide:
