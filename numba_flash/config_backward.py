@@ -133,7 +133,7 @@ class MmaDkdvConfig(MmaBackwardConfig):
         return self.tile_m
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where K, V, the stages of Q, of dO, of lse and delta, P and dS where warps exchange them, which queries see
+        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
         each key, the block's notes, a word for each warp and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
@@ -144,7 +144,7 @@ class MmaDkdvConfig(MmaBackwardConfig):
         rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
         weights_at = rows_at + self.STAGES * 8 * self.tile_m
         weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
-        exchanged = 2 * tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
+        exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
         seen_at = weights_at + exchanged
         notes_at = seen_at + 8 * self.tile_n
         warps_at = notes_at + self.NOTES * 16

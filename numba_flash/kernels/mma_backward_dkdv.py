@@ -56,7 +56,6 @@ def make(config):
     alignment = config.ALIGNMENT
     q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
     groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_m // config.column_groups
-    weights_stage = (seen_at - weights_at) // 2
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
@@ -279,12 +278,13 @@ def make(config):
         if groups > 1:
             warp = thread >> int32(5)
             first, weights = (warp & (groups - 1)) * columns, own[0] + int32(weights_at)
+            own_panels, barrier = (first >> 6) * (tile_m * 128), (warp >> shift) + 1
             put(p_frag, weights, thread)
-            put(ds_frag, weights + weights_stage, thread)
-            bar_sync((warp >> shift) + 1, 32 * groups)
-            own_panels = (first >> 6) * (tile_m * 128)
+            bar_sync(barrier, 32 * groups)
             group_product(acc_dv, a_frag, b_frag, weights + own_lane, do_tile + own_panels, width - first)
-            weights += weights_stage
+            bar_sync(barrier, 32 * groups)  # everyone is done with P
+            put(ds_frag, weights, thread)
+            bar_sync(barrier, 32 * groups)
             group_product(acc_dk, a_frag, b_frag, weights + own_lane, q_tile + own_panels, depth - first)
         else:
             if of_dv:

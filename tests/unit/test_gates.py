@@ -37,13 +37,13 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING = {
-    "mma_dkdv-64-32x128-dkdv": "spills 40 bytes on sm_80 to sm_89, in tiles beside the diagonal; none on sm_90a",
+    "mma_dkdv-64-32x128x1-dkdv": "spills 40 bytes on sm_80 to sm_89, in tiles beside the diagonal; none on sm_90a",
     "mma-128-128x64": "spills about 200 bytes: two strips of 16 rows need more than 255 registers",
 }
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
     "mma-rich-64": "spills 20 bytes with 13.5, none with 13.0",
-    "mma_dq-256-64x32-rich": "spills 4 bytes on sm_100a alone",
+    "mma_dq-256-64x64x2": "spills 24 bytes on sm_100a alone",
 }
 
 
@@ -76,14 +76,16 @@ def backward_gates():
     rich = dict(dtype="bfloat16", softcap=True, alibi_dtype="float32", seqlens_k=True, q_offset_source="array")
     for head_dim, only_plain, *row, blocks_per_sm, groups in select_backward.MMA_DKDV_TILES:
         for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
-            name = f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
+            name = (
+                f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}x{groups}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
+            )
             yield name, MmaDkdvConfig(
                 **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
                 tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
                 of_dk=dk, of_dv=dv, column_groups=max(groups, 1),
             )  # fmt: skip
     for head_dim, only_plain, *row, blocks_per_sm, groups in select_backward.MMA_DQ_TILES:
-        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}{'' if only_plain else '-rich'}", MmaDqConfig(
+        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}x{groups}{'' if only_plain else '-rich'}", MmaDqConfig(
             **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
             tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
             column_groups=groups,
