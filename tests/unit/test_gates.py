@@ -18,7 +18,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash import assembler, compiled, select, select_backward
-from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 
 pytestmark = compiler.needed
 
@@ -149,7 +149,9 @@ def complaints(config, made, target, arch):
 @pytest.mark.parametrize("config", list(gates()))
 def test_gate(config, request, record_property, tmp_path):
     started = time.perf_counter()
-    targets = [target for target in MACHINES[config.kernel] if config.shared_bytes <= target.shared_bytes]
+    # As select and select_backward ask: one block of the forward, all of a backward's blocks_per_sm.
+    blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
+    targets = [target for target in MACHINES[config.kernel] if config.shared_bytes * blocks <= target.shared_bytes]
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, MACHINES[config.kernel][0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
