@@ -31,8 +31,8 @@ SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
 # shared memory. Scores with softcap or ALiBi are not plain, and need registers of their own.
 # H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, us with mma_rows at seqlen 1k, 4k and 4k causal.
 # head_dim 64: 32 x 128 860, 3071, 1702; 32 x 64 862, 3120, 1719; rows of 16 keys a warp 1159 to 1427, 3979 to 4674.
-# head_dim 128: 64 x 64 in two groups 877, 3166, 1698, in one 931, 3313, 1783; 64 x 128 in two groups 948, 3371, 1858.
-# head_dim 256: 64 x 64 in four groups 1036, 3714, 1997; apart 32 x 128 1422, 5222, 3030 and 64 x 64 1664, 5781, 2994.
+# head_dim 128: 64 x 64 in two groups 852, 3057, 1659, in one 931, 3313, 1783; 64 x 128 in two groups 948, 3371, 1858.
+# head_dim 256: 64 x 64 in four groups 1015, 3648, 1983; apart 32 x 128 1422, 5222, 3030 and 64 x 64 1664, 5781, 2994.
 MMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
     (64, True, 32, 128, 32, False, 2, 1),
     (64, False, 64, 128, 16, False, 1, 1),
@@ -49,7 +49,7 @@ MMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
 # (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups).
 # Measured likewise. head_dim 64: 128 x 32 619, 2146, 1200; before the rows' facts 723, 2245, and then not in registers
 # 759, 2406, rows of 16 queries a warp 788 to 870, 2530 to 2842. head_dim 128: 128 x 32 590, 2075, 1208; 64 x 32 632,
-# 2248, 1305; 256 x 32 617, 2138, 1307. head_dim 256: 64 x 64 in two groups 774, 2682, 1475, in one 821, 2827, 1536;
+# 2248, 1305; 256 x 32 617, 2138, 1307. head_dim 256: 64 x 64 in two groups 767, 2664, 1457, in one 821, 2827, 1536;
 # 128 x 32 in two 852, 3093, 1795.
 MMA_DQ_TILES = (
     (64, True, 128, 32, 32, True, 2, 1),

@@ -72,7 +72,8 @@ def make(config):
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
     weight, through_softcap = score_gradients.make(config, one_score)
-    lanes_of, load_own, scores_product, gradient_product, put, group_product = fragment_products.make(config)
+    lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
+    put, own_product, others_product = shared_by_warps
     load_k_frag, load_v_frag = load_own(depth), load_own(width)
     multiply_k_q, multiply_v_do = scores_product(depth), scores_product(width)
     multiply_p_do, multiply_ds_q = gradient_product(width), gradient_product(depth)
@@ -279,13 +280,16 @@ def make(config):
             warp = thread >> int32(5)
             first, weights = (warp & (groups - 1)) * columns, own[0] + int32(weights_at)
             own_panels, barrier = (first >> 6) * (tile_m * 128), (warp >> shift) + 1
+            q_tile, do_tile, weights_lane = q_tile + own_panels, do_tile + own_panels, weights + own_lane
             put(p_frag, weights, thread)
+            own_product(acc_dv, p_frag, b_frag, do_tile, width - first, thread)
             bar_sync(barrier, 32 * groups)
-            group_product(acc_dv, a_frag, b_frag, weights + own_lane, do_tile + own_panels, width - first)
+            others_product(acc_dv, a_frag, b_frag, weights_lane, do_tile, width - first, thread)
             bar_sync(barrier, 32 * groups)  # everyone is done with P
             put(ds_frag, weights, thread)
+            own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
             bar_sync(barrier, 32 * groups)
-            group_product(acc_dk, a_frag, b_frag, weights + own_lane, q_tile + own_panels, depth - first)
+            others_product(acc_dk, a_frag, b_frag, weights_lane, q_tile, depth - first, thread)
         else:
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)

@@ -60,7 +60,8 @@ def make(config):
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
     weight, through_softcap = score_gradients.make(config, one_score)
-    lanes_of, load_own, scores_product, gradient_product, put, group_product = fragment_products.make(config)
+    lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
+    put, own_product, others_product = shared_by_warps
     load_q_frag, load_do_frag = load_own(depth), load_own(width)
     multiply_q_k, multiply_do_v = scores_product(depth), scores_product(width)
     multiply_ds_k = gradient_product(depth)
@@ -216,11 +217,11 @@ def make(config):
         if groups > 1:
             warp, weights = thread >> int32(5), own[0] + int32(weights_at)
             first = (warp & (groups - 1)) * columns
+            k_tile += other_transposed + (first >> 6) * (tile_n * 128)
             put(ds_frag, weights, thread)
+            own_product(acc_dq, ds_frag, b_frag, k_tile, depth - first, thread)
             bar_sync((warp >> shift) + 1, 32 * groups)
-            own_panels = (first >> 6) * (tile_n * 128)
-            k_tile += other_transposed + own_panels
-            group_product(acc_dq, a_frag, b_frag, weights + own_lane, k_tile, depth - first)
+            others_product(acc_dq, a_frag, b_frag, weights + own_lane, k_tile, depth - first, thread)
         else:
             multiply_ds_k(acc_dq, ds_frag, b_frag, k_tile + other_transposed)
 

@@ -101,6 +101,8 @@ def gates():
         configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
+    few_keys = problem(256, seqlen_k=select.FEW_KEYS)
+    configs["wgmma-256-few-keys"] = select._candidates("wgmma", few_keys, HOPPER)[0]
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():

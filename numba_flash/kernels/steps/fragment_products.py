@@ -19,8 +19,9 @@ def chunk_pair(lane_address, pair, panel):
 
 
 def make(config):
-    """-> (lanes, load_own, scores_product, gradient_product, put, group_product). The second to the fourth are given
-    `columns` of their tile and return device functions for it."""
+    """-> (lanes, load_own, scores_product, gradient_product, put, own_product, others_product). The second to fourth
+    are given `columns` of their tile and return device functions for it; the last three are for warps that share rows.
+    """
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     own_rows, other_rows, warp_rows = config.own_rows, config.other_rows, config.warp_rows
@@ -112,19 +113,38 @@ def make(config):
                 store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
 
     @cuda.jit(device=True, inline="always")
-    def group_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left):
-        """acc (strips, columns / 8, 4) += a . other for `columns` of the other tile's columns; columns_left exist.
+    def own_product(acc, frag, b_frag, other_transposed, columns_left, thread):
+        """acc (strips, columns / 8, 4) += the warp's part of scores, which it still has, . its rows of the other tile.
+
+        Of `columns` columns of the other tile columns_left exist.
+        """
+        own_part = other_transposed + ((thread >> int32(5)) & (groups - 1)) * (part * 128)
+        for y in range(part // 16):
+            for n in range(columns // 16):
+                if whole or n * 16 < columns_left:
+                    x4_trans(b_frag, 0, chunk_pair(own_part, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    for strip in range(strips):
+                        a = (strip * blocks + 2 * y) * 2
+                        product(acc, (strip * (columns // 8) + 2 * n) * 4, frag, a, b_frag, 0)
+                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, frag, a, b_frag, 2)
+
+    @cuda.jit(device=True, inline="always")
+    def others_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread):
+        """acc += the parts that the group's other warps have put . their rows.
 
         own_lane: that of `lanes` in a tile (own_rows, other_rows) of scores. a_frag (strips, 4).
         """
-        for y in range(other_rows // 16):
-            for strip in range(strips):
-                x4(a_frag, strip * 4, chunk_pair(own_lane, y, own_panel) + strip * 2048)
-            for n in range(columns // 16):
-                if whole or n * 16 < columns_left:
-                    x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
-                    for strip in range(strips):
-                        product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
-                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
+        for beside in range(1, groups):
+            member = ((thread >> int32(5)) + beside) & (groups - 1)
+            its_part = other_transposed + member * (part * 128)
+            for y in range(part // 16):
+                for strip in range(strips):
+                    x4(a_frag, strip * 4, chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048)
+                for n in range(columns // 16):
+                    if whole or n * 16 < columns_left:
+                        x4_trans(b_frag, 0, chunk_pair(its_part, n, other_panel) + y * 2048)  # (16 rows, 16)
+                        for strip in range(strips):
+                            product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
+                            product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
 
-    return lanes, load_own, scores_product, gradient_product, put, group_product
+    return lanes, load_own, scores_product, gradient_product, put, own_product, others_product
