@@ -37,7 +37,7 @@ def loader(rows, columns, threads, group=1):
             for step in range(steps):
                 here = row < int32(rows_left - step * rows_a_step)
                 if total % threads == 0 or row < int32(rows - step * rows_a_step):
-                    to = target + panel_offset(int32(row + step * rows_a_step), chunk, rows)
+                    to = target + panel_offset(row + step * rows_a_step, chunk, rows)
                     copy16(to, place, count if here else 0)
                 place += rows_a_step * row_stride
         else:
