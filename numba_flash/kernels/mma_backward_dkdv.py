@@ -53,6 +53,7 @@ def make(config):
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
     _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
+    bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
     alignment = config.ALIGNMENT
     q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
     groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_m // config.column_groups
@@ -141,14 +142,14 @@ def make(config):
         end_head = (h_kv + 1) * group
         if thread == 0:
             q_end = b * q_strides[0] + end_head * q_strides[1]
-            notes.put(k_smem + notes_at, q_end, b * do_strides[0] + end_head * do_strides[1])
+            notes.put(k_smem + bases_at, q_end, b * do_strides[0] + end_head * do_strides[1])
             alibi_end = b * alibi_strides[0] + end_head * alibi_strides[1]
             facts_end = int64(b * heads + end_head) * (pieces(seqlen_q) * piece)
-            notes.put(k_smem + int32(notes_at + notes.SIZE), facts_end, alibi_end)
-            notes.put(k_smem + int32(notes_at + 2 * notes.SIZE), q_start - first_key, keys)
-            notes.put_range(k_smem + int32(notes_at + 3 * notes.SIZE), walk[0], walk[1])
-            notes.put_range(k_smem + int32(notes_at + 3 * notes.SIZE + 8), walk[2], walk[3])
-            notes.put(k_smem + int32(notes_at + 4 * notes.SIZE), int64(b), int64(first_key) << 32 | h_kv)
+            notes.put(k_smem + int32(facts_at), facts_end, alibi_end)
+            notes.put(k_smem + int32(offset_at), q_start - first_key, keys)
+            notes.put_range(k_smem + int32(walk_at), walk[0], walk[1])
+            notes.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
+            notes.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
         if thread < tile_n:  # the queries that see a key
             first_query, end_query = key_queries(first_key + thread, q_start, left, right, seqlen_q)
             end_query = first_query if first_key + thread >= keys else end_query
@@ -158,7 +159,7 @@ def make(config):
     def distances(i, thread, k_smem, distance):
         """q_pos - k_pos of the lane's keys and its first column of query tile i."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        from_first_key, _ = notes.get(k_smem + int32(notes_at + 2 * notes.SIZE))
+        from_first_key, _ = notes.get(k_smem + int32(offset_at))
         for r in range(rows):
             key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
@@ -174,7 +175,7 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def slope_of(members, k_smem, alibi_slopes, alibi_strides):
-        _, alibi_end = notes.get(k_smem + int32(notes_at + notes.SIZE))
+        _, alibi_end = notes.get(k_smem + int32(facts_at))
         return load_slope(alibi_slopes, alibi_end - members * alibi_strides[1])
 
     @cuda.jit(device=True, inline="always")
@@ -214,19 +215,19 @@ def make(config):
         """Start the copies of Q, dO, lse and -delta of query tile i of a head, to stage `odd`."""
         row = int32(i * int32(tile_m))
         rows_left = int32(int32(seqlen_q) - row)
-        q_end, do_end = notes.get(k_smem + int32(notes_at))
+        q_end, do_end = notes.get(k_smem + int32(bases_at))
         q_base = q_end - members * q_strides[1] + row * q_strides[2]
         do_base = do_end - members * do_strides[1] + row * do_strides[2]
         q_bytes, do_bytes = 2 * q_strides[2], 2 * do_strides[2]
         load_q(tiles[0] + odd * q_stage, address(q, q_base), q_bytes, 0, rows_left, head_dim, thread)
         load_do(tiles[1] + odd * do_stage, address(do, do_base), do_bytes, 0, rows_left, head_dim_v, thread)
-        facts_end, _ = notes.get(k_smem + int32(notes_at + notes.SIZE))
+        facts_end, _ = notes.get(k_smem + int32(facts_at))
         load_rows(i, odd, row_facts, facts_end - members * (pieces(seqlen_q) * piece), tiles, seqlen_q, thread)
 
     @cuda.jit(device=True, inline="always")
     def following(i, members, k_smem):
         """-> (i, members) of the next query tile: after the last one the first one again, of the next head."""
-        begin, stop = notes.get_range(k_smem + int32(notes_at + 3 * notes.SIZE))
+        begin, stop = notes.get_range(k_smem + int32(walk_at))
         after = int32(i + 1)
         last = after == stop
         return begin if last else after, int32(members - 1) if last else members
@@ -234,7 +235,7 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def is_whole(i, k_smem):
         """Whether every query of tile i sees every key of the block's."""
-        free, cut = notes.get_range(k_smem + int32(notes_at + 3 * notes.SIZE + 8))
+        free, cut = notes.get_range(k_smem + int32(walk_at + 8))
         return i >= free and i < cut
 
     @cuda.jit(device=True, inline="always")
@@ -396,9 +397,9 @@ def make(config):
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         # From the notes: kept through the loop, it would cost the registers that S needs.
-        b, tile = notes.get(k_smem + int32(notes_at + 4 * notes.SIZE))
+        b, tile = notes.get(k_smem + int32(tile_at))
         first_key, h_kv = int32(tile >> 32), int32(tile)
-        from_first_key, keys = notes.get(k_smem + int32(notes_at + 2 * notes.SIZE))
+        from_first_key, keys = notes.get(k_smem + int32(offset_at))
         q_start = from_first_key + first_key
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))

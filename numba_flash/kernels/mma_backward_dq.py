@@ -45,6 +45,7 @@ def make(config):
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     in_registers, alignment = config.in_registers, config.ALIGNMENT
     _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
+    bases_at, keys_at, head_at, tile_at, walk_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
     k_stage, v_stage = (v_at - k_at) // 2, (weights_at - v_at) // 2  # bytes
     groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_n // config.column_groups
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
@@ -105,11 +106,11 @@ def make(config):
         """What every tile needs to know."""
         if thread == 0:
             v_base = b * v_strides[0] + h_kv * v_strides[1]
-            notes.put(q_smem + int32(notes_at), b * k_strides[0] + h_kv * k_strides[1], v_base)
-            notes.put(q_smem + int32(notes_at + notes.SIZE), int64(tile_pos), int64(keys))
-            notes.put(q_smem + int32(notes_at + 2 * notes.SIZE), int64(b), int64(h))
-            notes.put(q_smem + int32(notes_at + 3 * notes.SIZE), int64(first_query), int64(h_kv))
-            notes.put_range(q_smem + int32(notes_at + 4 * notes.SIZE), walk[0], walk[1])
+            notes.put(q_smem + int32(bases_at), b * k_strides[0] + h_kv * k_strides[1], v_base)
+            notes.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
+            notes.put(q_smem + int32(head_at), int64(b), int64(h))
+            notes.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
+            notes.put_range(q_smem + int32(walk_at), walk[0], walk[1])
         head_facts = int64(b * heads + h) * (pieces(seqlen_q) * piece)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
@@ -127,7 +128,7 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def is_whole(j, q_smem):
         """Whether every row sees every key of tile j."""
-        free, cut = notes.get_range(q_smem + int32(notes_at + 4 * notes.SIZE))
+        free, cut = notes.get_range(q_smem + int32(walk_at))
         return j >= free and j < cut
 
     @cuda.jit(device=True, inline="always")
@@ -140,7 +141,7 @@ def make(config):
     def distances(j, thread, q_smem, distance):
         """q_pos - k_pos of the lane's rows and its first column of key tile j."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile_pos, _ = notes.get(q_smem + int32(notes_at + notes.SIZE))
+        tile_pos, _ = notes.get(q_smem + int32(keys_at))
         for r in range(rows):
             row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
@@ -149,8 +150,8 @@ def make(config):
     def load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread):
         """Start the copies of K and V of key tile j to stage `odd`."""
         first_key = int32(j * int32(tile_n))
-        k_base, v_base = notes.get(q_smem + int32(notes_at))
-        _, keys = notes.get(q_smem + int32(notes_at + notes.SIZE))
+        k_base, v_base = notes.get(q_smem + int32(bases_at))
+        _, keys = notes.get(q_smem + int32(keys_at))
         keys_left = int32(int32(keys) - first_key)
         k_base += first_key * k_strides[2]
         v_base += first_key * v_strides[2]
@@ -311,9 +312,9 @@ def make(config):
         # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
         # notes: kept through the loop, it would cost the registers that S needs.
         wait_all()
-        tile_pos, keys_ = notes.get(q_smem + int32(notes_at + notes.SIZE))
-        b, h_ = notes.get(q_smem + int32(notes_at + 2 * notes.SIZE))
-        first_query_, h_kv_ = notes.get(q_smem + int32(notes_at + 3 * notes.SIZE))
+        tile_pos, keys_ = notes.get(q_smem + int32(keys_at))
+        b, h_ = notes.get(q_smem + int32(head_at))
+        first_query_, h_kv_ = notes.get(q_smem + int32(tile_at))
         h, h_kv, first_query, keys = int32(h_), int32(h_kv_), int32(first_query_), int32(keys_)
         q_start = tile_pos - first_query
         queries_left = int32(min(seqlen_q - first_query, tile_m))
