@@ -1,4 +1,4 @@
-"""v2's backward kernels as compiled, without a GPU, and what select makes of a problem of gradients."""
+"""Backward kernels as compiled, without a GPU; what select makes of a problem of gradients; what Configs say."""
 
 import dataclasses
 import inspect
@@ -11,6 +11,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash import arguments_backward, assembler, compiled
 from numba_flash.arrays import read
 from numba_flash.backward_problem import BackwardProblem
+from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
 from numba_flash.explaining import BackwardExplanation
 from numba_flash.select import KERNELS
@@ -177,6 +178,43 @@ def test_the_kernels_of_a_backward_are_explained():
         assert fragment in text, text
 
 
+def mma_tiles(head_dim, target=HOPPER, **options):
+    """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
+    configs = select_backward(problem(head_dim, dtype="float16", **options), target, "mma", "cupy").configs
+    assert configs[0].kernel == "mma_rows" and configs[0].wide
+    return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:]]
+
+
+def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
+    assert mma_tiles(64) == [("mma_dkdv", 32, 128, 1), ("mma_dq", 128, 32, 1)]
+    assert mma_tiles(128)[0] == ("mma_dkdv", 64, 64, 2)
+    assert mma_tiles(128, A100)[0] == ("mma_dkdv", 32, 64, 1), "two blocks of the first row do not fit there"
+    assert mma_tiles(256) == [("mma_dkdv", 64, 64, 4), ("mma_dq", 64, 64, 2)]
+    assert mma_tiles(200) == mma_tiles(256)
+    assert mma_tiles(256, wanted=("dk",)) == [("mma_dkdv", 32, 128, 1)], "they sum up both or none"
+    assert mma_tiles(256, softcap=2.0)[0] == ("mma_dkdv", 32, 64, 1), "not plain"
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 128, 200, 256])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
+def test_the_parts_of_shared_memory_do_not_overlap(kind, groups, head_dim):
+    config = kind("mma_dkdv", "float16", head_dim, 64, 64, 64, warp_rows=32, column_groups=groups)
+    offsets = config.shared_offsets()
+    assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
+    columns = config.group_columns * groups
+    assert columns % 64 == 0 and columns >= max(config.depth, config.width)
+    assert config.threads == 64 * groups
+    own, other = 128 * config.own_rows, 128 * config.other_rows
+    assert offsets[1] >= own * -(-head_dim // 64), "K or Q"
+    panels = -(-head_dim // 64)
+    assert offsets[3] - offsets[2] == 2 * other * panels, "two stages of Q or K"
+    if groups > 1:
+        exchanged = {MmaDkdvConfig: (5, 6), MmaDqConfig: (4, 5)}[kind]
+        assert offsets[exchanged[1]] - offsets[exchanged[0]] == own, "64 columns of P or dS"
+        assert offsets[exchanged[0]] % config.ALIGNMENT == 0
+
+
 # Each field that a Config checks.
 @pytest.mark.parametrize(
     ("make", "word"),
@@ -188,6 +226,18 @@ def test_the_kernels_of_a_backward_are_explained():
         (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
         (lambda: DalibiConfig("float32", "float32", True, 100), "power of two"),
+        (lambda: MmaRowsConfig("float16", 64, False, True, lanes=3), "lanes"),
+        (lambda: MmaRowsConfig("float16", 64, False, True, threads=48), "threads"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 24, 64), "multiple of 16, not 24"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 288, 64, 32, 64), "at most 256"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, bias_dtype="float32"), "no bias"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
     ],
 )
 def test_a_config_checks_itself(make, word):
