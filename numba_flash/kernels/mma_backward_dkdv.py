@@ -56,7 +56,8 @@ def make(config):
     bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
     alignment = config.ALIGNMENT
     q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
-    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_m // config.column_groups
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = tile_m // groups  # queries of a tile with which a warp computes scores
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
@@ -239,9 +240,7 @@ def make(config):
         return i >= free and i < cut
 
     @cuda.jit(device=True, inline="always")
-    def turn(
-        i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, k_smem, tiles
-    ):  # fmt: skip
+    def turn(i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, k_smem, tiles):
         """Wait for the tile in stage `odd` and start the copies of the next one."""
         wait_all()
         cuda.syncthreads()  # tile i is there, and everyone is done with the one before
@@ -324,12 +323,12 @@ def make(config):
         )  # fmt: skip
         cuda.syncthreads()
 
-        acc_s = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
-        acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_m / 8, 4)
-        acc_dk = cuda.local.array(dk_count, float32)  # (strips, depth / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (strips, width / 8, 4)
-        p_frag = cuda.local.array(frag_count, uint32)  # (strips, tile_m / 8, 2)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (strips, tile_m / 8, 2)
+        acc_s = cuda.local.array(s_count, float32)  # (strips, part / 8, 4)
+        acc_dp = cuda.local.array(s_count, float32)  # (strips, part / 8, 4)
+        acc_dk = cuda.local.array(dk_count, float32)  # (strips, dk_columns / 8, 4)
+        acc_dv = cuda.local.array(dv_count, float32)  # (strips, dv_columns / 8, 4)
+        p_frag = cuda.local.array(frag_count, uint32)  # (strips, part / 8, 2)
+        ds_frag = cuda.local.array(frag_count, uint32)  # (strips, part / 8, 2)
         k_frag = cuda.local.array(k_count, uint32)  # (strips, depth / 16, 4)
         v_frag = cuda.local.array(v_count, uint32)  # (strips, width / 16, 4)
         a_frag = cuda.local.array(a_count, uint32)  # (strips, 4) of P^T or dS^T from shared memory

@@ -47,7 +47,8 @@ def make(config):
     _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
     bases_at, keys_at, head_at, tile_at, walk_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
     k_stage, v_stage = (v_at - k_at) // 2, (weights_at - v_at) // 2  # bytes
-    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, tile_n // config.column_groups
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = tile_n // groups  # keys of a tile with which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     columns = config.group_columns
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
@@ -256,10 +257,10 @@ def make(config):
         )  # fmt: skip
         cuda.syncthreads()
 
-        acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
-        acc_dp = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
+        acc_s = cuda.local.array(s_count, float32)  # (strips, part / 8, 4)
+        acc_dp = cuda.local.array(s_count, float32)  # (strips, part / 8, 4)
         acc_dq = cuda.local.array(dq_count, float32)  # (strips, depth / 8, 4)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (strips, tile_n / 8, 2)
+        ds_frag = cuda.local.array(frag_count, uint32)  # (strips, part / 8, 2)
         q_frag = cuda.local.array(q_count, uint32)  # (strips, depth / 16, 4)
         do_frag = cuda.local.array(do_count, uint32)  # (strips, width / 16, 4)
         a_frag = cuda.local.array(a_count, uint32)  # (strips, 4) of dS from shared memory
