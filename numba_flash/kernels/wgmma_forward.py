@@ -530,11 +530,10 @@ def make(config):
                 )  # fmt: skip
             if staged_o:
                 fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-            warp_sync()  # all lanes have read the notes, and what was staged
+            warp_sync()  # all lanes have read the notice, the notes, and what was staged
             if staged_o:
                 arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
-            # Every reader says so when it has read the notice, lest it is written over.
-            arrive(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3))
+            arrive_if(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3), lane == 0)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
@@ -556,7 +555,7 @@ def make(config):
             init(base + ASKED, 1)
             for i in range(4):
                 init(base + NOTICE_FULL + 8 * i, 1)
-                init(base + NOTICE_EMPTY + 8 * i, all_consumers)
+                init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
             for stage in range(stages):
                 init(base + K_FULL + 8 * stage, 1)
                 init(base + V_FULL + 8 * stage, 1)
