@@ -101,12 +101,26 @@ class _Layouts(dict):
     def __missing__(self, key: tuple) -> Layout:
         if len(self) > 20_000:  # shapes that change with every call must not pile up
             self.clear()
-        device, shape, strides, unit, dtype, readonly = key
-        found = Layout(self.family, device, tuple(shape), tuple(strides), unit, _name(dtype), readonly)
-        return self.setdefault(key, found)  # the one object, also when two threads come here at once
+        # the one object, also when two threads come here at once
+        return self.setdefault(key, Layout(self.family, *self.facts(*key)))
+
+    @staticmethod
+    def facts(device: Any, shape: Any, strides: Any, unit: int, dtype: Any, readonly: bool) -> tuple[Any, ...]:
+        return device, tuple(shape), tuple(strides), unit, _name(dtype), readonly
 
 
-_numpy_layouts, _cupy_layouts, _torch_layouts = _Layouts("numpy"), _Layouts("cupy"), _Layouts("torch")
+class _TorchLayouts(_Layouts):
+    """(torch.device, shape, strides, torch dtype) -> Layout: a tensor is asked as few questions as can be."""
+
+    @staticmethod
+    def facts(device: Any, shape: Any, strides: Any, dtype: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"a tensor on {device}")
+        index = device.index if device.type == "cuda" else None
+        return index, tuple(shape), strides, dtype.itemsize, _name(dtype), False
+
+
+_numpy_layouts, _cupy_layouts, _torch_layouts = _Layouts("numpy"), _Layouts("cupy"), _TorchLayouts("torch")
 _layouts = {family: _Layouts(family) for family in ("numba", "jax", "foreign")}
 
 
@@ -152,18 +166,21 @@ def _cupy(x: Any) -> Array:
 
 
 def _torch(x: Any) -> Array:
-    torch = sys.modules["torch"]
-    if x.layout is not torch.strided or not (x.is_cuda or x.is_cpu):
-        raise TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise Recorded(
             "a torch tensor that requires grad was given, and here its gradient would be lost: call this under "
             "torch.no_grad(), or pass tensor.detach()",
             "torch",
         )
-    device = x.get_device() if x.is_cuda else None
-    facts = _torch_layouts[device, x.shape, x.stride(), x.element_size(), x.dtype, False]
+    try:
+        facts = _torch_layouts[x.device, x.shape, x.stride(), x.dtype]
+    except RuntimeError:  # only a dense tensor has strides
+        raise _no_torch_tensor(x) from None
     return Array(x.data_ptr(), facts, x)
+
+
+def _no_torch_tensor(x: Any) -> TypeError:
+    return TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
 
 
 def _torch_dispatching(x: Any) -> Array:
@@ -261,9 +278,9 @@ def read(name: str, x: Any) -> Array:
 
 def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
     package = type(x).__module__.partition(".")[0]
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array; pass its data and, if that is meant, mask=")
     if isinstance(x, np.ndarray):
+        if isinstance(x, np.ma.MaskedArray):  # np.ma is imported when it is first named, which takes 40 ms
+            raise TypeError(f"{name} must not be a masked array; pass its data and, if that is meant, mask=")
         return _numpy
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
         return _cupy

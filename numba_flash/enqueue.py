@@ -8,10 +8,9 @@ call to call and come packed. cuda.core.launch, which takes the arguments one by
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .arrays import Array
 from .tensor_maps import SIZE as MAP_SIZE
 from .tensor_maps import TensorMap, encode
 
@@ -28,56 +27,59 @@ def packed(scalars: Sequence[Any]) -> bytes:
     return struct.pack("<" + "".join(["d" if isinstance(x, float) else "q" for x in flat]), *flat)
 
 
-def enqueuer(
-    kernel: Any, name: str, device: int, threads: int, shared_bytes: int, pointers: int, maps: int, constants: int
-) -> Callable[..., None]:
-    """A function that launches a loaded cuda.core kernel; any thread may call it.
+class Enqueuer:
+    """Launches a loaded cuda.core kernel; any thread may call it."""
 
-    pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars.
-    """
-    from cuda.bindings import driver
-    from cuda.core import Device
+    __slots__ = ("_buffer", "_device", "_driver", "_function", "_layout", "_name", "_shared_bytes", "_size", "_threads")
 
-    function = driver.CUfunction(int(kernel.handle))  # a kernel passes as a function, in whichever context is current
-    launch, current_device = driver.cuLaunchKernel, driver.cuCtxGetDevice
-    error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
-    if error:
-        raise RuntimeError(f"the parameters of kernel {name!r} could not be looked up: {error.name}")
-    size = first + MAP_SIZE * maps + 8 * pointers + constants
-    # the five words of `extra` and the size that one of them points to; then the parameters
-    layout = struct.Struct(f"<6Q{first}x{f'{MAP_SIZE}s' * maps}{pointers}Q{constants}s")
-    Buffer: Any = ctypes.c_char * layout.size
-    pack_into, size_at, parameters_at = layout.pack_into, 5 * 8, 6 * 8
-    address_of = ctypes.addressof
+    def __init__(
+        self, kernel: Any, name: str, device: int, threads: int, shared_bytes: int, pointers: int, maps: int,
+        constants: int,
+    ) -> None:  # fmt: skip
+        """pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars."""
+        from cuda.bindings import driver
 
-    def enqueue(
-        operands: Sequence[Array | None],
-        stream: int,
-        blocks: int,
-        maps: Sequence[tuple[int, TensorMap]],
-        scalars: bytes,
-    ) -> None:
-        """maps: (which operand, its map); scalars: what `packed` made of them."""
-        addresses = [0 if array is None else array.pointer for array in operands]
-        buffer = Buffer()  # of this call alone; the driver has copied it when the launch returns
-        at = address_of(buffer)
-        pack_into(
-            buffer, 0, BUFFER_POINTER, at + parameters_at, BUFFER_SIZE, at + size_at, END, size,
-            *[encode(tensor_map, addresses[operand]) for operand, tensor_map in maps], *addresses, scalars,
+        self._driver, self._name, self._device = driver, name, device
+        self._threads, self._shared_bytes = threads, shared_bytes
+        # a kernel passes as a function, in whichever context is current
+        self._function = driver.CUfunction(int(kernel.handle))
+        error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
+        if error:
+            raise RuntimeError(f"the parameters of kernel {name!r} could not be looked up: {error.name}")
+        self._size = first + MAP_SIZE * maps + 8 * pointers + constants
+        # the five words of `extra` and the size that one of them points to; then the parameters
+        self._layout = struct.Struct(f"<6Q{first}x{f'{MAP_SIZE}s' * maps}{pointers}Q{constants}s")
+        self._buffer: Any = ctypes.c_char * self._layout.size
+
+    def parameters(self, addresses: Sequence[int], maps: Sequence[tuple[int, TensorMap]], scalars: bytes) -> Any:
+        """What `launch` takes, to be used as often as wanted: a launch copies it and changes nothing.
+
+        maps: (which address, the map of what begins there); scalars: what `packed` made of them.
+        """
+        buffer = self._buffer()
+        at = ctypes.addressof(buffer)
+        self._layout.pack_into(
+            buffer, 0, BUFFER_POINTER, at + 6 * 8, BUFFER_SIZE, at + 5 * 8, END, self._size,
+            *[encode(tensor_map, addresses[which]) for which, tensor_map in maps], *addresses, scalars,
         )  # fmt: skip
-        none, current = current_device()
-        elsewhere = none or int(current) != device
+        return buffer
+
+    def launch(self, parameters: Any, stream: int, blocks: int) -> None:
+        driver = self._driver
+        none, current = driver.cuCtxGetDevice()
+        elsewhere = none or int(current) != self._device
         if elsewhere:
-            Device(device).set_current()
-        (error,) = launch(
-            function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream or LEGACY_DEFAULT_STREAM, None, at
-        )
+            from cuda.core import Device
+
+            Device(self._device).set_current()
+        (error,) = driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream or LEGACY_DEFAULT_STREAM,
+            None, ctypes.addressof(parameters),
+        )  # fmt: skip
         if elsewhere and not none:
             Device(int(current)).set_current()
         if error:
             raise RuntimeError(
-                f"kernel {name!r} could not be launched with {blocks} blocks of {threads} threads and "
-                f"{shared_bytes} bytes of shared memory: {error.name}"
+                f"kernel {self._name!r} could not be launched with {blocks} blocks of {self._threads} threads and "
+                f"{self._shared_bytes} bytes of shared memory: {error.name}"
             )
-
-    return enqueue

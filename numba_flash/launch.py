@@ -1,7 +1,7 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from .arguments import Scalars, pointer_types, scalars, tensor_maps
 from .arrays import Array, GradientOperands, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config, TensorConfig
-from .enqueue import enqueuer, packed
+from .enqueue import Enqueuer, packed
 from .problem import Problem
 from .select import Choice
 from .target import Target
@@ -81,30 +81,41 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, pointers: int, scalar
 
 
 class _OnGpu(Launch):
-    __slots__ = ("_blocks", "_config", "_constants", "_enqueue", "_maps", "_pointers", "_target")
+    __slots__ = ("_blocks", "_config", "_constants", "_enqueuer", "_maps", "_pointers", "_prepared", "_target")
 
     def __init__(
         self, config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps
     ) -> None:
         self._config, self._target, self._blocks, self._pointers, self._maps = config, target, blocks, pointers, maps
         self._constants = packed(scalars)
-        self._enqueue: Callable[..., None] | None = None
+        self._enqueuer: Enqueuer | None = None
+        # addresses -> the launch's parameters: those of a loop come again and again, and are made once
+        self._prepared: dict[tuple[int, ...], Any] = {}
 
-    def load(self) -> Callable[..., None]:
+    def load(self) -> Enqueuer:
         # one for all problems of this kernel
-        self._enqueue = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
-        return self._enqueue
+        self._enqueuer = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
+        return self._enqueuer
 
     def run(self, operands: Given, stream: int) -> None:
-        enqueue = self._enqueue or self.load()
-        enqueue(operands, stream, self._blocks, self._maps, self._constants)
+        enqueuer = self._enqueuer or self.load()
+        addresses = tuple([0 if array is None else array.pointer for array in operands])
+        parameters = self._prepared.get(addresses)
+        if parameters is None:
+            if len(self._prepared) >= PREPARED:
+                self._prepared.clear()
+            parameters = self._prepared[addresses] = enqueuer.parameters(addresses, self._maps, self._constants)
+        enqueuer.launch(parameters, stream, self._blocks)
+
+
+PREPARED = 16  # for how many sets of arrays a launch keeps its parameters, about a kilobyte each
 
 
 @functools.cache
-def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Callable[..., None]:
+def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Enqueuer:
     kernel = compiled(config, target.device, target.cc or (0, 0))
     name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
-    return enqueuer(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
+    return Enqueuer(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
 
 
 class _Simulated(Launch):

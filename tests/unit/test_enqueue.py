@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import compiled, enqueue, tensor_maps
+from numba_flash import compiled, enqueue, launch, tensor_maps
 from numba_flash.arguments import pointer_types, scalars
 from numba_flash.arrays import Array
 from numba_flash.select import select
@@ -28,7 +28,7 @@ def launches(monkeypatch):
     """What each launch was given: (function, grid, block, shared bytes, stream, parameters)."""
     seen = []
 
-    def launch(function, x, y, z, threads, threads_y, threads_z, shared_bytes, stream, parameters, extra):
+    def record(function, x, y, z, threads, threads_y, threads_z, shared_bytes, stream, parameters, extra):
         words = (ctypes.c_uint64 * 5).from_address(extra)
         assert (words[0], words[2], words[4], parameters) == (1, 2, 0, None)  # pointer, size, end
         size = ctypes.c_uint64.from_address(words[3]).value
@@ -36,7 +36,7 @@ def launches(monkeypatch):
         seen.append((int(function), grid, block, shared_bytes, stream, ctypes.string_at(words[1], size)))
         return (OK,)
 
-    monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+    monkeypatch.setattr(driver, "cuLaunchKernel", record)
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0))
     monkeypatch.setattr(driver, "cuKernelGetParamInfo", lambda kernel, index: (OK, 0, 8))
     return seen
@@ -45,12 +45,8 @@ def launches(monkeypatch):
 def enqueuer(pointers=2, maps=(), scalars=(), device=0):
     """(addresses, stream) -> None"""
     constants = enqueue.packed(scalars)
-    launch = enqueue.enqueuer(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
-
-    def call(addresses, stream):
-        launch([Array(x, None, None) if x else None for x in addresses], stream, 7, maps, constants)
-
-    return call
+    made = enqueue.Enqueuer(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
+    return lambda addresses, stream: made.launch(made.parameters(addresses, maps, constants), stream, 7)
 
 
 def test_parameters_lie_side_by_side(launches):
@@ -74,11 +70,30 @@ def test_tensor_maps_come_first_each_of_its_operand(launches, monkeypatch):
 
 
 def test_threads_do_not_share_a_buffer(launches):
-    launch = enqueuer(scalars=(1,))
+    enqueue_one = enqueuer(scalars=(1,))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: launch([n, n], n), range(1, 2001)))
+        list(pool.map(lambda n: enqueue_one([n, n], n), range(1, 2001)))
     assert sorted(stream for *_, stream, _ in launches) == list(range(1, 2001))
     assert all(parameters == struct.pack("<QQq", stream, stream, 1) for *_, stream, parameters in launches)
+
+
+def test_parameters_of_arrays_seen_before_are_not_made_again(launches, monkeypatch):
+    config = types.SimpleNamespace(kernel="v2", threads=64, shared_bytes=1024)
+    monkeypatch.setattr(launch, "compiled", lambda config, device, cc: KERNEL)
+    monkeypatch.setattr(launch, "_loaded", launch._loaded.__wrapped__)  # a namespace cannot be a key
+    made = []
+    original = enqueue.Enqueuer.parameters
+    monkeypatch.setattr(
+        enqueue.Enqueuer, "parameters", lambda self, *given: made.append(given[0]) or original(self, *given)
+    )
+    ready = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, 2, (5,))
+    sets = [(16 * n, 0) for n in range(1, 2 * launch.PREPARED)]
+    for first, _ in sets + sets[-3:]:
+        ready.run([Array(first, None, None), None], 0)
+    assert made == sets and len(ready._prepared) <= launch.PREPARED
+    assert [parameters for *_, parameters in launches] == [
+        struct.pack("<QQq", *addresses, 5) for addresses in sets + sets[-3:]
+    ]
 
 
 # Where another device is current, and where the thread has none at all.
