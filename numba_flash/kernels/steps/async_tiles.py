@@ -10,16 +10,20 @@ panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
 def loader(rows, columns, threads, group=1):
     """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).
 
-    The tile is rows x columns (multiples of 8) at shared address `target`, in panels (ptx/fragments.py).
+    The tile is rows x columns (multiples of 8) at shared address `target`, a multiple of 1024, in panels
+    (ptx/fragments.py).
     group: rows are that many heads of one query, head_stride bytes apart; queries are row_stride bytes apart.
     """
     chunks = columns // 8
     total = rows * chunks
     steps = -(-total // threads)
     # Where a thread keeps its column from step to step, one addition a step finds the next row: offsets of their own
-    # would be computed ahead of the loop over tiles and cost two registers each.
-    regular = group == 1 and threads % chunks == 0
+    # would be computed ahead of the loop over tiles and cost two registers each. And where the rows of a step are as
+    # many as the swizzle tells apart, or a half, quarter or eighth of them, the next place in shared memory is a
+    # constant away, but for a bit or two of the swizzle: worked out anew for each copy, places took a sixth of the
+    # backward's time (H200).
     rows_a_step = threads // chunks
+    regular = group == 1 and threads % chunks == 0 and (rows_a_step % 8 == 0 or 8 % rows_a_step == 0)
     copy16 = cp_async.copy16
 
     @cuda.jit(device=True, inline="always")
@@ -33,12 +37,17 @@ def loader(rows, columns, threads, group=1):
         chunk = int32(uint32(thread) % uint32(chunks))
         if regular:
             place = source + int64(row) * row_stride + int64(chunk * 16)
+            to = int32(target + panel_offset(row, chunk, rows))
+            left = int32(int32(rows_left) - row)
             count = min(max(2 * columns_left - 16 * chunk, 0), 16)
             for step in range(steps):
-                here = row < int32(rows_left - step * rows_a_step)
-                if total % threads == 0 or row < int32(rows - step * rows_a_step):
-                    to = target + panel_offset(row + step * rows_a_step, chunk, rows)
-                    copy16(to, place, count if here else 0)
+                first = (
+                    step * rows_a_step
+                )  # the target is a multiple of 1024, so the swizzle's bits in `to` are its own
+                if total % threads == 0 or row < int32(rows - first):
+                    copy16(
+                        (to ^ int32((first & 7) << 4)) + int32(first * 128), place, count if left > int32(first) else 0
+                    )
                 place += rows_a_step * row_stride
         else:
             for step in range(steps):

@@ -4,7 +4,7 @@ The own tile's rows are read by the warp that owns them and by nobody else, or b
 when these have done their last product they may put their gradient there, and no other warp has to wait.
 """
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import bar, cvt, fragments, ld_st, memory, shfl
 
@@ -18,10 +18,14 @@ def make(dtype, own_rows, warp_rows, columns, wide):
     their columns, which begin at a panel; its rows are contiguous.
 
     wide: they can be written 16 bytes at a time.
+
+    store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects): the warp's rows that
+    exist and are no suspects; base: where row 0 of the tile is, and the first column.
     """
     padded = (columns + 15) // 16 * 16
     strips, blocks = warp_rows // 16, padded // 8
-    step = columns // 8 if wide else columns  # copies in a row
+    panels = -(-columns // 64)
+    word_count = 4 * panels
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
     load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
@@ -53,22 +57,30 @@ def make(dtype, own_rows, warp_rows, columns, wide):
         return suspects
 
     @cuda.jit(device=True, inline="always")
-    def store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
-        """The warp's rows that exist and are no suspects; base: where row 0 of the tile is, and the first column."""
-        four = cuda.local.array(4, uint32)
-        for index in range(lane, warp_rows * step, 32):
-            in_warp = int32(uint32(index) // uint32(step))
-            row = first_row + in_warp
-            column = (index - in_warp * step) * (8 if wide else 1)
-            if row < rows_left and column < columns_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
-                staged = tile + panel_offset(row, column >> 3, own_rows)
-                at = base + row * row_stride + column
-                if wide:
-                    load_v4(four, 0, staged)
-                    store_v4(address(target, at), four, 0)
-                else:
-                    pair = load_b32(staged + ((column & 6) << 1))
-                    half = uint32(pair >> uint32(16)) if column % 2 else pair
-                    store_b16(address(target, at), half)
+    def store_wide(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
+        # Eight lanes a row and panel; as in steps/output_rows.py, loads stand side by side and so do stores.
+        words = cuda.local.array(word_count, uint32)
+        column = int32((lane & 7) << 3)
+        for step in range(warp_rows // 4):
+            in_warp = int32((lane >> 3) + 4 * step)
+            row = int32(first_row + in_warp)
+            staged = tile + panel_offset(row, lane & 7, own_rows)
+            to = address(target, base + row * row_stride + column)
+            for panel in range(panels):
+                load_v4(words, 4 * panel, staged + panel * (own_rows * 128))
+            here = row < rows_left and (suspects >> uint32(in_warp)) & uint32(1) == 0
+            for panel in range(panels):
+                if here and 64 * panel + column < columns_left:
+                    store_v4(to + int64(128 * panel), words, 4 * panel)
 
-    return stage, store
+    @cuda.jit(device=True, inline="always")
+    def store_narrow(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
+        for index in range(lane, warp_rows * columns, 32):
+            in_warp = int32(uint32(index) // uint32(columns))
+            row, column = first_row + in_warp, index - in_warp * columns
+            if row < rows_left and column < columns_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
+                pair = load_b32(tile + panel_offset(row, column >> 3, own_rows) + ((column & 6) << 1))
+                half = uint32(pair >> uint32(16)) if column % 2 else pair
+                store_b16(address(target, base + row * row_stride + column), half)
+
+    return stage, store_wide if wide else store_narrow

@@ -14,7 +14,7 @@ MINUS_DELTA = 16  # where those begin in a piece
 
 @cuda.jit(device=True, inline="always")
 def pieces(seqlen_q):
-    return (int32(seqlen_q) + int32(15)) >> 4
+    return int32(int32(int32(seqlen_q) + int32(15)) >> int32(4))
 
 
 @cuda.jit(device=True, inline="always")
