@@ -196,6 +196,7 @@ class WgmmaConfig(TensorConfig):
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
+    O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
     def __post_init__(self) -> None:
@@ -221,9 +222,19 @@ class WgmmaConfig(TensorConfig):
         return 128 * (1 + self.consumers)
 
     @property
-    def staged_o(self) -> bool:
-        """O goes to global memory by way of the buffer of Q, while the next Q is in the other one."""
-        return self.q_buffers == 2 and self.width <= self.depth
+    def o_place(self) -> str:
+        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; the last
+        stage of "k" that the query tile needed, a piece of it for each warp; or none, "".
+        """
+        if self.q_buffers == 2 and self.width <= self.depth:
+            return "q"
+        fits = 2 * self.tile_m * self.O_COLUMNS <= tile_bytes(self.tile_n, self.depth)
+        return "k" if self.wide_o and fits else ""
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O that lie there at a time."""
+        return self.O_COLUMNS if self.o_place == "k" else self.width
 
     @property
     def registers(self) -> tuple[int, int]:

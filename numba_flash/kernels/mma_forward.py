@@ -55,7 +55,7 @@ def make(config):
     head, _ = scores.make(config)
     one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, strips)
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
-    store_rows = output_rows.make(config, warp_rows)
+    store_rows = output_rows.make(config, warp_rows, width)
     repair_rows = repair_rows_step.make(config, warp_rows, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans

@@ -61,7 +61,8 @@ def make(config):
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
     scaled, has_alibi = config.scaled, config.alibi_dtype is not None
-    write_lse, staged_o = config.write_lse, config.staged_o
+    write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
+    o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
     padded = config.seqlens_k  # V may hold anything behind the valid keys
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
 
@@ -92,7 +93,7 @@ def make(config):
     head, _ = scores.make(config)
     one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
-    store_rows = output_rows.make(config, 16)
+    store_rows = output_rows.make(config, 16, o_columns, o_place == "k")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     repair_rows = repair_rows_step.make(config, 16, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
@@ -100,7 +101,7 @@ def make(config):
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
     # mbarriers, 8 bytes each; K and V have one of either kind for each stage, Q two and notices of query tiles four.
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED = (barriers_at + offset for offset in (0, 16, 32, 64, 96))
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_READ = (barriers_at + x for x in (0, 16, 32, 64, 96, 104))
     K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 112 + 8 * stages * i for i in range(4))
     # A notice is what the scheduler worked out about a query tile, in words.
     NOTICES = barriers_at + 112 + 32 * stages
@@ -341,9 +342,13 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def done_with_scores(base, elected, last, n, seen):
-        """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
-        arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
-        if not staged_o:
+        """The n-th K is given back; and Q with the query tile's last. Where O is to lie in one of them, that is not."""
+        if o_place == "k":
+            arrive_if(base + K_EMPTY + 8 * stage_of(n), elected & (not last))
+            arrive_if(base + K_READ, elected & last)
+        else:
+            arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
+        if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
 
     @cuda.jit(device=True, inline="always")
@@ -399,7 +404,7 @@ def make(config):
         scale_log2 = scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
         following = int32(0) if me == consumers - 1 else int32(me + 1)
-        elected = thread_index() & int32(127) == 0
+        elected = thread_index() & int32(31) == 0
         q_desc = describe_k(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
         seen = int32(0)  # query tiles so far
@@ -491,15 +496,19 @@ def make(config):
             lse_log2 = distance
             finish(m, l, alpha, lse_log2, scale_log2)
             any_suspect = uint32(0)
+            suspect = m  # NaN where a number of the row is NaN or Inf
+            for r in range(2):
+                suspect[r] = float32(0)
+                for n in range(o_blocks):
+                    suspect[r] += acc_o[4 * n + 2 * r] * float32(0) + acc_o[4 * n + 2 * r + 1] * float32(0)
+            for r in range(2):
+                suspect[r] += bfly(suspect[r], 1)
+            for r in range(2):
+                suspect[r] += bfly(suspect[r], 2)
             for r in range(2):
                 row = lane_row + 8 * r
                 query = divide(row, group)
-                suspect = float32(0)
-                for n in range(o_blocks):
-                    suspect += acc_o[4 * n + 2 * r] * float32(0) + acc_o[4 * n + 2 * r + 1] * float32(0)
-                suspect += bfly(suspect, 1)
-                suspect += bfly(suspect, 2)
-                flag = uint32(0) if suspect == 0 else uint32(1)
+                flag = uint32(0) if suspect[r] == 0 else uint32(1)
                 any_suspect |= flag
                 if lane & 3 == 0:
                     store_shared(base + notes_at + row * note_bytes, flag)
@@ -507,15 +516,23 @@ def make(config):
                     if write_lse and first_query + query < seqlen_q:
                         row_head = h + row - query * group
                         lse[(b * heads + row_head) * seqlen_q + first_query + query] = lse_log2[r] * ln_2
-            o_smem = base + ((seen - 1) & 1) * q_bytes
-            if staged_o:
-                stage_rows(o_smem, first_row, lane, acc_o, alpha, words)
-            warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
-            if staged_o:
-                store_rows(
-                    first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, int32(0)
-                )  # fmt: skip
+            if o_place == "q":
+                o_smem = base + ((seen - 1) & 1) * q_bytes
             else:
+                o_smem = base + k_at + stage_of(taken - 1) * k_bytes + (first_row >> 4) * o_bytes
+            if o_place == "k":
+                wait(base + K_READ, (seen - 1) & 1)  # by all consumers
+            if o_place:
+                stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 0)
+                warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
+                store_rows(first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, 0)
+                if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
+                    warp_sync()  # all lanes have read the first part
+                    stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 1)
+                    warp_sync()
+                    store_rows(first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, 1)
+            else:
+                warp_sync()  # a warp's notes are there for all of its lanes
                 write_rows(
                     lane_row, lane_column, lane, base + notes_at, acc_o, alpha, words, o, o_strides, b, h, first_query,
                     seqlen_q,
@@ -528,11 +545,13 @@ def make(config):
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
                     alibi_slopes, alibi_strides, scale, softcap,
                 )  # fmt: skip
-            if staged_o:
-                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+            if o_place:
+                fence_async()  # the next Q or K comes by TMA, and must not be overtaken by what was written here
             warp_sync()  # all lanes have read the notice, the notes, and what was staged
-            if staged_o:
+            if o_place == "q":
                 arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
+            if o_place == "k":
+                arrive_if(base + K_EMPTY + 8 * stage_of(taken - 1), lane == 0)
             arrive_if(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3), lane == 0)
         wait_all()
         if ping_pong and me == 0:
@@ -551,16 +570,17 @@ def make(config):
         if thread == 0:
             for i in range(2):
                 init(base + Q_FULL + 8 * i, 1)
-                init(base + Q_EMPTY + 8 * i, 4 * consumers if staged_o else consumers)
+                init(base + Q_EMPTY + 8 * i, 4 * consumers)
             init(base + ASKED, 1)
+            init(base + K_READ, 4 * consumers)
             for i in range(4):
                 init(base + NOTICE_FULL + 8 * i, 1)
                 init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
             for stage in range(stages):
                 init(base + K_FULL + 8 * stage, 1)
                 init(base + V_FULL + 8 * stage, 1)
-                init(base + K_EMPTY + 8 * stage, consumers)
-                init(base + V_EMPTY + 8 * stage, consumers)
+                init(base + K_EMPTY + 8 * stage, 4 * consumers)
+                init(base + V_EMPTY + 8 * stage, 4 * consumers)
             fence_init()
         cuda.syncthreads()
         if warpgroup == 0:

@@ -13,7 +13,7 @@ from contract import (  # noqa: F401
     test_rows_of_any_stride,
 )
 
-from numba_flash import api, testing
+from numba_flash import api, select, testing
 from numba_flash.target import Target
 
 
@@ -42,3 +42,15 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     if "seqlens" in options:
         options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
     rung.check(rung.problem(**shape, head_dim=64), **options)
+
+
+# O goes to global memory by way of Q's second buffer, of the last K that the query tile needed, or of neither.
+@pytest.mark.parametrize(("row", "head_dim_v", "place"), [((128, 128, True, 1), 136, "k"), ((64, 32, False, 1), 40, "")])
+def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=1)
+    monkeypatch.setattr(api.Target, "of", lambda device: machine)
+    monkeypatch.setattr(api, "_decided", api.decide)
+    monkeypatch.setattr(select, "WGMMA_TILES", ((256, *row),))
+    case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
+    assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place
+    rung.check(case, causal=True)

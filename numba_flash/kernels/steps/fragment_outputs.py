@@ -13,7 +13,9 @@ def make(config):
 
     acc_o (width / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
     """
-    tile_m, panel = config.tile_m, config.tile_m * 128  # bytes of 64 columns
+    own_place = config.o_place == "k"
+    rows = 16 if own_place else config.tile_m  # of what a warp stages O in
+    panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
     group, note_bytes, head_dim_v, wide_o = config.group, config.NOTE_BYTES, config.head_dim_v, config.wide_o
     o_blocks = config.width // 8
     o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
@@ -50,13 +52,13 @@ def make(config):
                 words[n + i + 1] = mine if odd else given
 
     @cuda.jit(device=True, inline="always")
-    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
-        """A warp's 16 rows of O, in 16 bits, to shared memory."""
+    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
+        """A warp's 16 rows of O, in 16 bits, to shared memory: the part-th o_columns of them."""
         # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
-        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, tile_m)
-        for n in range(0, o_blocks, 2):
+        at = o_smem + panel_offset((0 if own_place else first_row) + (lane & 15), lane >> 4, rows)
+        for n in range(0, staged_blocks, 2):
             for i in range(4):
-                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
+                words[i] = output_pair(acc_o, inverse, part * staged_blocks + n + i // 2, i % 2)
             pair = n // 2
             store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
@@ -88,4 +90,4 @@ def make(config):
                     if here and column + 1 < head_dim_v:
                         store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
 
-    return 4 if config.staged_o else o_words, stage_rows, write_rows
+    return 4 if config.o_place else o_words, stage_rows, write_rows

@@ -83,13 +83,18 @@ def make(config, strips):
 
     @cuda.jit(device=True, inline="always")
     def finish(m, l, alpha, lse_log2, scale_log2):
-        """alpha (rows,) <- 1 / l, 0 for a row without keys; lse_log2 (rows,) <- log2 of the sum of exponentials."""
+        """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse_log2 (rows,) <- log2 of the sum of exponentials.
+
+        A row without keys has 0 and -inf.
+        """
+        for r in range(rows):  # all rows before what needs them: an exchange takes a while
+            l[r] += bfly(l[r], 1)
         for r in range(rows):
-            total = l[r] + bfly(l[r], 1)
-            total += bfly(total, 2)
-            empty = total == float32(0)
-            alpha[r] = float32(0) if empty else rcp(total)
+            l[r] += bfly(l[r], 2)
+        for r in range(rows):
+            empty = l[r] == float32(0)
+            alpha[r] = float32(0) if empty else rcp(l[r])
             top = m[r] if scaled else m[r] * scale_log2
-            lse_log2[r] = minus_inf if empty else top + lg2(total)
+            lse_log2[r] = minus_inf if empty else top + lg2(l[r])
 
     return start, update, to_p, finish

@@ -7,15 +7,17 @@ from ...ptx import fragments, ld_st, memory
 panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
 
 
-def make(config, warp_rows):
+def make(config, warp_rows, columns, own_place=False):
     """-> store_rows(first_row, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part), a device function
-    for one warp and its warp_rows rows from first_row on; rows that are to be repaired are left out.
+    for one warp and its warp_rows rows from first_row on, the part-th `columns` of them; rows that are to be repaired
+    are left out.
 
-    O is staged in panels (ptx/fragments.py); notes as in steps/repair_rows.
+    O is staged in panels (ptx/fragments.py), in a tile of its rows or with own_place in one of the warp's rows alone,
+    which only 16 bytes at a time are taken from. Notes as in steps/repair_rows.
     """
-    width, tile_m = config.width, config.tile_m
+    tile_m = warp_rows if own_place else config.tile_m
     head_dim_v, group, queries, note_bytes = config.head_dim_v, config.group, config.queries, config.NOTE_BYTES
-    panels, steps = -(-width // 64), warp_rows // 4
+    panels, steps = -(-columns // 64), warp_rows // 4
     word_count = 4 * panels
     load_b32, load_v4 = ld_st.load_b32, ld_st.load_v4
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
@@ -26,13 +28,13 @@ def make(config, warp_rows):
         # piece after the other would take as long as two tiles of keys.
         words = cuda.local.array(word_count, uint32)
         queries_left = int32(min(seqlen_q - first_query, queries))
-        columns_left = int32(head_dim_v - part * width) - ((lane & 7) << 3)
+        columns_left = int32(head_dim_v - part * columns) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
-        o_base = b * o_strides[0] + (part * width + ((lane & 7) << 3)) * o_strides[3]
+        o_base = b * o_strides[0] + (part * columns + ((lane & 7) << 3)) * o_strides[3]
         for step in range(steps):
             row = int32(top_row + 4 * step)
             flag = load_b32(notes + row * note_bytes)
-            staged = o_smem + panel_offset(row, lane & 7, tile_m)
+            staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
             at = o_base + (h + row % group) * o_strides[1] + (first_query + row // group) * o_strides[2]
             to = address(o, at)
             for panel in range(panels):
@@ -45,11 +47,11 @@ def make(config, warp_rows):
     @cuda.jit(device=True, inline="always")
     def store_narrow(first_row, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part):
         queries_left = int32(min(seqlen_q - first_query, queries))
-        columns_left = int32(head_dim_v - part * width)
-        o_base = b * o_strides[0] + part * width * o_strides[3]
-        for index in range(lane, warp_rows * width, 32):
-            in_warp = int32(uint32(index) // uint32(width))
-            row, column = first_row + in_warp, index - in_warp * width
+        columns_left = int32(head_dim_v - part * columns)
+        o_base = b * o_strides[0] + part * columns * o_strides[3]
+        for index in range(lane, warp_rows * columns, 32):
+            in_warp = int32(uint32(index) // uint32(columns))
+            row, column = first_row + in_warp, index - in_warp * columns
             query, member = row // group, row % group
             if query < queries_left and column < columns_left and load_b32(notes + row * note_bytes) == 0:
                 pair = load_b32(o_smem + panel_offset(row, column >> 3, tile_m) + ((column & 6) << 1))
