@@ -183,13 +183,15 @@ class WgmmaConfig(TensorConfig):
     """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
-    one is done. ping_pong: consumers take turns with the tensor cores, so
-    that the softmax of one runs beside the products of the other. l2_bytes: how much K and V the blocks of
+    one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
+    ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
+    other. l2_bytes: how much K and V the blocks of
     the whole GPU work on at a time, so that it stays in L2.
     """
 
     stages: int = 2
     q_buffers: int = 2
+    o_buffer: bool = False
     ping_pong: bool = True
     l2_bytes: int = 16 * 2**20
     blocks_per_sm: int = 1
@@ -223,18 +225,17 @@ class WgmmaConfig(TensorConfig):
 
     @property
     def o_place(self) -> str:
-        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; the last
-        stage of "k" that the query tile needed, a piece of it for each warp; or none, "".
+        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; a place of
+        its "own"; or nothing, "".
         """
-        if self.q_buffers == 2 and self.width <= self.depth:
-            return "q"
-        fits = 2 * self.tile_m * self.O_COLUMNS <= tile_bytes(self.tile_n, self.depth)
-        return "k" if self.wide_o and fits else ""
+        if self.o_buffer:
+            return "own"
+        return "q" if self.q_buffers == 2 and self.width <= self.depth else ""
 
     @property
     def o_columns(self) -> int:
         """Columns of O that lie there at a time."""
-        return self.O_COLUMNS if self.o_place == "k" else self.width
+        return self.O_COLUMNS if self.o_buffer else self.width
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -242,12 +243,15 @@ class WgmmaConfig(TensorConfig):
         return self.REGISTERS[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, the stages of K, those of V, the notes on O's rows, barriers and words, and the end are."""
+        """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and words, and the end
+        are.
+        """
         k_at = self.q_buffers * tile_bytes(self.tile_m, self.depth)
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
-        notes_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        notes_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+        return 0, k_at, v_at, o_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
                 tile_n = 64
             features = _features("wgmma", problem) | _tensor_features(problem, group)
             tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
+            tile["o_buffer"] = tile_n == 64 and features["wide_o"]  # there is room
             configs.append(WgmmaConfig(**features, **tile))
     return configs
 

@@ -52,7 +52,7 @@ def make(config):
     stages, q_buffers = config.stages, config.q_buffers
     depth, width = config.depth, config.width
     group, queries, note_bytes, alignment = config.group, config.queries, config.NOTE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, notes_at, barriers_at, _ = config.shared_offsets()
+    _, k_at, v_at, o_at, notes_at, barriers_at, _ = config.shared_offsets()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-depth // 64), -(-width // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -93,7 +93,7 @@ def make(config):
     head, _ = scores.make(config)
     one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
-    store_rows = output_rows.make(config, 16, o_columns, o_place == "k")
+    store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     repair_rows = repair_rows_step.make(config, 16, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
@@ -101,7 +101,7 @@ def make(config):
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
     # mbarriers, 8 bytes each; K and V have one of either kind for each stage, Q two and notices of query tiles four.
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_READ = (barriers_at + x for x in (0, 16, 32, 64, 96, 104))
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED = (barriers_at + offset for offset in (0, 16, 32, 64, 96))
     K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 112 + 8 * stages * i for i in range(4))
     # A notice is what the scheduler worked out about a query tile, in words.
     NOTICES = barriers_at + 112 + 32 * stages
@@ -342,12 +342,8 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def done_with_scores(base, elected, last, n, seen):
-        """The n-th K is given back; and Q with the query tile's last. Where O is to lie in one of them, that is not."""
-        if o_place == "k":
-            arrive_if(base + K_EMPTY + 8 * stage_of(n), elected & (not last))
-            arrive_if(base + K_READ, elected & last)
-        else:
-            arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
+        """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
+        arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
         if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
 
@@ -519,9 +515,7 @@ def make(config):
             if o_place == "q":
                 o_smem = base + ((seen - 1) & 1) * q_bytes
             else:
-                o_smem = base + k_at + stage_of(taken - 1) * k_bytes + (first_row >> 4) * o_bytes
-            if o_place == "k":
-                wait(base + K_READ, (seen - 1) & 1)  # by all consumers
+                o_smem = base + o_at + (first_row >> 4) * o_bytes
             if o_place:
                 stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 0)
                 warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
@@ -545,13 +539,11 @@ def make(config):
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
                     alibi_slopes, alibi_strides, scale, softcap,
                 )  # fmt: skip
-            if o_place:
-                fence_async()  # the next Q or K comes by TMA, and must not be overtaken by what was written here
+            if o_place == "q":
+                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             warp_sync()  # all lanes have read the notice, the notes, and what was staged
             if o_place == "q":
                 arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
-            if o_place == "k":
-                arrive_if(base + K_EMPTY + 8 * stage_of(taken - 1), lane == 0)
             arrive_if(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3), lane == 0)
         wait_all()
         if ping_pong and me == 0:
@@ -572,7 +564,6 @@ def make(config):
                 init(base + Q_FULL + 8 * i, 1)
                 init(base + Q_EMPTY + 8 * i, 4 * consumers)
             init(base + ASKED, 1)
-            init(base + K_READ, 4 * consumers)
             for i in range(4):
                 init(base + NOTICE_FULL + 8 * i, 1)
                 init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)

@@ -13,7 +13,7 @@ def make(config):
 
     acc_o (width / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
     """
-    own_place = config.o_place == "k"
+    own_place = config.o_buffer
     rows = 16 if own_place else config.tile_m  # of what a warp stages O in
     panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
     group, note_bytes, head_dim_v, wide_o = config.group, config.NOTE_BYTES, config.head_dim_v, config.wide_o
