@@ -518,6 +518,8 @@ def make(config):
                 o_smem = base + o_at + (first_row >> 4) * o_bytes
             if o_place:
                 stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 0)
+                if o_place == "q":
+                    fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
                 warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
                 store_rows(first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, 0)
                 if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
@@ -539,8 +541,6 @@ def make(config):
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
                     alibi_slopes, alibi_strides, scale, softcap,
                 )  # fmt: skip
-            if o_place == "q":
-                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             warp_sync()  # all lanes have read the notice, the notes, and what was staged
             if o_place == "q":
                 arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)

@@ -45,7 +45,9 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
 
 
 # O goes to global memory by way of Q's second buffer, of a place of its own, or of neither.
-@pytest.mark.parametrize(("row", "head_dim_v", "place"), [((128, 64, True, 1), 136, "own"), ((64, 32, True, 1), 40, "")])
+@pytest.mark.parametrize(
+    ("row", "head_dim_v", "place"), [((128, 64, True, 1), 136, "own"), ((64, 32, True, 1), 40, "")]
+)
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)

@@ -9,10 +9,8 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ... import ranges
 from ...ptx import approx, fragments
 
-row_keys = cuda.jit(device=True)(ranges.row_keys)
 first_row_of = cuda.jit(device=True)(fragments.row)
 first_column_of = cuda.jit(device=True)(fragments.column)
 
@@ -26,6 +24,12 @@ def tanh(x):
     odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
     large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))
     return odd if abs(x) < float32(SMALL) else large
+
+
+@cuda.jit(device=True, inline="always")
+def clamp(x):
+    """An int64 as int32; what is beyond any tile stays so."""
+    return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
 
 
 def make(config, strips):
@@ -53,14 +57,15 @@ def make(config, strips):
 
         first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`.
         """
-        first_column = j * tile_n + first_column_of(lane)
+        # ranges.row_keys, counted from the tile's first key: behind the clamp 32 bits hold every sum.
+        tile_key, column = int64(j) * tile_n, int32(first_column_of(lane))
+        lowest, highest = clamp(tile_pos - left - tile_key), clamp(tile_pos + right + 1 - tile_key)
+        keys_left = int32(keys - tile_key)
         for r in range(2 * strips):
-            row = first_row + first_row_of(lane) + r * 8
-            q_pos = tile_pos + int64(uint32(row) // uint32(group))
-            first_key, end_key = row_keys(q_pos, left, right, keys)
-            first[r] = int32(min(max(first_key - first_column, -8), tile_n))
-            end[r] = int32(min(max(end_key - first_column, -8), tile_n))
-            distance[r] = float32(q_pos - first_column)
+            query = int32(uint32(first_row + first_row_of(lane) + r * 8) // uint32(group))
+            first[r] = int32(lowest + query - column)
+            end[r] = int32(min(int32(highest + query), keys_left) - column)
+            distance[r] = float32(tile_pos + query - tile_key - column)
 
     @cuda.jit(device=True, inline="always")
     def finish(acc_s, slopes, distance, scale, softcap):
