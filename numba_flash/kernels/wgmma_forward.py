@@ -494,9 +494,11 @@ def make(config):
             any_suspect = uint32(0)
             suspect = m  # NaN where a number of the row is NaN or Inf
             for r in range(2):
-                suspect[r] = float32(0)
+                even, odd = float32(0), float32(0)
                 for n in range(o_blocks):
-                    suspect[r] += acc_o[4 * n + 2 * r] * float32(0) + acc_o[4 * n + 2 * r + 1] * float32(0)
+                    even += acc_o[4 * n + 2 * r] * float32(0)
+                    odd += acc_o[4 * n + 2 * r + 1] * float32(0)
+                suspect[r] = even + odd
             for r in range(2):
                 suspect[r] += bfly(suspect[r], 1)
             for r in range(2):

@@ -31,12 +31,15 @@ def make(config, warp_rows, columns, own_place=False):
         columns_left = int32(head_dim_v - part * columns) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
         o_base = b * o_strides[0] + (part * columns + ((lane & 7) << 3)) * o_strides[3]
+        top = address(o, o_base + h * o_strides[1] + (first_query + top_row) * o_strides[2])
         for step in range(steps):
             row = int32(top_row + 4 * step)
             flag = load_b32(notes + row * note_bytes)
             staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
-            at = o_base + (h + row % group) * o_strides[1] + (first_query + row // group) * o_strides[2]
-            to = address(o, at)
+            to = top + step * (8 * o_strides[2])  # 4 rows further, if each is a query
+            if group > 1:
+                at = o_base + (h + row % group) * o_strides[1] + (first_query + row // group) * o_strides[2]
+                to = address(o, at)
             for panel in range(panels):
                 load_v4(words, 4 * panel, staged + panel * (tile_m * 128))
             here = flag == 0 and int32(row // group) < queries_left
