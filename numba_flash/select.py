@@ -51,9 +51,10 @@ WGMMA_TILES = (
 # Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
 # 253 TFLOP/s, and with 128 queries 292.
 FEW_QUERIES = 1024
-# And up to so many keys, tiles of 80 reach too far past the last one: head_dim 256, seqlen 512, 0.95 of cuDNN, full and
-# causal, and with 64 keys 0.98; at 1k 0.99 and 1.03 beside 0.99 and 1.05; at 2k 1.00 and 1.09 beside 0.99 and 1.09.
-FEW_KEYS = 1024
+# And up to so many keys, under a causal mask twice as many, tiles of 80 reach too far past the last one, and with 64 O
+# has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
+# 1.02; at 1k 1.01 and 1.05 beside 1.00 and 1.08; at 2k 1.01 and 1.10 beside 1.00 and 1.10.
+FEW_KEYS = 512
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -251,7 +252,7 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
             if tile_m == 192 and (few or _tensor_features(problem, group)["scaled"]) and 128 % group == 0:
                 tile_m = 128
             tile_m = _rows(problem, group, tile_m, 64)
-            if tile_n == 80 and problem.seqlen_k <= FEW_KEYS:
+            if tile_n == 80 and problem.seqlen_k <= FEW_KEYS * (1 if problem.right is None else 2):
                 tile_n = 64
             features = _features("wgmma", problem) | _tensor_features(problem, group)
             tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
