@@ -173,9 +173,12 @@ def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
     assert config.queries * config.group == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
 
 
-@pytest.mark.parametrize(("seqlen_k", "tile_n"), [(80, 64), (1024, 64), (1025, 80), (16384, 80)])
+@pytest.mark.parametrize(("seqlen_k", "tile_n"), [(80, 64), (512, 64), (513, 80), (16384, 80)])
 def test_few_keys_get_tiles_that_end_with_them(seqlen_k, tile_n):
-    assert select(problem(256, seqlen_k=seqlen_k), HOPPER, "wgmma").config.tile_n == tile_n
+    config = select(problem(256, seqlen_k=seqlen_k), HOPPER, "wgmma").config
+    assert config.tile_n == tile_n and config.o_place == ("own" if tile_n == 64 else "")
+    causal = select(problem(256, seqlen_k=2 * seqlen_k, causal=True), HOPPER, "wgmma").config
+    assert causal.tile_n == tile_n
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.
