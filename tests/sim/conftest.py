@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 def one_core():
     """Each of pytest-xdist's processes stays on a core of its own, where there is one for each.
 
-    A simulated block's threads take turns, and handing on to a thread on another core takes several times as long.
+    A simulated block's threads take turns. Where they hand on from core to core, a test takes half as much time again.
     """
     worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{suffix}") for suffix in ("", "_COUNT"))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
