@@ -1,14 +1,10 @@
 """The tests that need nothing but the base install. The simulator must be off."""
 
-import gc
 import os
 from pathlib import Path
 
 import contract
-import liveness
 import pytest
-
-from numba_flash import toolchain
 
 HERE = Path(__file__).parent
 
@@ -24,23 +20,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def rung(request):
     return contract.Rung(request.param)
-
-
-@pytest.fixture(scope="module")
-def quick_compiling():
-    """For tests that compile a lot: two thirds of the time, for the same PTX.
-
-    Numba analyses what is alive where by tests/liveness.py; and Python looks for garbage seldom, since compiling makes
-    many objects that stay.
-    """
-    toolchain.cuda()
-    thresholds = gc.get_threshold()
-    with pytest.MonkeyPatch.context() as patch:
-        if liveness.analysis() is not None:
-            patch.setattr(liveness.analysis(), "compute_live_map", liveness.compute_live_map)
-        gc.set_threshold(20_000, 50, 100)
-        yield
-        gc.set_threshold(*thresholds)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -11,7 +11,7 @@ from numba_flash import assembler, compiled, testing
 from numba_flash.arguments import SCALAR_TYPES, pointer_types
 from numba_flash.config import SeedConfig, SoftmaxConfig
 
-pytestmark = [compiler.needed, pytest.mark.usefixtures("quick_compiling")]
+pytestmark = compiler.needed
 
 PLAIN = SeedConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
 EVERYTHING = SeedConfig(

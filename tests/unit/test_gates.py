@@ -20,7 +20,7 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 from numba_flash import assembler, compiled, select, select_backward
 from numba_flash.config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 
-pytestmark = [compiler.needed, pytest.mark.usefixtures("quick_compiling")]
+pytestmark = compiler.needed
 
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)

@@ -39,7 +39,7 @@ ORDER = """
     sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select arguments_backward arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps cache_folder
+    arrays config_backward config_seed_backward config ranges reference toolchain liveness tensor_maps cache_folder
 """.split()
 
 # Imports that point up: an array of a framework that records asks for its bridge, in the middle of a call.

@@ -5,9 +5,11 @@ with a bit for each name, and a block is looked at again only when something has
 """
 
 import importlib
+from collections.abc import Iterator
+from typing import Any
 
 
-def compute_live_map(cfg, blocks, used, defined):
+def compute_live_map(cfg: Any, blocks: Any, used: dict[Any, set[str]], defined: dict[Any, set[str]]) -> dict:
     """{block: names that are alive at its beginning}, from {block: names used before they are defined}, {... defined}.
 
     A name is alive where a use follows before any definition, as far as it was used or defined on some way to there.
@@ -36,14 +38,14 @@ def compute_live_map(cfg, blocks, used, defined):
     return {block: set(members(bits, names)) for block, bits in alive.items()}
 
 
-def members(bits, names):
+def members(bits: int, names: list[str]) -> Iterator[str]:
     while bits:
         lowest = bits & -bits
         yield names[lowest.bit_length() - 1]
         bits ^= lowest
 
 
-def analysis():
+def analysis() -> Any:
     """Numba's module that has it, or None in a version that keeps it elsewhere: compiling is slower then."""
     try:
         module = importlib.import_module("numba.cuda.core.analysis")
