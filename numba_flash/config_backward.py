@@ -30,19 +30,9 @@ class MmaRowsConfig:
             raise ValueError(f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
 
     @property
-    def steps(self) -> int:
-        """How often a row's lanes read, 16 bytes each, until they have all of it."""
-        return -(-self.head_dim_v // (8 * self.lanes))
-
-    @property
-    def repeats(self) -> int:
-        """Rows of a thread: so many that it has about four loads of do and of o on their way."""
-        return max(4 // self.steps, 1)
-
-    @property
     def rows(self) -> int:
         """Of one block."""
-        return self.threads // self.lanes * self.repeats
+        return self.threads // self.lanes
 
 
 @dataclass(frozen=True)
@@ -142,15 +132,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
     def other_rows(self) -> int:
         return self.tile_m
 
-    @property
-    def places(self) -> int:
-        """Where warps exchange P and dS: with one place dS waits until P has been read, but two blocks of head_dim 128
-        fit beside each other.
-        """
-        return {1: 0, 2: 1, 4: 2}[self.column_groups]
-
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where K, V, the stages of Q, of dO, of lse and delta, P and dS where warps exchange them, which queries see
+        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
         each key, the block's notes, a word for each warp and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
@@ -161,7 +144,7 @@ class MmaDkdvConfig(MmaBackwardConfig):
         rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
         weights_at = rows_at + self.STAGES * 8 * self.tile_m
         weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
-        exchanged = self.places * tile_bytes(self.tile_n, self.tile_m)
+        exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
         seen_at = weights_at + exchanged
         notes_at = seen_at + 8 * self.tile_n
         warps_at = notes_at + self.NOTES * 16

@@ -54,7 +54,7 @@ def make(config):
     _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
     bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
-    alignment, places, place_bytes = config.ALIGNMENT, config.places, (seen_at - weights_at) // max(config.places, 1)
+    alignment = config.ALIGNMENT
     q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_m // groups  # queries of a tile with which a warp computes scores
@@ -282,20 +282,14 @@ def make(config):
             own_panels, barrier = (first >> 6) * (tile_m * 128), (warp >> shift) + 1
             q_tile, do_tile, weights_lane = q_tile + own_panels, do_tile + own_panels, weights + own_lane
             put(p_frag, weights, thread)
-            if places > 1:
-                put(ds_frag, weights + place_bytes, thread)
             own_product(acc_dv, p_frag, b_frag, do_tile, width - first, thread)
-            if places > 1:
-                own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
             bar_sync(barrier, 32 * groups)
             others_product(acc_dv, a_frag, b_frag, weights_lane, do_tile, width - first, thread)
-            if places == 1:
-                bar_sync(barrier, 32 * groups)  # everyone is done with P
-                put(ds_frag, weights, thread)
-                own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
-                bar_sync(barrier, 32 * groups)
-            ds_lane = weights_lane + (place_bytes if places > 1 else 0)
-            others_product(acc_dk, a_frag, b_frag, ds_lane, q_tile, depth - first, thread)
+            bar_sync(barrier, 32 * groups)  # everyone is done with P
+            put(ds_frag, weights, thread)
+            own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
+            bar_sync(barrier, 32 * groups)
+            others_product(acc_dk, a_frag, b_frag, weights_lane, q_tile, depth - first, thread)
         else:
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)

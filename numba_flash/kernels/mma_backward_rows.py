@@ -22,9 +22,7 @@ def make(config):
     head_dim_v, lanes, rows, has_dlse, wide = (
         config.head_dim_v, config.lanes, config.rows, config.has_dlse, config.wide,
     )  # fmt: skip
-    steps, repeats, rows_at_once = config.steps, config.repeats, config.threads // config.lanes
-    count = 4 * steps * repeats
-    is_float16 = config.dtype == "float16"
+    steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
     load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
     bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
@@ -49,48 +47,36 @@ def make(config):
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
-        first_query = int32((block - head_of_all * tiles) * rows + thread // lanes)
-        lane = int32(thread % lanes)
-        words_do = cuda.local.array(count, uint32)  # (repeats, steps, 4)
-        words_o = cuda.local.array(count, uint32)
+        query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
+        four_do = cuda.local.array(4, uint32)
+        four_o = cuda.local.array(4, uint32)
 
-        # All of a thread's loads stand before what is computed from them: memory is far away.
-        for i in range(count):
-            words_do[i] = uint32(0)
-            words_o[i] = uint32(0)
-        for again in range(repeats):
-            query = int32(first_query + again * rows_at_once)
+        part = float32(0)
+        if query < seqlen_q:
             do_base = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
             o_base = b * o_strides[0] + h * o_strides[1] + query * o_strides[2]
             for step in range(steps):
                 x = int32((lane + step * lanes) * 8)
-                if wide and query < seqlen_q and x + 8 <= head_dim_v:
-                    load_v4(words_do, (again * steps + step) * 4, address(do, do_base + x))
-                    load_v4(words_o, (again * steps + step) * 4, address(o, o_base + x))
-
-        for again in range(repeats):
-            query = int32(first_query + again * rows_at_once)
-            part = float32(0)
-            for i in range(again * steps * 4, (again + 1) * steps * 4):
-                part += low(words_do[i]) * low(words_o[i]) + high(words_do[i]) * high(words_o[i])
-            if query < seqlen_q and (not wide or head_dim_v % 8):
-                do_base = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-                o_base = b * o_strides[0] + h * o_strides[1] + query * o_strides[2]
-                first = head_dim_v // 8 * 8 if wide else 0  # what was not read 16 bytes at a time
-                for column in range(first + lane, head_dim_v, lanes):
-                    part += load(do, do_base + column * do_strides[3]) * load(o, o_base + column * o_strides[3])
-            for distance in distances:
-                part += bfly(part, distance)
-            if lane == 0 and query < head_pieces * 16:
-                lse_log2 = inf
-                if query < seqlen_q:
-                    at = (b * heads + h) * seqlen_q + query
-                    lse_log2 = float32(lse[at]) * log2_e
-                    lse_log2 = inf if lse_log2 == -inf else lse_log2
-                    if has_dlse:
-                        part -= dlse[b * dlse_strides[0] + h * dlse_strides[1] + query * dlse_strides[2]]
-                at = int64(head_of_all) * (head_pieces * piece) + place(query)
-                row_facts[at] = lse_log2
-                row_facts[at + minus_delta_at] = -part
+                if wide and x + 8 <= head_dim_v:
+                    load_v4(four_do, 0, address(do, do_base + x))
+                    load_v4(four_o, 0, address(o, o_base + x))
+                    for i in range(4):
+                        part += low(four_do[i]) * low(four_o[i]) + high(four_do[i]) * high(four_o[i])
+                else:
+                    for column in range(x, min(x + 8, head_dim_v)):
+                        part += load(do, do_base + column * do_strides[3]) * load(o, o_base + column * o_strides[3])
+        for distance in distances:
+            part += bfly(part, distance)
+        if lane == 0 and query < head_pieces * 16:
+            lse_log2 = inf
+            if query < seqlen_q:
+                at = (b * heads + h) * seqlen_q + query
+                lse_log2 = float32(lse[at]) * log2_e
+                lse_log2 = inf if lse_log2 == -inf else lse_log2
+                if has_dlse:
+                    part -= dlse[b * dlse_strides[0] + h * dlse_strides[1] + query * dlse_strides[2]]
+            at = int64(head_of_all) * (head_pieces * piece) + place(query)
+            row_facts[at] = lse_log2
+            row_facts[at + minus_delta_at] = -part
 
     return facts_of_rows
