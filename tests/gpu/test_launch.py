@@ -8,7 +8,7 @@ from contract import problem
 
 import numba_flash
 from numba_flash import api, compiled, launch, testing
-from numba_flash.enqueue import enqueuer
+from numba_flash.enqueue import Enqueuer
 from numba_flash.tensor_maps import TensorMap, _encoded, encode, fits
 
 
@@ -49,11 +49,11 @@ def test_a_refused_launch_names_the_error(cupy):
     explained = numba_flash.explain(*on_device(cupy, case))
     config, target = explained.config, explained.target
     kernel = compiled.compiled(config, target.device, target.cc)
-    enqueue = enqueuer(kernel, "a_kernel", target.device, config.threads, 10**8, 10, 0, 0)
+    enqueuer = Enqueuer(kernel, "a_kernel", target.device, config.threads, 10**8, 10, 0, 0)
     with pytest.raises(
         RuntimeError, match="'a_kernel' could not be launched.*100000000 bytes.*CUDA_ERROR_INVALID_VALUE"
     ):
-        enqueue([None] * 10, 0, 1, (), b"")
+        enqueuer.launch(enqueuer.parameters([0] * 10, (), b""), 0, 1)
 
 
 def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):
