@@ -173,14 +173,13 @@ def _torch(x: Any) -> Array:
             "torch",
         )
     try:
-        facts = _torch_layouts[x.device, x.shape, x.stride(), x.dtype]
-    except RuntimeError:  # only a dense tensor has strides
-        raise _no_torch_tensor(x) from None
-    return Array(x.data_ptr(), facts, x)
-
-
-def _no_torch_tensor(x: Any) -> TypeError:
-    return TypeError(f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}")
+        return Array(x.data_ptr(), _torch_layouts[x.device, x.shape, x.stride(), x.dtype], x)
+    except RuntimeError as error:  # only a dense tensor has an address and strides
+        if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
+            raise
+        raise TypeError(
+            f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}"
+        ) from error
 
 
 def _torch_dispatching(x: Any) -> Array:

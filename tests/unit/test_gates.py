@@ -37,12 +37,13 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING = {
-    "mma_dkdv-64-32x128x1-dkdv": "spills 40 bytes on sm_80 to sm_89, in tiles beside the diagonal; none on sm_90a",
-    "mma-128-128x64": "spills about 200 bytes: two strips of 16 rows need more than 255 registers",
+    "mma_dkdv-64-32x128x1-dkdv": "spills 4 bytes on sm_80 to sm_89; none on sm_90a",
+    "mma-128-128x64": "spills 90 to 160 bytes: two strips of 16 rows need more than 255 registers",
+    "mma-64-128x64": "spills 16 bytes on sm_80 to sm_89 and 8 on sm_120a; none on sm_90a and sm_100a",
 }
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
-    "mma-rich-64": "spills 20 bytes with 13.5, none with 13.0",
+    "mma-rich-64": "spills 32 bytes with 13.5, none with 13.0",
     "mma_dkdv-128-64x64x2-dkdv": "spills 20 bytes with 13.5, none with 13.0",
     "mma_dq-256-64x64x2": "spills 24 bytes on sm_100a with 13.0, none with 13.5",
 }
