@@ -209,6 +209,8 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
+        if self.o_buffer and not self.wide_o:
+            raise ValueError("o_buffer needs wide_o: from there rows are written 16 bytes at a time")
         if not 2 <= self.stages <= 4:
             raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         if self.v_parts > 1 or self.depth > 256:
