@@ -73,7 +73,7 @@ def cuda() -> ModuleType:
 
 @contextlib.contextmanager
 def compiling_quickly() -> Iterator[None]:
-    """Numba compiles in here in a fifth to a third of the time, to the same PTX.
+    """Numba compiles in here in about a fifth to a third of the time, to the same PTX.
 
     What is alive where it finds out by liveness.py, its inliner copies nothing that it need not, and Python looks for
     garbage seldom, since compiling makes many objects that stay.

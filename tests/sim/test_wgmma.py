@@ -44,9 +44,11 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     rung.check(rung.problem(**shape, head_dim=64), **options)
 
 
-# O goes to global memory by way of Q's second buffer, of a place of its own, or of neither.
+# O goes to global memory by way of Q's second buffer, of a place of its own, or of neither. A row of a mask of 144
+# columns takes more than one word of bits.
 @pytest.mark.parametrize(
-    ("row", "head_dim_v", "place"), [((128, 64, True, 1), 136, "own"), ((64, 32, True, 1), 40, "")]
+    ("row", "head_dim_v", "place"),
+    [((64, 144, False, 2), 72, "q"), ((128, 64, True, 1), 136, "own"), ((64, 32, True, 1), 40, "")],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
