@@ -39,20 +39,22 @@ class MmaRowsConfig:
 class MmaBackwardConfig(Config):
     """What mma_backward_dkdv and mma_backward_dq share.
 
-    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side, two of
-    which have room: one in use, one on its way. Warps own `warp_rows` rows. in_registers: fragments of the block's
-    own tiles stay in registers instead of being read again for each tile that it walks over.
+    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side.
+    Warps own `warp_rows` rows. in_registers: fragments of the block's own tiles stay in registers instead of being read
+    again for each tile that it walks over.
     column_groups: so many warps own the same rows. Each computes their scores with a part of the other rows and sums up
     `group_columns` columns of their gradients; in between, scores go through shared memory.
+    stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
+    the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
     """
 
     warp_rows: int = 16
     in_registers: bool = False
     column_groups: int = 1
+    stages: int = 2
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
-    STAGES: ClassVar[int] = 2
     NOTES: ClassVar[int] = 5  # of a block, 16 bytes each (kernels/steps/notes.py)
     group: ClassVar[int] = 1  # a tile is of one head
 
@@ -65,8 +67,12 @@ class MmaBackwardConfig(Config):
             raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
         if self.other_rows < 16 or self.other_rows % 16:
             raise ValueError(f"the rows that a block walks over must be a multiple of 16, not {self.other_rows}")
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages must be 1 or 2, not {self.stages}")
         if self.column_groups not in (1, 2, 4) or self.other_rows % (16 * self.column_groups):
             raise ValueError(f"column_groups must be 1, 2 or 4, with 16 rows for each, not {self.column_groups}")
+        if self.other_rows > 128 * self.column_groups:
+            raise ValueError(f"a warp's part of a tile has at most 128 rows, not {self.other_rows}: a mask is one word")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
         if self.bias_dtype is not None or self.mask:
@@ -140,9 +146,9 @@ class MmaDkdvConfig(MmaBackwardConfig):
         """
         v_at = tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
         q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
-        do_at = q_at + self.STAGES * tile_bytes(self.tile_m, self.depth)
-        rows_at = do_at + self.STAGES * tile_bytes(self.tile_m, self.width)
-        weights_at = rows_at + self.STAGES * 8 * self.tile_m
+        do_at = q_at + self.stages * tile_bytes(self.tile_m, self.depth)
+        rows_at = do_at + self.stages * tile_bytes(self.tile_m, self.width)
+        weights_at = rows_at + self.stages * 8 * self.tile_m
         weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
         exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
         seen_at = weights_at + exchanged
@@ -171,8 +177,8 @@ class MmaDqConfig(MmaBackwardConfig):
         """
         do_at = tile_bytes(self.tile_m, self.depth)
         k_at = do_at + tile_bytes(self.tile_m, self.width)
-        v_at = k_at + self.STAGES * tile_bytes(self.tile_n, self.depth)
-        weights_at = v_at + self.STAGES * tile_bytes(self.tile_n, self.width)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
+        weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
         notes_at = of_rows_at + 16 * self.tile_m
         warps_at = notes_at + self.NOTES * 16

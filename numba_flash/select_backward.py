@@ -27,45 +27,49 @@ DQ_TILES = ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (8, 8), (4, 4))
 # (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups, or 0
-# where dK and dV have a kernel each): the first row whose head_dim is large enough and of whose blocks so many fit into
-# shared memory. Scores with softcap or ALiBi are not plain, and need registers of their own.
-# H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-21, us with mma_rows at seqlen 1k, 4k and 4k causal.
-# head_dim 64: 32 x 128 860, 3071, 1702; 32 x 64 862, 3120, 1719; rows of 16 keys a warp 1159 to 1427, 3979 to 4674.
-# head_dim 128: 64 x 64 in two groups 852, 3057, 1659, in one 931, 3313, 1783; 64 x 128 in two groups 948, 3371, 1858.
-# head_dim 256: 64 x 64 in four groups 1015, 3648, 1983; apart 32 x 128 1422, 5222, 3030 and 64 x 64 1664, 5781, 2994.
+# where dK and dV have a kernel each, stages): the first row whose head_dim is large enough and of whose blocks so many
+# fit into shared memory. Scores with softcap or ALiBi are not plain, and need registers of their own.
+# H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-22, us with mma_rows at seqlen 1k, 4k and 4k causal.
+# head_dim 64: 32 x 128 843, 3056, 1691; 64 x 128 868, 3166, 1744; rows of 16 keys a warp 1159 to 1427, 3979 to 4674.
+# head_dim 128: 64 x 64 in two groups 820, 2968, 1630, in one 931, 3313, 1783; 64 x 128 in two groups 948, 3371, 1858;
+# 128 x 64 in two groups and one stage 1281, 4715, 2521.
+# head_dim 256, in four groups: 128 x 64 in one stage 961, 3277, 1770; 64 x 64 in one stage 1067, 3878, 2095 (spills on
+# sm_80, where it would fit), in two 1013, 3619, 1944; apart 32 x 128 1392, 5095, 2976 and 32 x 64 1454, 5366, 2921.
 MMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
-    (64, True, 32, 128, 32, False, 2, 1),
-    (64, False, 64, 128, 16, False, 1, 1),
-    (128, True, 64, 64, 32, False, 2, 2),
-    (128, True, 64, 64, 16, False, 2, 1),
-    (128, True, 32, 64, 16, False, 2, 1),
-    (128, False, 32, 64, 16, False, 2, 0),
-    (128, False, 32, 64, 16, False, 1, 0),
-    (256, True, 64, 64, 32, False, 1, 4),
-    (256, True, 32, 128, 16, False, 1, 0),
-    (256, False, 32, 64, 16, False, 1, 0),
-    (256, False, 16, 32, 16, False, 1, 0),
+    (64, True, 32, 128, 32, False, 2, 1, 2),
+    (64, False, 64, 128, 16, False, 1, 1, 2),
+    (128, True, 64, 64, 32, False, 2, 2, 2),
+    (128, True, 64, 64, 16, False, 2, 1, 2),
+    (128, True, 32, 64, 16, False, 2, 1, 2),
+    (128, False, 32, 64, 16, False, 2, 0, 2),
+    (128, False, 32, 64, 16, False, 1, 0, 2),
+    (256, True, 128, 64, 32, False, 1, 4, 1),
+    (256, True, 32, 128, 16, False, 1, 0, 2),
+    (256, False, 32, 64, 16, False, 1, 0, 2),
+    (256, False, 16, 32, 16, False, 1, 0, 2),
 )
-# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups).
-# Measured likewise. head_dim 64: 128 x 32 619, 2146, 1200; before the rows' facts 723, 2245, and then not in registers
-# 759, 2406, rows of 16 queries a warp 788 to 870, 2530 to 2842. head_dim 128: 128 x 32 590, 2075, 1208; 64 x 32 632,
-# 2248, 1305; 256 x 32 617, 2138, 1307. head_dim 256: 64 x 64 in two groups 767, 2664, 1457, in one 821, 2827, 1536;
-# 128 x 32 in two 852, 3093, 1795.
+# (largest head_dim, for plain scores only, tile_m, tile_n, warp_rows, in_registers, blocks_per_sm, column_groups,
+# stages). Measured likewise. head_dim 64: 128 x 32 616, 2170, 1205; before the rows' facts 723, 2245, and then not in
+# registers 759, 2406, rows of 16 queries a warp 788 to 870, 2530 to 2842. head_dim 128: 128 x 32 585, 2090, 1226;
+# 64 x 32 632, 2248, 1305; 256 x 32 617, 2138, 1307; in two groups and one stage 128 x 128 652, 2267, 1280 and 64 x 96
+# 632, 2187, 1191. head_dim 256, in two groups: 128 x 64 in one stage 646, 2284, 1347; 64 x 64 in one stage 771, 2742,
+# 1486, in two 734, 2670, 1446; in one group 64 x 32 893, 3249, 1751.
 MMA_DQ_TILES = (
-    (64, True, 128, 32, 32, True, 2, 1),
-    (64, False, 128, 32, 32, False, 2, 1),
-    (128, True, 128, 32, 32, False, 2, 1),
-    (128, False, 64, 32, 16, False, 2, 1),
-    (128, False, 64, 32, 16, False, 1, 1),
-    (256, True, 64, 64, 32, False, 1, 2),
-    (256, False, 64, 32, 16, False, 1, 1),
-    (256, False, 32, 16, 16, False, 1, 1),
+    (64, True, 128, 32, 32, True, 2, 1, 2),
+    (64, False, 128, 32, 32, False, 2, 1, 2),
+    (128, True, 128, 32, 32, False, 2, 1, 2),
+    (128, False, 64, 32, 16, False, 2, 1, 2),
+    (128, False, 64, 32, 16, False, 1, 1, 2),
+    (256, True, 128, 64, 32, False, 1, 2, 1),
+    (256, True, 64, 64, 32, False, 1, 2, 1),
+    (256, False, 64, 32, 16, False, 1, 1, 2),
+    (256, False, 32, 16, 16, False, 1, 1, 2),
 )
 MMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
-    (128, False, 32, 32, 16, False, 0, 1),
-    (256, False, 32, 32, 16, False, 0, 0),
+    (128, False, 32, 32, 16, False, 0, 1, 2),
+    (256, False, 32, 32, 16, False, 0, 0, 2),
 )
-MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0, 1),)
+MMA_SIMULATOR_DQ_TILES = ((256, False, 32, 32, 16, False, 0, 1, 2),)
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 
     dkdv = MMA_SIMULATOR_DKDV_TILES if target.simulated else MMA_DKDV_TILES
     if not {"dk", "dv"} <= set(problem.wanted):
-        dkdv = tuple(row for row in dkdv if row[-1] <= 1)  # warps that exchange scores sum up both
+        dkdv = tuple(row for row in dkdv if row[7] <= 1)  # warps that exchange scores sum up both
     dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
     made += made_of(_mma_dkdv, dkdv)
@@ -213,7 +217,7 @@ def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
 
 def _mma_dkdv(
     problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int,
-    column_groups: int,
+    column_groups: int, stages: int,
 ) -> list[MmaBackwardConfig]:  # fmt: skip
     wanted = [name for name in ("dk", "dv") if name in problem.wanted]
     parts = [wanted] if column_groups and wanted else [[name] for name in wanted]
@@ -221,7 +225,7 @@ def _mma_dkdv(
         MmaDkdvConfig(
             **_features(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
             in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part, of_dv="dv" in part,
-            column_groups=max(column_groups, 1),
+            column_groups=max(column_groups, 1), stages=stages,
         )
         for part in parts
     ]  # fmt: skip
@@ -229,12 +233,12 @@ def _mma_dkdv(
 
 def _mma_dq(
     problem: BackwardProblem, tile_m: int, tile_n: int, warp_rows: int, in_registers: bool, blocks_per_sm: int,
-    column_groups: int,
+    column_groups: int, stages: int,
 ) -> list[MmaBackwardConfig]:  # fmt: skip
     return [
         MmaDqConfig(
             **_features(problem), kernel="mma_dq", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
-            in_registers=in_registers, blocks_per_sm=blocks_per_sm, column_groups=column_groups,
+            in_registers=in_registers, blocks_per_sm=blocks_per_sm, column_groups=column_groups, stages=stages,
         )
     ]  # fmt: skip
 

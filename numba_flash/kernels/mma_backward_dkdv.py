@@ -14,11 +14,16 @@ so neither leaves the registers. With `column_groups`, where the sums of whole r
 several warps own the same keys: each computes P^T and dS^T for its part of the queries, they exchange them in shared
 memory, and each sums up some panels of 64 columns of dK and of dV.
 
+A tile of queries has two halves, Q, and dO with lse and delta of its rows. With two stages both come while the
+products of the tile before run. With one stage there is room for twice as many queries, and so each element of K and V
+that a warp reads from shared memory is used twice as often; the halves then take turns: while dK is summed up from Q,
+the next dO comes, and while dP is computed from it, the next Q. So dP is the first product of a tile then, and S the
+second.
+
 That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
 derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
 
-Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; tiles of Q and dO come by cp.async while the
-products of the tile before run, and with them lse and -delta of their queries (steps/row_facts.py).
+Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; lse and -delta as steps/row_facts.py has them.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
 Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -55,7 +60,8 @@ def make(config):
     dv_at = v_at if of_dk else 0  # where dV is staged
     bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
     alignment = config.ALIGNMENT
-    q_stage, do_stage = (do_at - q_at) // 2, (rows_at - do_at) // 2  # bytes
+    stages, other_stage = config.stages, config.stages - 1
+    q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_m // groups  # queries of a tile with which a warp computes scores
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
@@ -73,6 +79,7 @@ def make(config):
     load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
+    columns_within = fragment_scores.columns_within
     weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -109,14 +116,16 @@ def make(config):
         return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
 
     @cuda.jit(device=True, inline="always")
-    def load_rows(i, odd, row_facts, base, tiles, seqlen_q, thread):
+    def load_rows(i, odd, row_facts, base, k_smem, tiles, seqlen_q, thread):
         """Start the copies of lse and -delta of query tile i of a head, whose pieces begin at base, to stage `odd`."""
         for step in range(row_steps):
             chunk = int32(thread + step * threads)
             if chunk < row_chunks:
                 here = int32(i * (tile_m // 16) + (chunk >> 3)) < pieces(seqlen_q)
                 at = base + int32(i * (2 * tile_m) + chunk * 4)
-                copy16(tiles[2] + odd * rows_stage + 16 * chunk, address(row_facts, at), 16 if here else 0)
+                # Added up in an order that leaves nothing to be kept in a register between tiles.
+                to = tiles[2] + odd * rows_stage + 16 * chunk if stages > 1 else k_smem + 16 * chunk + int32(rows_at)
+                copy16(to, address(row_facts, at), 16 if here else 0)
 
     @cuda.jit(device=True, inline="always")
     def rows_of_part(thread):
@@ -166,13 +175,13 @@ def make(config):
             distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
 
     @cuda.jit(device=True, inline="always")
-    def limits(i, thread, r, k_smem):
-        """The columns [first, end) of query tile i that see the lane's key r, counted from the lane's first column."""
+    def seen_columns(i, thread, r, k_smem):
+        """Bits for those of the lane's columns of query tile i that see its key r."""
         lane, warp = thread & int32(31), thread >> int32(5)
         first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
         first_query, end_query = notes.get_range(k_smem + int32(seen_at) + 8 * key)
-        return int32(first_query - first_column), int32(end_query - first_column)
+        return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
 
     @cuda.jit(device=True, inline="always")
     def slope_of(members, k_smem, alibi_slopes, alibi_strides):
@@ -185,10 +194,10 @@ def make(config):
         four = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
-        first, end = int32(0), int32(0)
         for r in range(rows):
+            seen = uint32(0)
             if masked:
-                first, end = limits(i, thread, r, k_smem)
+                seen = seen_columns(i, thread, r, k_smem)
             for n in range(blocks // 2):
                 load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
                 for half in range(2):
@@ -203,7 +212,7 @@ def make(config):
                             ds[x] = p[x] * acc_dp[at + x]
                             if has_softcap:
                                 ds[x] *= through_softcap(product, scale, softcap)
-                        if masked and (column < first or column >= end):
+                        if masked and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
                             p[x] = float32(0)
                             ds[x] = float32(0)  # dP may be NaN there
                     if of_dv:
@@ -212,18 +221,24 @@ def make(config):
                         ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
     @cuda.jit(device=True, inline="always")
-    def load_tile(i, members, odd, q, do, row_facts, q_strides, do_strides, k_smem, tiles, seqlen_q, thread):
-        """Start the copies of Q, dO, lse and -delta of query tile i of a head, to stage `odd`."""
+    def load_queries(i, members, odd, q, q_strides, k_smem, tiles, seqlen_q, thread):
+        """Start the copies of Q of query tile i of a head, to stage `odd`."""
         row = int32(i * int32(tile_m))
+        q_end, _ = notes.get(k_smem + int32(bases_at))
+        source = address(q, q_end - members * q_strides[1] + row * q_strides[2])
         rows_left = int32(int32(seqlen_q) - row)
-        q_end, do_end = notes.get(k_smem + int32(bases_at))
-        q_base = q_end - members * q_strides[1] + row * q_strides[2]
-        do_base = do_end - members * do_strides[1] + row * do_strides[2]
-        q_bytes, do_bytes = 2 * q_strides[2], 2 * do_strides[2]
-        load_q(tiles[0] + odd * q_stage, address(q, q_base), q_bytes, 0, rows_left, head_dim, thread)
-        load_do(tiles[1] + odd * do_stage, address(do, do_base), do_bytes, 0, rows_left, head_dim_v, thread)
+        load_q(tiles[0] + odd * q_stage, source, 2 * q_strides[2], 0, rows_left, head_dim, thread)
+
+    @cuda.jit(device=True, inline="always")
+    def load_others(i, members, odd, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread):
+        """Start the copies of dO, lse and -delta of query tile i of a head, to stage `odd`."""
+        row = int32(i * int32(tile_m))
+        _, do_end = notes.get(k_smem + int32(bases_at))
+        source = address(do, do_end - members * do_strides[1] + row * do_strides[2])
+        rows_left = int32(int32(seqlen_q) - row)
+        load_do(tiles[1] + odd * do_stage, source, 2 * do_strides[2], 0, rows_left, head_dim_v, thread)
         facts_end, _ = notes.get(k_smem + int32(facts_at))
-        load_rows(i, odd, row_facts, facts_end - members * (pieces(seqlen_q) * piece), tiles, seqlen_q, thread)
+        load_rows(i, odd, row_facts, facts_end - members * (pieces(seqlen_q) * piece), k_smem, tiles, seqlen_q, thread)
 
     @cuda.jit(device=True, inline="always")
     def following(i, members, k_smem):
@@ -241,15 +256,26 @@ def make(config):
 
     @cuda.jit(device=True, inline="always")
     def turn(i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, k_smem, tiles):
-        """Wait for the tile in stage `odd` and start the copies of the next one."""
+        """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
         wait_all()
-        cuda.syncthreads()  # tile i is there, and everyone is done with the one before
+        cuda.syncthreads()  # it is there, and everyone is done with the tile before
+        if stages == 1:
+            load_queries(i, members, odd, q, q_strides, k_smem, tiles, seqlen_q, thread_index())
+        else:
+            next_i, next_members = following(i, members, k_smem)
+            if next_members > 0:
+                thread, next_odd = thread_index(), int32(odd ^ 1)
+                load_queries(next_i, next_members, next_odd, q, q_strides, k_smem, tiles, seqlen_q, thread)
+                load_others(next_i, next_members, next_odd, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread)
+        commit()
+
+    @cuda.jit(device=True, inline="always")
+    def half_turn(i, members, do, row_facts, do_strides, seqlen_q, k_smem, tiles):
+        """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
+        cuda.syncthreads()
         next_i, next_members = following(i, members, k_smem)
         if next_members > 0:
-            thread, next_odd = thread_index(), int32(odd ^ 1)
-            load_tile(
-                next_i, next_members, next_odd, q, do, row_facts, q_strides, do_strides, k_smem, tiles, seqlen_q, thread
-            )
+            load_others(next_i, next_members, 0, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread_index())
         commit()
 
     @cuda.jit(device=True, inline="always")
@@ -260,15 +286,20 @@ def make(config):
         own_lane, other_lane, _ = lanes_of(thread)
         for x in range(s_count):
             acc_s[x] = float32(0)
-        multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
+        if stages > 1:
+            multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
         if of_dk:
             start_dp(acc_dp, tiles[2] + odd * rows_stage + rows_of_part(thread), thread & int32(31))
             multiply_v_do(acc_dp, v_frag, b_frag, own[1] + own_lane, tiles[1] + odd * do_stage + other_lane)
+        if stages == 1:  # Q has come only now
+            wait_all()
+            cuda.syncthreads()
+            multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
 
     @cuda.jit(device=True, inline="always")
     def gradients_of_tile(
-        i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale,
-        softcap, masked,
+        i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
+        b_frag, own, tiles, slope, distance, scale, softcap, masked,
     ):  # fmt: skip
         """dK and dV += what the query tile in stage `odd` gives."""
         thread = thread_index()
@@ -285,7 +316,10 @@ def make(config):
             own_product(acc_dv, p_frag, b_frag, do_tile, width - first, thread)
             bar_sync(barrier, 32 * groups)
             others_product(acc_dv, a_frag, b_frag, weights_lane, do_tile, width - first, thread)
-            bar_sync(barrier, 32 * groups)  # everyone is done with P
+            if stages == 1:
+                half_turn(i, members, do, row_facts, do_strides, seqlen_q, own[0], tiles)
+            else:
+                bar_sync(barrier, 32 * groups)  # everyone is done with P
             put(ds_frag, weights, thread)
             own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
             bar_sync(barrier, 32 * groups)
@@ -293,6 +327,8 @@ def make(config):
         else:
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
+            if stages == 1:
+                half_turn(i, members, do, row_facts, do_strides, seqlen_q, own[0], tiles)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
@@ -307,7 +343,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         k_smem = aligned(shared_address(smem))  # (tile_n, depth)
         own = (k_smem, k_smem + int32(v_at))  # K and V (tile_n, width)
-        # Two stages each of Q (tile_m, depth), dO (tile_m, width), and lse and -delta (tile_m,).
+        # The stages of Q (tile_m, depth), dO (tile_m, width), and lse and -delta (tile_m,).
         tiles = (k_smem + int32(q_at), k_smem + int32(do_at), k_smem + int32(rows_at))
         b, h_kv, first_key = tile_of(block_index(), heads_kv, seqlen_k)
         keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
@@ -349,7 +385,9 @@ def make(config):
             if of_dk:
                 v_base = b * v_strides[0] + h_kv * v_strides[1] + first_key * v_strides[2]
                 load_v(own[1], address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
-            load_tile(i, members, odd, q, do, row_facts, q_strides, do_strides, own[0], tiles, seqlen_q, thread)
+            load_others(i, members, odd, do, row_facts, do_strides, own[0], tiles, seqlen_q, thread)
+            if stages > 1:
+                load_queries(i, members, odd, q, q_strides, own[0], tiles, seqlen_q, thread)
         commit()
         if in_registers:
             wait_all()
@@ -369,10 +407,10 @@ def make(config):
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance,
-                    scale, softcap, True,
+                    i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag,
+                    ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale, softcap, True,
                 )  # fmt: skip
-                odd = int32(odd ^ 1)
+                odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])
                 whole = is_whole(i, own[0])
             while members > 0 and whole:
@@ -382,10 +420,10 @@ def make(config):
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, odd, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag, b_frag, own, tiles, slope, distance,
-                    scale, softcap, False,
+                    i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag,
+                    ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale, softcap, False,
                 )  # fmt: skip
-                odd = int32(odd ^ 1)
+                odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])
                 whole = is_whole(i, own[0])
 

@@ -7,7 +7,8 @@ keys that they see, like the forward, but without an online softmax: lse is know
 
 and at the end dQ *= scale. With `column_groups` warps share queries and exchange dS, as in mma_backward_dkdv; else what
 a lane holds of dS is, rounded to 16 bits, what it must hold as the first operand of
-dS . K, so it never leaves the registers. Tiles of K and V come by cp.async while the products of the tile before run.
+dS . K, so it never leaves the registers. With one stage K and V take turns as Q and dO do there: while dQ is summed up
+from K, the next V comes, and while dP is computed from it, the next K.
 
 Letters as in v2. Which keys a query sees, its lse and its -delta lie in shared memory.
 
@@ -46,7 +47,8 @@ def make(config):
     in_registers, alignment = config.in_registers, config.ALIGNMENT
     _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
     bases_at, keys_at, head_at, tile_at, walk_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
-    k_stage, v_stage = (v_at - k_at) // 2, (weights_at - v_at) // 2  # bytes
+    stages, other_stage = config.stages, config.stages - 1
+    k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_n // groups  # keys of a tile with which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
@@ -61,6 +63,7 @@ def make(config):
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
     head, _ = scores.make(config)
     one_score, _, _, _ = fragment_scores.make(config, strips)
+    columns_within = fragment_scores.columns_within
     weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -148,24 +151,42 @@ def make(config):
             distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
 
     @cuda.jit(device=True, inline="always")
-    def load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread):
-        """Start the copies of K and V of key tile j to stage `odd`."""
+    def load_keys(j, odd, k, k_strides, q_smem, tiles, thread):
+        """Start the copies of K of key tile j to stage `odd`."""
         first_key = int32(j * int32(tile_n))
-        k_base, v_base = notes.get(q_smem + int32(bases_at))
+        k_base, _ = notes.get(q_smem + int32(bases_at))
         _, keys = notes.get(q_smem + int32(keys_at))
-        keys_left = int32(int32(keys) - first_key)
-        k_base += first_key * k_strides[2]
-        v_base += first_key * v_strides[2]
-        load_k(tiles[0] + odd * k_stage, address(k, k_base), 2 * k_strides[2], 0, keys_left, head_dim, thread)
-        load_v(tiles[1] + odd * v_stage, address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
+        source, keys_left = address(k, k_base + first_key * k_strides[2]), int32(int32(keys) - first_key)
+        load_k(tiles[0] + odd * k_stage, source, 2 * k_strides[2], 0, keys_left, head_dim, thread)
+
+    @cuda.jit(device=True, inline="always")
+    def load_values(j, odd, v, v_strides, q_smem, tiles, thread):
+        """Start the copies of V of key tile j to stage `odd`."""
+        first_key = int32(j * int32(tile_n))
+        _, v_base = notes.get(q_smem + int32(bases_at))
+        _, keys = notes.get(q_smem + int32(keys_at))
+        source, keys_left = address(v, v_base + first_key * v_strides[2]), int32(int32(keys) - first_key)
+        load_v(tiles[1] + odd * v_stage, source, 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
 
     @cuda.jit(device=True, inline="always")
     def turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles):
-        """Wait for the tile in stage `odd` and start the copies of the next one, tile j - 1."""
+        """Wait for V of tile j, with two stages for K too, and start the copies of what has a place now."""
         wait_all()
-        cuda.syncthreads()  # tile j is there, and everyone is done with the one before
+        cuda.syncthreads()  # it is there, and everyone is done with the tile before
+        if stages == 1:
+            load_keys(j, odd, k, k_strides, q_smem, tiles, thread_index())
+        elif j > begin:
+            load_keys(int32(j - 1), int32(odd ^ 1), k, k_strides, q_smem, tiles, thread_index())
+            load_values(int32(j - 1), int32(odd ^ 1), v, v_strides, q_smem, tiles, thread_index())
+        commit()
+
+    @cuda.jit(device=True, inline="always")
+    def half_turn(j, begin, v, v_strides, q_smem, tiles):
+        """With one stage: wait for K of tile j and start the copies of V of the next one, tile j - 1."""
+        wait_all()
+        cuda.syncthreads()  # K is there, and everyone is done with V
         if j > begin:
-            load_tile(int32(j - 1), int32(odd ^ 1), k, v, k_strides, v_strides, q_smem, tiles, thread_index())
+            load_values(int32(j - 1), 0, v, v_strides, q_smem, tiles, thread_index())
         commit()
 
     @cuda.jit(device=True, inline="always")
@@ -185,7 +206,10 @@ def make(config):
         first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
         for r in range(rows):
             load_v4(four, 0, of_row(r, thread, q_smem))
-            first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
+            seen = uint32(0)
+            if masked:
+                first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
+                seen = columns_within(first, end, 0)
             lse_log2 = four[2].view(np.float32)
             for n in range(blocks):
                 block = (r // 2) * blocks + n
@@ -197,13 +221,14 @@ def make(config):
                     ds[x] = p * acc_dp[at + x]
                     if has_softcap:
                         ds[x] *= through_softcap(product, scale, softcap)
-                    if masked and (column < first or column >= end):
+                    if masked and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
                         ds[x] = float32(0)
                 ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
     @cuda.jit(device=True, inline="always")
     def products_of_tile(
-        j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, masked
+        j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale,
+        softcap, masked,
     ):  # fmt: skip
         """dQ += what the key tile in stage `odd` gives."""
         q_frag, do_frag, ds_frag, a_frag, b_frag = fragments_
@@ -211,10 +236,15 @@ def make(config):
         k_tile, v_tile = tiles[0] + odd * k_stage, tiles[1] + odd * v_stage
         for x in range(s_count):
             acc_s[x] = float32(0)
-        multiply_q_k(acc_s, q_frag, b_frag, own[0] + own_lane, k_tile + other_lane)
+        if stages > 1:
+            multiply_q_k(acc_s, q_frag, b_frag, own[0] + own_lane, k_tile + other_lane)
         thread = thread_index()
         start_dp(acc_dp, own[0], thread)
         multiply_do_v(acc_dp, do_frag, b_frag, own[1] + own_lane, v_tile + other_lane)
+        if stages == 1:  # K has come only now
+            half_turn(j, begin, v, v_strides, own[0], tiles)
+            multiply_q_k(acc_s, q_frag, b_frag, own[0] + own_lane, k_tile + other_lane)
+        thread = thread_index()
         weigh(j, acc_s, acc_dp, ds_frag, own[0], thread, slope, distance, scale, softcap, masked)
         if groups > 1:
             warp, weights = thread >> int32(5), own[0] + int32(weights_at)
@@ -244,7 +274,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         q_smem = aligned(shared_address(smem))  # (tile_m, depth)
         own = (q_smem, q_smem + int32(do_at))  # Q and dO (tile_m, width)
-        tiles = (q_smem + int32(k_at), q_smem + int32(v_at))  # two of K (tile_n, depth), two of V (tile_n, width)
+        tiles = (q_smem + int32(k_at), q_smem + int32(v_at))  # the stages of K (tile_n, depth), of V (tile_n, width)
         lanes = lanes_of(thread)
 
         top_first, top_end = row_keys(tile_pos, left, right, keys)
@@ -276,7 +306,9 @@ def make(config):
             do_base = b * do_strides[0] + h * do_strides[1] + first_query * do_strides[2]
             load_q(own[0], address(q, q_base), 2 * q_strides[2], 0, queries_left, head_dim, thread)
             load_do(own[1], address(do, do_base), 2 * do_strides[2], 0, queries_left, head_dim_v, thread)
-            load_tile(j, odd, k, v, k_strides, v_strides, q_smem, tiles, thread)
+            load_values(j, odd, v, v_strides, q_smem, tiles, thread)
+            if stages > 1:
+                load_keys(j, odd, k, k_strides, q_smem, tiles, thread)
         commit()
         slope = float32(0)
         if has_alibi:
@@ -296,18 +328,20 @@ def make(config):
                 if has_alibi:
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
-                    j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, True
+                    j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance,
+                    scale, softcap, True,
                 )  # fmt: skip
-                j, odd = int32(j - 1), int32(odd ^ 1)
+                j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
             while j >= begin and whole:
                 turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles)
                 if has_alibi:
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
-                    j, odd, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale, softcap, False
+                    j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance,
+                    scale, softcap, False,
                 )  # fmt: skip
-                j, odd = int32(j - 1), int32(odd ^ 1)
+                j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
 
         # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the

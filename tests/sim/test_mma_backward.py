@@ -34,14 +34,17 @@ def rung():
 
 
 # What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, warps that share
-# rows, dK and dV apart, tiles that are no power of two.
+# rows, dK and dV apart, tiles that are no power of two, one stage whose halves are copied in turn.
 ROWS = {
-    "two strips": ((32, 64, 32, False, 0, 1), (64, 32, 32, False, 0, 1)),
-    "in registers": ((32, 32, 16, True, 0, 1), (32, 32, 16, True, 0, 1)),
-    "two groups": ((32, 64, 32, False, 0, 2), (64, 32, 32, False, 0, 2)),
-    "four groups, in registers": ((64, 16, 16, True, 0, 4), (16, 64, 16, True, 0, 4)),
-    "apart": ((48, 32, 16, False, 0, 0), (32, 48, 16, False, 0, 1)),
-    "apart, in registers": ((16, 64, 32, True, 0, 0), (64, 16, 32, True, 0, 1)),
+    "two strips": ((32, 64, 32, False, 0, 1, 2), (64, 32, 32, False, 0, 1, 2)),
+    "in registers": ((32, 32, 16, True, 0, 1, 2), (32, 32, 16, True, 0, 1, 2)),
+    "two groups": ((32, 64, 32, False, 0, 2, 2), (64, 32, 32, False, 0, 2, 2)),
+    "four groups, in registers": ((64, 16, 16, True, 0, 4, 2), (16, 64, 16, True, 0, 4, 2)),
+    "apart": ((48, 32, 16, False, 0, 0, 2), (32, 48, 16, False, 0, 1, 2)),
+    "apart, in registers": ((16, 64, 32, True, 0, 0, 2), (64, 16, 32, True, 0, 1, 2)),
+    "one stage": ((32, 32, 16, False, 0, 1, 1), (32, 32, 16, False, 0, 1, 1)),
+    "one stage, two groups": ((64, 32, 32, False, 0, 2, 1), (32, 64, 32, False, 0, 2, 1)),
+    "one stage, apart": ((32, 32, 16, False, 0, 0, 1), (32, 48, 16, True, 0, 1, 1)),
 }
 
 

@@ -189,7 +189,8 @@ def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
     assert mma_tiles(64) == [("mma_dkdv", 32, 128, 1), ("mma_dq", 128, 32, 1)]
     assert mma_tiles(128)[0] == ("mma_dkdv", 64, 64, 2)
     assert mma_tiles(128, A100)[0] == ("mma_dkdv", 32, 64, 1), "two blocks of the first row do not fit there"
-    assert mma_tiles(256) == [("mma_dkdv", 64, 64, 4), ("mma_dq", 64, 64, 2)]
+    assert mma_tiles(256) == [("mma_dkdv", 128, 64, 4), ("mma_dq", 128, 64, 2)]
+    assert mma_tiles(256, A100)[-1] == ("mma_dq", 64, 64, 2)
     assert mma_tiles(200) == mma_tiles(256)
     assert mma_tiles(256, wanted=("dk",)) == [("mma_dkdv", 32, 128, 1)], "they sum up both or none"
     assert mma_tiles(256, softcap=2.0)[0] == ("mma_dkdv", 32, 64, 1), "not plain"
@@ -197,9 +198,10 @@ def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
 
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 200, 256])
 @pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
-def test_the_parts_of_shared_memory_do_not_overlap(kind, groups, head_dim):
-    config = kind("mma_dkdv", "float16", head_dim, 64, 64, 64, warp_rows=32, column_groups=groups)
+def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
+    config = kind("mma_dkdv", "float16", head_dim, 64, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
     offsets = config.shared_offsets()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
@@ -208,7 +210,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, groups, head_dim):
     own, other = 128 * config.own_rows, 128 * config.other_rows
     assert offsets[1] >= own * -(-head_dim // 64), "K or Q"
     panels = -(-head_dim // 64)
-    assert offsets[3] - offsets[2] == 2 * other * panels, "two stages of Q or K"
+    assert offsets[3] - offsets[2] == stages * other * panels, "the stages of Q or K"
     if groups > 1:
         exchanged = {MmaDkdvConfig: (5, 6), MmaDqConfig: (4, 5)}[kind]
         assert offsets[exchanged[1]] - offsets[exchanged[0]] == own, "64 columns of P or dS"
@@ -236,6 +238,8 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, groups, head_dim):
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, bias_dtype="float32"), "no bias"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
+        (lambda: MmaDqConfig("mma_dq", "float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
     ],

@@ -27,6 +27,23 @@ def tanh(x):
 
 
 @cuda.jit(device=True, inline="always")
+def columns_below(limit, word):
+    """Bits for those of the lane's columns of 16 blocks of 8, two each, that are below `limit`, counted from its
+    first column of all; word: which 16 blocks."""
+    here = min(max(int32(limit - 128 * word), int32(0)), int32(128))
+    count = int32(((here >> 3) << 1) + min(here & 7, 2))
+    return uint32((int64(1) << int64(count)) - int64(1))
+
+
+@cuda.jit(device=True, inline="always")
+def columns_within(first, end, word):
+    """The same for those in [first, end)."""
+    # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time, where comparing
+    # each column with both limits takes three instructions.
+    return columns_below(end, word) & ~columns_below(first, word)
+
+
+@cuda.jit(device=True, inline="always")
 def clamp(x):
     """An int64 as int32; what is beyond any tile stays so."""
     return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
@@ -78,23 +95,13 @@ def make(config, strips):
                     acc_s[at] = one(acc_s[at], slopes[r], distance[r] - float32(n * 8 + i % 2), scale, softcap)
 
     @cuda.jit(device=True, inline="always")
-    def columns_below(limit, word):
-        """Bits for those of the lane's columns of 16 blocks of 8, two each, that are below `limit`, counted from its
-        first column of all; word: which 16 blocks."""
-        here = min(max(int32(limit - 128 * word), int32(0)), int32(128))
-        count = int32(((here >> 3) << 1) + min(here & 7, 2))
-        return uint32((int64(1) << int64(count)) - int64(1))
-
-    @cuda.jit(device=True, inline="always")
     def mask(acc_s, first, end):
         """acc_s <- -inf where column < first[r] or column >= end[r], counted from the lane's first column."""
-        # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time, where comparing
-        # each column with both limits takes three instructions.
         for r in range(2 * strips):
             seen = uint32(0)
             for n in range(blocks):
                 if n % 16 == 0:
-                    seen = columns_below(end[r], n // 16) & ~columns_below(first[r], n // 16)
+                    seen = columns_within(first[r], end[r], n // 16)
                 for i in range(2):
                     if (seen >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
                         acc_s[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = minus_inf
