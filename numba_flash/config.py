@@ -104,13 +104,16 @@ class TensorConfig(Config):
     group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
     head). scaled: scores are finished before the softmax, because softcap, ALiBi or a scale that is not
     above 0 forbid folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
     """
 
     group: int = 1
     scaled: bool = False
     wide_o: bool = True
+    lag: float = 0.0
 
     WIDEST: ClassVar[int] = 256  # columns of O that a block keeps in registers
+    MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     NOTE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
 
@@ -125,6 +128,8 @@ class TensorConfig(Config):
             raise ValueError(f"group must divide tile_m = {self.tile_m}, but is {self.group}")
         if (self.softcap or self.alibi_dtype) and not self.scaled:
             raise ValueError("softcap and alibi_dtype need scaled=True")
+        if not 0 <= self.lag <= self.MOST_LAG:
+            raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P is held in 16 bits")
 
     @property
     def queries(self) -> int:

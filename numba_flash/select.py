@@ -22,34 +22,38 @@ TENSOR = ("mma", "wgmma")  # those on tensor cores
 # 128 x 16 11.0, 128 x 32 10.5, 64 x 16 9.6, 256 x 8 9.5, 64 x 32 9.3, 192 x 16 7.7, 160 x 16 5.7 (CuPy's formula 9.1);
 # float16, head_dim 64: 11.9, 128 x 16 11.5, 64 x 16 10.1; float32, head_dim 128: 13.6, 128 x 16 12.9, 64 x 16 10.9.
 SEED_TILES = ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
-# (largest head_dim, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm): the first row whose head_dim is large
+# (largest head_dim, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag): the first row whose head_dim is large
 # enough and whose shared memory fits. Measured as below, at 1k, 4k and 4k causal. head_dim 64: 128 x 64 273, 328, 293;
 # 128 x 128 278, 320, 282. head_dim 128: 128 x 64 317, 363, 306; 128 x 32 298, 340, 294. head_dim 256: 64 x 64 270, 300,
-# 267; 128 x 64 274, 312, 265. FlashAttention-2 in that run: 284, 303, 282; 321, 354, 302; 292, 320, 282.
+# 267; 128 x 64 274, 312, 265. FlashAttention-2 in that run: 284, 303, 282; 321, 354, 302; 292, 320, 282. lag 8 instead
+# of 0, 2026-11-22, to FlashAttention-2: head_dim 64 1.00, 1.08, 1.06 beside 1.07, 1.14, 1.10; 128 1.09, 1.11, 1.12
+# beside 1.04, 1.06, 1.05; 256 0.97, 0.99, 1.00 beside 1.01, 1.03, 1.04.
 MMA_TILES = (
-    (64, 128, 64, 32, True, 2),
-    (128, 128, 64, 32, False, 2),
-    (128, 64, 64, 16, False, 2),
-    (256, 64, 64, 16, False, 2),
-    (256, 64, 32, 16, False, 1),
-    (512, 64, 32, 16, False, 1),
-    (512, 32, 32, 16, False, 1),
+    (64, 128, 64, 32, True, 2, 0),
+    (128, 128, 64, 32, False, 2, 8),
+    (128, 64, 64, 16, False, 2, 0),
+    (256, 64, 64, 16, False, 2, 0),
+    (256, 64, 32, 16, False, 1, 0),
+    (512, 64, 32, 16, False, 1, 0),
+    (512, 32, 32, 16, False, 1, 0),
 )
-# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers). H200, float16, 2048 / head_dim heads, 16k tokens,
+# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k tokens,
 # 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356, 472, 433.
 # head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 80 477, 717, 673; two buffers of Q do not fit there.
 # Before Q had two buffers and a thread of its own fetched it: head_dim 64 without ping-pong 316, 484, 413 beside 351,
 # 529, 457; head_dim 128: 128 x 176 395, 620, 590 and 128 x 112, three stages, 408, 615 beside 459, 650, 598, without
 # ping-pong 401, 614, 559; head_dim 256: 128 x 64 483, 691 beside 467, 706, without ping-pong 429, 691. 1 to 16 MB of K
-# and V at a time: within 2 %.
+# and V at a time: within 2 %. lag 8 instead of 0, to cuDNN at 512, 4k and 4k causal, 2026-11-22: head_dim 64 1.07,
+# 1.18, 1.16 beside 1.05, 1.13, 1.12; 128 1.05, 1.07, 1.20 beside 1.01, 1.02, 1.15; 256 1.06, 1.06, 1.20 beside 1.01,
+# 1.01, 1.15.
 WGMMA_TILES = (
-    (64, 192, 128, True, 2),
-    (128, 128, 128, True, 2),
-    (256, 128, 80, True, 1),
-    (256, 64, 64, False, 1),
+    (64, 192, 128, True, 2, 8),
+    (128, 128, 128, True, 2, 8),
+    (256, 128, 80, True, 1, 8),
+    (256, 64, 64, False, 1, 8),
 )
 # Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
-# 253 TFLOP/s, and with 128 queries 292.
+# 253 TFLOP/s, and with 128 queries 292. They are short, too: lag costs 1 % there.
 FEW_QUERIES = 1024
 # And up to so many keys, under a causal mask twice as many, tiles of 80 reach too far past the last one, and with 64 O
 # has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
@@ -228,14 +232,14 @@ def _candidates(name: str, problem: Problem, target: Target) -> list[Config]:
 def _mma_candidates(problem: Problem) -> list[Config]:
     configs: list[Config] = []
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm in MMA_TILES:
+    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in MMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
             tile_m = _rows(problem, group, tile_m, warp_rows)
             configs.append(
                 MmaConfig(
                     **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
-                    warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm,
+                    warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
                 )
             )  # fmt: skip
     return configs
@@ -244,17 +248,17 @@ def _mma_candidates(problem: Problem) -> list[Config]:
 def _wgmma_candidates(problem: Problem) -> list[Config]:
     configs: list[Config] = []
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for widest, tile_m, tile_n, ping_pong, q_buffers in WGMMA_TILES:
+    for widest, tile_m, tile_n, ping_pong, q_buffers, lag in WGMMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
             few = problem.right is not None and problem.seqlen_q <= FEW_QUERIES
             # Three consumers have no registers left for scores that are finished before the softmax.
             if tile_m == 192 and (few or _tensor_features(problem, group)["scaled"]) and 128 % group == 0:
-                tile_m = 128
+                tile_m, lag = 128, 0 if few else lag
             tile_m = _rows(problem, group, tile_m, 64)
             if tile_n == 80 and problem.seqlen_k <= FEW_KEYS * (1 if problem.right is None else 2):
                 tile_n = 64
-            features = _features("wgmma", problem) | _tensor_features(problem, group)
+            features = _features("wgmma", problem) | _tensor_features(problem, group) | dict(lag=lag)
             tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
             tile["o_buffer"] = tile_n == 64 and features["wide_o"]  # there is room
             configs.append(WgmmaConfig(**features, **tile))

@@ -7,6 +7,7 @@ one promise each, and compare bits wherever the promise is about bits.
 What a rung refuses is skipped, in the words of select, and only for the reasons that are listed here.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -304,6 +305,18 @@ def test_many_tiles(rung, how):
         given["seqlens_k"] = np.array(given["seqlens_k"], np.int32)
     seqlen_q, seqlen_k = int(1.4 * rung.tile), int(4.3 * rung.tile)
     case = rung.problem(seqlen_q, seqlen_k, heads=1, head_dim=8, batch=2 if "seqlens_k" in given else 1, **given)
+    rung.check(case)
+
+
+# Scores that rise or fall from key to key, by `powers` of two a tile, so that the running maximum moves in each tile,
+# in some, or never, whichever way a kernel walks; and rows of which one moves and its neighbour does not.
+@pytest.mark.parametrize("head_dim", [8, 72])
+@pytest.mark.parametrize("powers", [-40, -5, 5, 40])
+def test_maxima_that_move(rung, powers, head_dim):
+    case = rung.problem(int(0.6 * rung.tile), int(4.3 * rung.tile), batch=1, heads=1, head_dim=head_dim, scale=1.0)
+    case.q[..., 1:] *= 0.1
+    case.q[..., 0] = np.where(np.arange(case.q.shape[2]) % 3 == 2, 0, 1)
+    case.k[..., 0] = np.arange(case.k.shape[2]) * (powers * math.log(2) / rung.tile)
     rung.check(case)
 
 

@@ -106,11 +106,12 @@ def make(config):
                     product(acc_o, (strip * o_blocks + 2 * n + 1) * 4, p_frag, a, v_frag, 2)
 
     @cuda.jit(device=True, inline="always")
-    def rescale(acc_o, alpha):
-        for strip in range(strips):
-            for n in range(o_blocks):
-                for i in range(4):
-                    acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for strip in range(strips):
+                for n in range(o_blocks):
+                    for i in range(4):
+                        acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
     @cuda.jit(device=True, inline="always")
     def again(thread):
@@ -138,9 +139,9 @@ def make(config):
         if j > begin:
             load_k(k_smem, k_global + (j - 1) * tile_n * k_bytes, k_bytes, 0, tile_n, head_dim, again(thread))
             commit()
-        softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         to_p(acc_s, p_frag)
-        rescale(acc_o, alpha)
+        rescale(acc_o, alpha, moved)
         multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
 
     @cuda.jit(device=True, inline="always")

@@ -296,10 +296,11 @@ def make(config):
         bar_sync(4, all_consumers)
 
     @cuda.jit(device=True, inline="always")
-    def rescale(acc_o, alpha):
-        for n in range(o_blocks):
-            for i in range(4):
-                acc_o[4 * n + i] *= alpha[i // 2]
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for n in range(o_blocks):
+                for i in range(4):
+                    acc_o[4 * n + i] *= alpha[i // 2]
 
     @cuda.jit(device=True, inline="always")
     def issue_scores(base, q_desc, acc_s, n):
@@ -350,12 +351,12 @@ def make(config):
     @cuda.jit(device=True, inline="always")
     def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
-        softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         wait_all()
         pin_o(acc_o)
         arrive_if(base + V_EMPTY + 8 * stage_of(n - 1), elected)
         to_p(acc_s, p_frag)
-        rescale(acc_o, alpha)
+        rescale(acc_o, alpha, moved)
 
     @cuda.jit(device=True, inline="always")
     def rows_of_lane():

@@ -9,6 +9,7 @@ from contract import (  # noqa: F401
     test_any_strides,
     test_head_dim_v_may_differ,
     test_many_tiles,
+    test_maxima_that_move,
     test_nothing_is_defined,
     test_rows_of_any_stride,
 )
@@ -48,7 +49,7 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
 # columns takes more than one word of bits.
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "place"),
-    [((64, 144, False, 2), 72, "q"), ((128, 64, True, 1), 136, "own"), ((64, 32, True, 1), 40, "")],
+    [((64, 144, False, 2, 8), 72, "q"), ((128, 64, True, 1, 8), 136, "own"), ((64, 32, True, 1, 0), 40, "")],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)

@@ -37,7 +37,6 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING = {
-    "mma-128-128x64": "spills 90 to 160 bytes: two strips of 16 rows need more than 255 registers",
     "mma-64-128x64": "spills 16 bytes on sm_80 to sm_89 and 8 on sm_120a; none on sm_90a and sm_100a",
 }
 # Those that pass with some versions of NVVM and nvJitLink only.

@@ -147,11 +147,11 @@ def test_the_tables_rows_are_in_the_order_in_which_they_are_tried():
 
 
 def mma(row=MMA_TILES[0], **others):
-    widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm = row
+    widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag = row
     return MmaConfig(
         **dict(
             kernel="mma", dtype="float16", head_dim=widest, head_dim_v=widest, tile_m=tile_m, tile_n=tile_n,
-            warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm,
+            warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
         ) | others
     )  # fmt: skip
 
@@ -299,7 +299,7 @@ def test_a_config_checks_itself(wrong):
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(softcap=True), "scaled"),
-        (dict(alibi_dtype="float32"), "scaled"),
+        (dict(alibi_dtype="float32"), "scaled"), (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
     ],
     ids=str,
 )  # fmt: skip

@@ -3,13 +3,18 @@
 A row's scores lie in the four lanes of a quad; only its maximum has to be the same in all of them in every
 tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
 end. Exponents are of 2: with m the running maximum of q . k, p = 2^(s * scale_log2 - m * scale_log2).
+
+With config.lag m may be behind the true maximum by that many powers of two, so that p is at most 2^lag. The result is
+the same, since O and l have the same factor, and nothing comes near the ends of float16's or float32's range. But then
+almost every tile leaves m as it is, and needs neither an exchange between lanes nor O multiplied by alpha = 1 (a
+thought of FlashAttention-4's).
 """
 
 import math
 
-from numba import cuda, float32
+from numba import cuda, float32, uint32
 
-from ...ptx import approx, cvt, minmax, shfl
+from ...ptx import approx, cvt, minmax, shfl, vote
 
 LN_2 = 0.6931471805599453
 
@@ -18,10 +23,10 @@ def make(config, strips):
     """-> (start, update, to_p, finish), device functions. Rows as in steps/fragment_scores."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    scaled = config.scaled  # then the scores are in units of log2(e) already
+    lag, scaled = float32(config.lag), config.scaled  # then the scores are in units of log2(e) already
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     ex2, lg2, rcp = approx.ex2, approx.lg2, approx.rcp
-    maximum, bfly = minmax.maximum, shfl.bfly_f32
+    maximum, bfly, any_lane = minmax.maximum, shfl.bfly_f32, vote.any_lane
     minus_inf = float32(-math.inf)
 
     @cuda.jit(device=True, inline="always")
@@ -31,39 +36,75 @@ def make(config, strips):
             l[r] = float32(0)
 
     @cuda.jit(device=True, inline="always")
+    def tops(acc_s, top):
+        """top (rows,) <- the largest score of each row that the lane has."""
+        # Two chains a row, as for the sums below: few warps share a scheduler, so what does not wait for each other has
+        # to stand side by side.
+        for r in range(rows):
+            base = (r // 2) * blocks * 4 + (r % 2) * 2
+            even, odd = maximum(acc_s[base], acc_s[base + 1]), maximum(acc_s[base + 4], acc_s[base + 5])
+            for n in range(2, blocks, 2):
+                even = maximum(even, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
+                odd = maximum(odd, maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
+            top[r] = maximum(even, odd)
+
+    @cuda.jit(device=True, inline="always")
+    def exchange(top):
+        """top <- the largest of the quad; all rows before what needs them."""
+        for r in range(rows):
+            top[r] = maximum(top[r], bfly(top[r], 1))
+        for r in range(rows):
+            top[r] = maximum(top[r], bfly(top[r], 2))
+
+    @cuda.jit(device=True, inline="always")
+    def ahead(top, m, scale_log2):
+        """By how many powers of two a score is above m."""
+        return top - m if scaled else (top - m) * scale_log2
+
+    @cuda.jit(device=True, inline="always")
+    def reference(m, may_be_empty):
+        """What exponents are counted from."""
+        return float32(0) if may_be_empty and m == minus_inf else m
+
+    @cuda.jit(device=True, inline="always")
+    def move(top, m, l, alpha, scale_log2, may_be_empty):
+        """m <- top where it is more than lag above it; alpha, l to match."""
+        for r in range(rows):
+            old = m[r]
+            if lag > 0:
+                m[r] = top[r] if ahead(top[r], old, scale_log2) > lag else old
+            else:
+                m[r] = maximum(top[r], old)
+            alpha[r] = ex2(ahead(old, reference(m[r], may_be_empty), scale_log2))
+            l[r] *= alpha[r]
+
+    @cuda.jit(device=True, inline="always")
     def update(acc_s, m, l, alpha, scale_log2, may_be_empty):
         """acc_s <- p; m, l <- with this tile; alpha (rows,) <- what the older part of O and l is worth.
 
         may_be_empty, a constant: rows may have seen no key yet, and -inf - -inf would be NaN.
+        -> whether some alpha of the warp's is not 1.
         """
         shift = cuda.local.array(rows, float32)
-        # Two chains a row, of maxima and of sums, all rows before anything is exchanged: few warps share a scheduler,
-        # so what does not wait for each other has to stand side by side.
+        tops(acc_s, shift)
+        moved = uint32(1)
+        if lag > 0:
+            for r in range(rows):
+                alpha[r] = float32(1)
+            some = uint32(0)
+            for r in range(rows):
+                some |= uint32(1) if ahead(shift[r], m[r], scale_log2) > lag else uint32(0)
+            moved = any_lane(some)
+        if moved != 0:
+            exchange(shift)
+            move(shift, m, l, alpha, scale_log2, may_be_empty)
+        for r in range(rows):
+            shift[r] = reference(m[r], may_be_empty)
+            if not scaled:
+                shift[r] *= scale_log2
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
-            even = maximum(m[r], maximum(acc_s[base], acc_s[base + 1]))
-            odd = maximum(acc_s[base + 4], acc_s[base + 5])
-            for n in range(2, blocks, 2):
-                even = maximum(even, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
-                odd = maximum(odd, maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
-            shift[r] = maximum(even, odd)
-        for r in range(rows):
-            shift[r] = maximum(shift[r], bfly(shift[r], 1))
-        for r in range(rows):
-            shift[r] = maximum(shift[r], bfly(shift[r], 2))
-        for r in range(rows):
-            old = m[r]
-            m[r] = shift[r]
-            if may_be_empty:
-                shift[r] = float32(0) if shift[r] == minus_inf else shift[r]
-            if scaled:
-                alpha[r] = ex2(old - shift[r])
-            else:
-                alpha[r] = ex2((old - shift[r]) * scale_log2)
-                shift[r] = shift[r] * scale_log2
-        for r in range(rows):
-            base = (r // 2) * blocks * 4 + (r % 2) * 2
-            even, odd = l[r] * alpha[r], float32(0)
+            even, odd = l[r], float32(0)
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
@@ -74,6 +115,7 @@ def make(config, strips):
                 else:
                     even += acc_s[at] + acc_s[at + 1]
             l[r] = even + odd
+        return moved
 
     @cuda.jit(device=True, inline="always")
     def to_p(acc_s, p_frag):
