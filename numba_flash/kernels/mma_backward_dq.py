@@ -62,7 +62,7 @@ def make(config):
     load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
     head, _ = scores.make(config)
-    one_score, _, _, _ = fragment_scores.make(config, strips)
+    _, one_score, _, _, _ = fragment_scores.make(config, strips)
     columns_within = fragment_scores.columns_within
     weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)

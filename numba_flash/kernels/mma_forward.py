@@ -53,7 +53,7 @@ def make(config):
     load_k = async_tiles.loader(tile_n, depth, threads)
     load_v = async_tiles.loader(tile_n, width, threads)
     head, _ = scores.make(config)
-    one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, strips)
+    seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, strips)
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
     store_rows = output_rows.make(config, warp_rows, width)
     repair_rows = repair_rows_step.make(config, warp_rows, one_score)
@@ -203,8 +203,7 @@ def make(config):
         alpha = cuda.local.array(rows, float32)
         slopes = cuda.local.array(rows, float32)
         distance = cuda.local.array(rows, float32)
-        first = cuda.local.array(rows, int32)
-        end = cuda.local.array(rows, int32)
+        seen = cuda.local.array(seen_count, uint32)  # bits of a masked tile
         row_query = cuda.local.array(rows, int32)  # the query of each of the lane's rows, in the tile
         start(m, l)
         for i in range(o_count):
@@ -248,13 +247,13 @@ def make(config):
                 scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread)
                 # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
                 now = thread_index()
-                limits(
+                visible(
                     j, (now >> int32(5)) * warp_rows, now & int32(31), tile_pos, left, right, keys,
-                    first, end, distance,
+                    seen, distance,
                 )  # fmt: skip
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
-                mask_scores(acc_s, first, end)
+                mask_scores(acc_s, seen)
                 outputs_of_tile(
                     j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, True
                 )

@@ -91,7 +91,7 @@ def make(config):
     address, atomic_add, exchange, shared_address = memory.address, memory.add, memory.exchange, shared.address
 
     head, _ = scores.make(config)
-    one_score, limits, finish_scores, mask_scores = fragment_scores.make(config, 1)
+    seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
@@ -331,15 +331,13 @@ def make(config):
             bar_arrive(following + 1, pair)
 
     @cuda.jit(device=True, inline="always")
-    def products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
-        """Issue S of the n-th tile of keys and P . V of the one before, and wait for S."""
+    def issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
+        """S of the n-th tile of keys and P . V of the one before."""
         wait_for_k(base, n)
         take_turn(me)
         issue_scores(base, q_desc, acc_s, n)
         issue_outputs(base, acc_o, p_frag, n - 1)
         pass_turn(following)
-        wait_but_one()
-        pin_s(acc_s)
 
     @cuda.jit(device=True, inline="always")
     def done_with_scores(base, elected, last, n, seen):
@@ -347,6 +345,13 @@ def make(config):
         arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
         if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
+
+    @cuda.jit(device=True, inline="always")
+    def scores_are_there(base, elected, acc_s, last, n, seen):
+        """Wait for S, with P . V behind it."""
+        wait_but_one()
+        pin_s(acc_s)
+        done_with_scores(base, elected, last, n, seen)
 
     @cuda.jit(device=True, inline="always")
     def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
@@ -376,10 +381,11 @@ def make(config):
         return int64(word(notice, POS_HIGH)) << int64(32) | int64(uint32(word(notice, POS_LOW)))
 
     @cuda.jit(device=True, inline="always")
-    def limits_of(j, notice, left, right, first, end, distance):
+    def look(j, notice, left, right, bits, distance):
+        """bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
         keys = word(notice, KEYS)
-        limits(j, first_row, lane, position(notice), left, right, keys, first, end, distance)
+        visible(j, first_row, lane, position(notice), left, right, keys, bits, distance)
 
     @cuda.jit(device=True, inline="always")
     def consume(
@@ -395,8 +401,7 @@ def make(config):
         alpha = cuda.local.array(2, float32)
         slopes = cuda.local.array(2, float32)
         distance = cuda.local.array(2, float32)
-        first = cuda.local.array(2, int32)
-        end = cuda.local.array(2, int32)
+        visible_bits = cuda.local.array(seen_count, uint32)  # of a masked tile
         words = cuda.local.array(o_words, uint32)
         scale_log2 = scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
@@ -417,27 +422,32 @@ def make(config):
         issue_scores(base, q_desc, acc_s, taken)
         pass_turn(following)
         while word(notice_of(base, seen), WORK) != 0:
-            wait_all()
-            pin_s(acc_s)
             notice = notice_of(base, seen)
             begin, free = word(notice, BEGIN), word(notice, FREE)
             cut, j = word(notice, CUT), word(notice, STOP) - 1
-            done_with_scores(base, elected, j == begin, taken, seen)
+            masked = j >= cut or j < free
+            # All that needs no score comes before they do.
             start(m, l)
             for i in range(o_count):
                 acc_o[i] = float32(0)
-            first_row, lane = rows_of_lane()
             for r in range(2):
                 slopes[r] = float32(0)
                 if has_alibi:
+                    first_row, lane = rows_of_lane()
                     row_head = word(notice, H) + (first_row + first_row_of(lane) + 8 * r) % group
                     b = word(notice, B)
                     slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
-            if scaled or j >= cut or j < free:
-                limits_of(j, notice, left, right, first, end, distance)
+            for i in range(seen_count):
+                visible_bits[i] = uint32(0)
+            if scaled or masked:
+                look(j, notice, left, right, visible_bits, distance)
+            wait_all()
+            pin_s(acc_s)
+            done_with_scores(base, elected, j == begin, taken, seen)
+            if scaled or masked:
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
-                mask_scores(acc_s, first, end)
+                mask_scores(acc_s, visible_bits)
             softmax(acc_s, m, l, alpha, scale_log2, True)
             to_p(acc_s, p_frag)
             if padded:
@@ -452,20 +462,21 @@ def make(config):
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
-                    products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    done_with_scores(base, elected, j == begin, taken, seen)
-                    limits_of(j, notice, left, right, first, end, distance)
+                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    look(j, notice, left, right, visible_bits, distance)
+                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
-                    mask_scores(acc_s, first, end)
+                    mask_scores(acc_s, visible_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
-                    products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    done_with_scores(base, elected, j == begin, taken, seen)
+                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scaled:
-                        limits_of(j, notice, left, right, first, end, distance)
+                        look(j, notice, left, right, visible_bits, distance)
+                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
                     taken = int32(taken + 1)

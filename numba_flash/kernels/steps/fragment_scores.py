@@ -50,9 +50,10 @@ def clamp(x):
 
 
 def make(config, strips):
-    """-> (one, limits, finish, mask), device functions."""
+    """-> (seen_count, one, visible, finish, mask): how many words of bits a lane's rows take, and device functions."""
     tile_n, group = config.tile_n, config.group
     blocks = tile_n // 8
+    words = -(-blocks // 16)
     has_softcap, has_alibi = config.softcap, config.alibi_dtype is not None
     minus_inf = float32(-math.inf)
     log2_e = float32(LOG2_E)
@@ -69,10 +70,11 @@ def make(config, strips):
         return s
 
     @cuda.jit(device=True, inline="always")
-    def limits(j, first_row, lane, tile_pos, left, right, keys, first, end, distance):
-        """The columns [first, end) of tile j that each of the lane's rows sees, counted from the lane's first column.
+    def visible(j, first_row, lane, tile_pos, left, right, keys, seen, distance):
+        """seen (2 * strips, words) <- bits for those of the lane's columns of tile j that its rows see.
 
-        first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`.
+        first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`. It
+        needs no score: a place for it is where they are still being computed.
         """
         # ranges.row_keys, counted from the tile's first key: behind the clamp 32 bits hold every sum.
         tile_key, column = int64(j) * tile_n, int32(first_column_of(lane))
@@ -80,8 +82,10 @@ def make(config, strips):
         keys_left = int32(keys - tile_key)
         for r in range(2 * strips):
             query = int32(uint32(first_row + first_row_of(lane) + r * 8) // uint32(group))
-            first[r] = int32(lowest + query - column)
-            end[r] = int32(min(int32(highest + query), keys_left) - column)
+            first = int32(lowest + query - column)
+            end = int32(min(int32(highest + query), keys_left) - column)
+            for word in range(words):
+                seen[r * words + word] = columns_within(first, end, word)
             distance[r] = float32(tile_pos + query - tile_key - column)
 
     @cuda.jit(device=True, inline="always")
@@ -95,15 +99,12 @@ def make(config, strips):
                     acc_s[at] = one(acc_s[at], slopes[r], distance[r] - float32(n * 8 + i % 2), scale, softcap)
 
     @cuda.jit(device=True, inline="always")
-    def mask(acc_s, first, end):
-        """acc_s <- -inf where column < first[r] or column >= end[r], counted from the lane's first column."""
+    def mask(acc_s, seen):
+        """acc_s <- -inf where `visible` left no bit."""
         for r in range(2 * strips):
-            seen = uint32(0)
             for n in range(blocks):
-                if n % 16 == 0:
-                    seen = columns_within(first[r], end[r], n // 16)
                 for i in range(2):
-                    if (seen >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
+                    if (seen[r * words + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
                         acc_s[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = minus_inf
 
-    return one, limits, finish, mask
+    return 2 * strips * words, one, visible, finish, mask
