@@ -1,6 +1,5 @@
 """The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
 
-import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -208,18 +207,24 @@ def understand(
     seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
-    question = (
+    key = (
         q.layout, k.layout, v.layout, o and o.layout, lse and lse.layout, bias and bias.layout, mask and mask.layout,
         alibi_slopes and alibi_slopes.layout, seqlens_k and seqlens_k.layout, offsets and offsets.layout, q_offset,
         causal, window, scale, softcap, layout, return_lse, kernel, stream is not None,
         (q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)) % 16 == 0,
+        # 1 and True are equal as keys, but only one of them is a causal=
+        type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
     )  # fmt: skip
     try:
-        decision = _decided(*question)
+        decision = _decided.get(key)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        decision = decide(*question)  # something that cannot be a key was given: say what is wrong with it
+        decision = decide(*key[:-5])  # something that cannot be a key was given: say what is wrong with it
+    if decision is None:
+        if len(_decided) >= MOST_DECIDED:
+            _decided.clear()
+        decision = _decided[key] = decide(*key[:-5])
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
     check_memory(given, decision.problem)
     return given, decision
@@ -241,8 +246,10 @@ def decide(
     return Decision(problem, target, choice, prepare(choice, problem, target))
 
 
-# typed: 1 and True are equal as keys, but only one of them is a causal=
-_decided = functools.lru_cache(maxsize=4096, typed=True)(decide)
+# What was decided before. It is looked up in each call: functools.lru_cache, which would type all twenty parts of the
+# key, takes twice as long.
+_decided: dict[tuple[Any, ...], Decision] = {}
+MOST_DECIDED = 4096
 
 
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:

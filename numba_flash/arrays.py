@@ -33,6 +33,10 @@ class Layout:
     readonly: bool
 
     @functools.cached_property
+    def contiguous(self) -> bool:
+        return self.strides == _contiguous_strides(self.shape, ITEM_SIZE[self.dtype] // self.unit)
+
+    @functools.cached_property
     def byte_bounds(self) -> tuple[int, int]:
         """The bytes [low, high) that the elements cover, counted from the first element."""
         if 0 in self.shape:
@@ -318,8 +322,11 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
         return Array(x.data.ptr, like.layout, x)
     if family == "torch":
         torch = sys.modules["torch"]
-        # another dtype costs half a microsecond to name
-        x = like.owner.new_empty(shape, **({} if dtype == like.layout.dtype else {"dtype": getattr(torch, dtype)}))
+        facts = like.layout
+        if dtype == facts.dtype and shape == facts.shape and facts.contiguous:
+            x = torch.empty_like(like.owner)  # half a microsecond less than
+        else:
+            x = like.owner.new_empty(shape, **({} if dtype == facts.dtype else {"dtype": getattr(torch, dtype)}))
         return _torch(x) if device is None else Array(x.data_ptr(), like.layout, x)  # only the host looks at strides
     if family == "numba":
         from numba import cuda

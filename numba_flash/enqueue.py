@@ -30,7 +30,10 @@ def packed(scalars: Sequence[Any]) -> bytes:
 class Enqueuer:
     """Launches a loaded cuda.core kernel; any thread may call it."""
 
-    __slots__ = ("_buffer", "_device", "_driver", "_function", "_layout", "_name", "_shared_bytes", "_size", "_threads")
+    __slots__ = (
+        "_buffer", "_device", "_driver", "_function", "_layout", "_name", "_several", "_shared_bytes", "_size",
+        "_threads",
+    )  # fmt: skip
 
     def __init__(
         self, kernel: Any, name: str, device: int, threads: int, shared_bytes: int, pointers: int, maps: int,
@@ -41,6 +44,8 @@ class Enqueuer:
 
         self._driver, self._name, self._device = driver, name, device
         self._threads, self._shared_bytes = threads, shared_bytes
+        # where there is one device, the current context need not be asked for in each launch, which takes half a us
+        self._several = driver.cuDeviceGetCount()[1] != 1
         # a kernel passes as a function, in whichever context is current
         self._function = driver.CUfunction(int(kernel.handle))
         error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
@@ -65,21 +70,45 @@ class Enqueuer:
         return buffer
 
     def launch(self, parameters: Any, stream: int, blocks: int) -> None:
-        driver = self._driver
-        none, current = driver.cuCtxGetDevice()
-        elsewhere = none or int(current) != self._device
-        if elsewhere:
-            from cuda.core import Device
-
-            Device(self._device).set_current()
-        (error,) = driver.cuLaunchKernel(
-            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream or LEGACY_DEFAULT_STREAM,
-            None, ctypes.addressof(parameters),
-        )  # fmt: skip
-        if elsewhere and not none:
-            Device(int(current)).set_current()
+        launch = self._launch_there if self._several else self._launch_here
+        error = launch(parameters, stream, blocks)
+        if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":  # none is current yet
+            error = self._launch_there(parameters, stream, blocks)
         if error:
             raise RuntimeError(
                 f"kernel {self._name!r} could not be launched with {blocks} blocks of {self._threads} threads and "
                 f"{self._shared_bytes} bytes of shared memory: {error.name}"
             )
+
+    def _launch_here(self, parameters: Any, stream: int, blocks: int) -> Any:
+        (error,) = self._driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
+            _streams.get(stream) or _stream(stream), None, ctypes.addressof(parameters),
+        )  # fmt: skip
+        return error
+
+    def _launch_there(self, parameters: Any, stream: int, blocks: int) -> Any:
+        """With the kernel's device current, and afterwards the one that was."""
+        none, current = self._driver.cuCtxGetDevice()
+        if not none and int(current) == self._device:
+            return self._launch_here(parameters, stream, blocks)
+        from cuda.core import Device
+
+        Device(self._device).set_current()
+        error = self._launch_here(parameters, stream, blocks)
+        if not none:
+            Device(int(current)).set_current()
+        return error
+
+
+# address -> the driver's object, which the binding would make in each launch
+_streams: dict[int, Any] = {}
+
+
+def _stream(address: int) -> Any:
+    from cuda.bindings import driver
+
+    if len(_streams) >= 1000:  # streams that change with every call must not pile up
+        _streams.clear()
+    made = _streams[address] = driver.CUstream(address or LEGACY_DEFAULT_STREAM)
+    return made

@@ -60,7 +60,7 @@ def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):
     case = problem(40, 40, head_dim=40)  # of no other test
     q, k, v = on_device(cupy, case)
     out = cupy.full_like(q, 7)
-    api._decided.cache_clear()
+    api._decided.clear()
     launch._loaded.cache_clear()
     compiled._kernels.clear()
     numba_flash.warmup(q, k, v, out=out)

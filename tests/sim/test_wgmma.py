@@ -38,7 +38,7 @@ def rung():
 def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", api.decide)  # nothing remembered of the usual machine
+    monkeypatch.setattr(api, "_decided", {})  # nothing remembered of the usual machine
     options = dict(options)
     if "seqlens" in options:
         options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
@@ -54,7 +54,7 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", api.decide)
+    monkeypatch.setattr(api, "_decided", {})
     monkeypatch.setattr(select, "WGMMA_TILES", ((256, *row),))
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
     assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place

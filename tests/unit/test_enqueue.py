@@ -33,10 +33,11 @@ def launches(monkeypatch):
         assert (words[0], words[2], words[4], parameters) == (1, 2, 0, None)  # pointer, size, end
         size = ctypes.c_uint64.from_address(words[3]).value
         grid, block = (x, y, z), (threads, threads_y, threads_z)
-        seen.append((int(function), grid, block, shared_bytes, stream, ctypes.string_at(words[1], size)))
+        seen.append((int(function), grid, block, shared_bytes, int(stream), ctypes.string_at(words[1], size)))
         return (OK,)
 
     monkeypatch.setattr(driver, "cuLaunchKernel", record)
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (OK, 1))
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0))
     monkeypatch.setattr(driver, "cuKernelGetParamInfo", lambda kernel, index: (OK, 0, 8))
     return seen
@@ -102,9 +103,22 @@ def test_the_arrays_device_is_made_current_for_the_launch(launches, monkeypatch,
     seen = []
     device = lambda number: types.SimpleNamespace(set_current=lambda: seen.append(number))  # noqa: E731
     monkeypatch.setattr("cuda.core.Device", device)
+    monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (OK, 2))
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: current)
     enqueuer(device=1)([1, 2], 0)
     assert seen == switches and len(launches) == 1
+
+
+def test_the_only_device_is_made_current_when_nothing_is(launches, monkeypatch):
+    seen, launch, no_context = [], driver.cuLaunchKernel, driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+    device = types.SimpleNamespace(set_current=lambda: seen.append("current"))
+    monkeypatch.setattr("cuda.core.Device", lambda number: device)
+    monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0) if seen else (no_context, None))
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda *given: launch(*given) if seen else (no_context,))
+    one = enqueuer()
+    for n in (1, 2):
+        one([1, 2], 0)
+        assert seen == ["current"] and len(launches) == n
 
 
 def test_a_refused_launch_says_what_was_asked_and_why(launches, monkeypatch):
