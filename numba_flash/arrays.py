@@ -351,7 +351,8 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
 
     device = Device(like.layout.device or 0)
     device.set_current()
-    numpy_dtype = _numpy_dtype(dtype)
+    # cuda.core exports no bfloat16 by DLPack: there it is called int16, which no array here is, until _Handover says so
+    numpy_dtype = _numpy_dtype("int16" if dtype == "bfloat16" else dtype)
     size = math.prod(shape) * numpy_dtype.itemsize
     order = Stream.from_handle(stream) if stream else LEGACY_DEFAULT_STREAM
     buffer = device.allocate(max(size, 1), stream=order)  # also the stream that frees it
@@ -381,7 +382,25 @@ class _Handover:
             from cuda.core import LEGACY_DEFAULT_STREAM, Stream
 
             Stream.from_handle(stream).wait(LEGACY_DEFAULT_STREAM)
-        return self._view.__dlpack__(stream=-1, **options)
+        capsule = self._view.__dlpack__(stream=-1, **options)
+        return as_bfloat16(capsule) if self._view.dtype == np.int16 else capsule
+
+
+def as_bfloat16(capsule: Any) -> Any:
+    """A DLPack capsule of int16 as one of bfloat16. A field of dlpack.h's DLTensor is written in place: code of dtype,
+    20 bytes from its beginning, which is that of the capsule or, since version 1.0, 32 bytes behind it."""
+    api = ctypes.pythonapi
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    versioned = b"dltensor_versioned"
+    is_versioned = api.PyCapsule_IsValid(ctypes.py_object(capsule), versioned)
+    tensor = (
+        api.PyCapsule_GetPointer(capsule, versioned) + 32
+        if is_versioned
+        else api.PyCapsule_GetPointer(capsule, b"dltensor")
+    )
+    ctypes.c_uint8.from_address(tensor + 20).value = 4  # kDLBfloat
+    return capsule
 
 
 @functools.cache

@@ -46,6 +46,11 @@ class Enqueuer:
         self._threads, self._shared_bytes = threads, shared_bytes
         # where there is one device, the current context need not be asked for in each launch, which takes half a us
         self._several = driver.cuDeviceGetCount()[1] != 1
+        no_context, _ = driver.cuCtxGetDevice()
+        if no_context:  # in a thread of its own, as torch runs a backward
+            from cuda.core import Device
+
+            Device(device).set_current()
         # a kernel passes as a function, in whichever context is current
         self._function = driver.CUfunction(int(kernel.handle))
         error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)

@@ -125,6 +125,15 @@ def test_torch_outputs_are_contiguous_whatever_q_is():
             assert tuple(made.shape) == shape and made.is_contiguous() and made.dtype is getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_version": (1, 0)}], ids=["before 1.0", "1.0"])
+def test_bfloat16_is_handed_over_as_such(options):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    bits = torch.arange(-3, 9, dtype=torch.bfloat16).reshape(3, 4).view(torch.int16).numpy()
+    handed = torch.utils.dlpack.from_dlpack(arrays.as_bfloat16(bits.__dlpack__(**options)))
+    assert handed.dtype is torch.bfloat16 and handed.tolist() == [[-3, -2, -1, 0], [1, 2, 3, 4], [5, 6, 7, 8]]
+    assert handed.data_ptr() == bits.ctypes.data
+
+
 @pytest.mark.parametrize("dtype", testing.DTYPES)  # each has its own name in torch
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_torch_tensors_in_and_out(kernel, dtype):

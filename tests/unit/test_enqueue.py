@@ -105,17 +105,25 @@ def test_the_arrays_device_is_made_current_for_the_launch(launches, monkeypatch,
     monkeypatch.setattr("cuda.core.Device", device)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (OK, 2))
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: current)
-    enqueuer(device=1)([1, 2], 0)
+    one = enqueuer(device=1)
+    seen.clear()
+    one([1, 2], 0)
     assert seen == switches and len(launches) == 1
 
 
-def test_the_only_device_is_made_current_when_nothing_is(launches, monkeypatch):
+# In a thread that has no context yet, which each of torch's backward is: to make ready what is launched, and to launch
+# what another thread made ready.
+@pytest.mark.parametrize("made_elsewhere", [False, True])
+def test_the_only_device_is_made_current_when_nothing_is(launches, monkeypatch, made_elsewhere):
     seen, launch, no_context = [], driver.cuLaunchKernel, driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
     device = types.SimpleNamespace(set_current=lambda: seen.append("current"))
+    one = enqueuer() if made_elsewhere else None
     monkeypatch.setattr("cuda.core.Device", lambda number: device)
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0) if seen else (no_context, None))
     monkeypatch.setattr(driver, "cuLaunchKernel", lambda *given: launch(*given) if seen else (no_context,))
-    one = enqueuer()
+    looked_up = lambda kernel, index: (OK, 0, 8) if seen else (no_context, None, None)  # noqa: E731
+    monkeypatch.setattr(driver, "cuKernelGetParamInfo", looked_up)
+    one = one or enqueuer()
     for n in (1, 2):
         one([1, 2], 0)
         assert seen == ["current"] and len(launches) == n
