@@ -44,7 +44,7 @@ class Enqueuer:
 
         self._driver, self._name, self._device = driver, name, device
         self._threads, self._shared_bytes = threads, shared_bytes
-        # where there is one device, the current context need not be asked for in each launch, which takes half a us
+        # where there is one device, the current context need not be asked for in each launch
         self._several = driver.cuDeviceGetCount()[1] != 1
         no_context, _ = driver.cuCtxGetDevice()
         if no_context:  # in a thread of its own, as torch runs a backward
