@@ -389,16 +389,12 @@ class _Handover:
 def as_bfloat16(capsule: Any) -> Any:
     """A DLPack capsule of int16 as one of bfloat16. A field of dlpack.h's DLTensor is written in place: code of dtype,
     20 bytes from its beginning, which is that of the capsule or, since version 1.0, 32 bytes behind it."""
-    api = ctypes.pythonapi
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    versioned = b"dltensor_versioned"
-    is_versioned = api.PyCapsule_IsValid(ctypes.py_object(capsule), versioned)
-    tensor = (
-        api.PyCapsule_GetPointer(capsule, versioned) + 32
-        if is_versioned
-        else api.PyCapsule_GetPointer(capsule, b"dltensor")
-    )
+    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    name = name_of(capsule)
+    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
     ctypes.c_uint8.from_address(tensor + 20).value = 4  # kDLBfloat
     return capsule
 

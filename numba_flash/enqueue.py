@@ -31,7 +31,7 @@ class Enqueuer:
     """Launches a loaded cuda.core kernel; any thread may call it."""
 
     __slots__ = (
-        "_buffer", "_device", "_driver", "_function", "_layout", "_name", "_several", "_shared_bytes", "_size",
+        "_buffer", "_device", "_driver", "_function", "_layout", "_name", "_several_devices", "_shared_bytes", "_size",
         "_threads",
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Enqueuer:
         self._driver, self._name, self._device = driver, name, device
         self._threads, self._shared_bytes = threads, shared_bytes
         # where there is one device, the current context need not be asked for in each launch
-        self._several = driver.cuDeviceGetCount()[1] != 1
+        self._several_devices = driver.cuDeviceGetCount()[1] != 1
         no_context, _ = driver.cuCtxGetDevice()
         if no_context:  # in a thread of its own, as torch runs a backward
             from cuda.core import Device
@@ -75,7 +75,7 @@ class Enqueuer:
         return buffer
 
     def launch(self, parameters: Any, stream: int, blocks: int) -> None:
-        launch = self._launch_there if self._several else self._launch_here
+        launch = self._launch_there if self._several_devices else self._launch_here
         error = launch(parameters, stream, blocks)
         if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":  # none is current yet
             error = self._launch_there(parameters, stream, blocks)
