@@ -140,7 +140,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     blocks = config.blocks_per_sm  # what the registers must suffice for
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
-    with _lock, _compiling_for(cc), toolchain.compiling_quickly():
+    with _lock, _compiling_for(cc), toolchain.keeping_garbage():
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
         ptx, _ = cuda.compile(
             function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options

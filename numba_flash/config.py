@@ -164,6 +164,8 @@ class MmaConfig(TensorConfig):
     warp_rows: int = 16
     q_registers: bool = False
 
+    TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
+
     def __post_init__(self) -> None:
         if self.warp_rows not in (16, 32):
             raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
@@ -175,12 +177,14 @@ class MmaConfig(TensorConfig):
         return self.tile_m // self.warp_rows * 32
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, K, V, the notes on O's rows and the end are, in bytes. O takes Q's place and may reach into K's."""
+        """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O takes Q's place and may
+        reach into K's."""
         k_at = tile_bytes(self.tile_m, self.depth)
         v_at = k_at + tile_bytes(self.tile_n, self.depth)
         notes_at = tile_bytes(self.tile_m, self.width)  # K and V are no longer needed then
         end = v_at + tile_bytes(self.tile_n, self.width)
-        return 0, k_at, v_at, notes_at, max(end, notes_at + self.NOTE_BYTES * self.tile_m)
+        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m)
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16
 
 
 @dataclass(frozen=True)

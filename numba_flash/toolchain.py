@@ -18,12 +18,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import numpy as np
-
-from . import liveness
 
 _LENT_NAMES = {"row_stack": "vstack"}  # name that numba-cuda looks up -> the function it always was
 
@@ -72,57 +69,15 @@ def cuda() -> ModuleType:
 
 
 @contextlib.contextmanager
-def compiling_quickly() -> Iterator[None]:
-    """Numba compiles in here in about a fifth to a third of the time, to the same PTX.
-
-    What is alive where it finds out by liveness.py, its inliner copies nothing that it need not, and Python looks for
-    garbage seldom, since compiling makes many objects that stay.
-    """
-    analysis = liveness.analysis()
-    thresholds = gc.get_threshold()
-    with inlining_without_copies():
-        before = analysis and analysis.compute_live_map
-        if analysis is not None:
-            analysis.compute_live_map = liveness.compute_live_map
-        gc.set_threshold(20_000, 50, 100)
-        try:
-            yield
-        finally:
-            gc.set_threshold(*thresholds)
-            if analysis is not None:
-                analysis.compute_live_map = before
-
-
-@contextlib.contextmanager
-def inlining_without_copies() -> Iterator[None]:
-    """Compiling in here, Numba's inliner takes the functions that it inlines as they are.
-
-    It copies each of them twice, deeply and block by block, and with every block all names of the function: two thirds
-    of the time that a kernel of small functions takes. The copies are not needed, since it makes the function's IR anew
-    for every call. Where it is written otherwise, compiling is as slow as it was.
-    """
+def keeping_garbage() -> Iterator[None]:
+    """Python does not look for garbage in here: compiling makes many objects that stay; it is a sixth faster."""
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        inliner: Any = importlib.import_module("numba.cuda.core.inline_closurecall")
-        lock = importlib.import_module("numba.cuda.core.compiler_lock").global_compiler_lock
-        worker, inline_function = inliner.InlineWorker, inliner.InlineWorker.inline_function
-        as_it_is = SimpleNamespace(copy=inliner.copy.copy, deepcopy=lambda block, *memo: block)
-    except (ImportError, AttributeError):
         yield
-        return
-
-    def without_copies(*arguments: Any, **keywords: Any) -> Any:
-        before, inliner.copy = inliner.copy, as_it_is  # it calls itself, for functions in functions
-        try:
-            return inline_function(*arguments, **keywords)
-        finally:
-            inliner.copy = before
-
-    with lock:  # nobody else compiles meanwhile
-        worker.inline_function = without_copies
-        try:
-            yield
-        finally:
-            worker.inline_function = inline_function
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.cache

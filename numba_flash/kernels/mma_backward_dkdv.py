@@ -46,6 +46,7 @@ from .steps import (
     scores,
 )
 from .steps import repair_keys as repair_keys_step
+from .steps.inlined import inlined
 from .steps.integers import divide
 
 key_queries = cuda.jit(device=True)(ranges.key_queries)
@@ -92,22 +93,23 @@ def make(config):
     repair_keys = repair_keys_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
-    load_v4, load_b32, store_shared, bar_sync = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32, bar.sync
+    load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
+    bar_sync = bar.sync
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     pieces, piece, copy16 = row_facts.pieces, row_facts.PIECE, cp_async.copy16
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def aligned(address):
-        return (address + int32(alignment - 1)) & int32(-alignment)
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def first_query_of(lane, warp):
         """The lane's first column of scores, counted in the query tile."""
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tile_of(block, heads_kv, seqlen_k):
         """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
@@ -115,24 +117,25 @@ def make(config):
         b = divide(head_of_all, heads_kv)
         return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
 
-    @cuda.jit(device=True, inline="always")
-    def load_rows(i, odd, row_facts, base, k_smem, tiles, seqlen_q, thread):
-        """Start the copies of lse and -delta of query tile i of a head, whose pieces begin at base, to stage `odd`."""
+    @inlined
+    def load_rows(i, odd, base, k_smem, tiles, seqlen_q, thread):
+        """Start the copies of lse and -delta of query tile i of a head, whose pieces begin at address base, to stage
+        `odd`."""
         for step in range(row_steps):
             chunk = int32(thread + step * threads)
             if chunk < row_chunks:
                 here = int32(i * (tile_m // 16) + (chunk >> 3)) < pieces(seqlen_q)
-                at = base + int32(i * (2 * tile_m) + chunk * 4)
+                at = base + int64(4) * int32(i * (2 * tile_m) + chunk * 4)
                 # Added up in an order that leaves nothing to be kept in a register between tiles.
                 to = tiles[2] + odd * rows_stage + 16 * chunk if stages > 1 else k_smem + 16 * chunk + int32(rows_at)
-                copy16(to, address(row_facts, at), 16 if here else 0)
+                copy16(to, at, 16 if here else 0)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def rows_of_part(thread):
         """How far into a tile's lse and -delta those of the warp's part of the queries are, in bytes."""
         return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def start_dp(acc_dp, rows_smem, lane):
         """acc_dp <- -delta of each column, so that the product adds up to dP - delta."""
         four = cuda.local.array(4, uint32)
@@ -143,19 +146,23 @@ def make(config):
                     for i in range(4):
                         acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = four[half * 2 + i % 2].view(np.float32)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def note_place(
-        b, h_kv, first_key, keys, q_start, group, walk, q_strides, do_strides, alibi_strides, sizes, k_smem, thread
+        b, h_kv, first_key, keys, q_start, group, walk, arrays, strides, sizes, k_smem, thread
     ):  # fmt: skip
         """What every tile needs to know. Heads are counted from behind, so that `members` says which one it is."""
+        q, do, row_facts = arrays
+        q_strides, do_strides, alibi_strides = strides
         heads, seqlen_q, left, right = sizes
         end_head = (h_kv + 1) * group
         if thread == 0:
             q_end = b * q_strides[0] + end_head * q_strides[1]
-            notes.put(k_smem + bases_at, q_end, b * do_strides[0] + end_head * do_strides[1])
+            do_end = b * do_strides[0] + end_head * do_strides[1]
+            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            notes.put(k_smem + int32(bases_at), address(q, q_end), address(do, do_end))
             alibi_end = b * alibi_strides[0] + end_head * alibi_strides[1]
             facts_end = int64(b * heads + end_head) * (pieces(seqlen_q) * piece)
-            notes.put(k_smem + int32(facts_at), facts_end, alibi_end)
+            notes.put(k_smem + int32(facts_at), address(row_facts, facts_end), alibi_end)
             notes.put(k_smem + int32(offset_at), q_start - first_key, keys)
             notes.put_range(k_smem + int32(walk_at), walk[0], walk[1])
             notes.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
@@ -165,7 +172,7 @@ def make(config):
             end_query = first_query if first_key + thread >= keys else end_query
             notes.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def distances(i, thread, k_smem, distance):
         """q_pos - k_pos of the lane's keys and its first column of query tile i."""
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -174,7 +181,7 @@ def make(config):
             key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def seen_columns(i, thread, r, k_smem):
         """Bits for those of the lane's columns of query tile i that see its key r."""
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -183,12 +190,12 @@ def make(config):
         first_query, end_query = notes.get_range(k_smem + int32(seen_at) + 8 * key)
         return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def slope_of(members, k_smem, alibi_slopes, alibi_strides):
         _, alibi_end = notes.get(k_smem + int32(facts_at))
         return load_slope(alibi_slopes, alibi_end - members * alibi_strides[1])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def weigh(i, acc_s, acc_dp, p_frag, ds_frag, k_smem, rows_smem, thread, slope, distance, scale, softcap, masked):
         """p_frag, ds_frag <- P^T and dS^T of query tile i in 16 bits. masked, a constant: some keys are not seen."""
         four = cuda.local.array(4, uint32)
@@ -220,27 +227,34 @@ def make(config):
                     if of_dk:
                         ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
-    @cuda.jit(device=True, inline="always")
-    def load_queries(i, members, odd, q, q_strides, k_smem, tiles, seqlen_q, thread):
-        """Start the copies of Q of query tile i of a head, to stage `odd`."""
-        row = int32(i * int32(tile_m))
+    @inlined
+    def queries_at(i, members, q_strides, k_smem):
+        """The address of Q of query tile i of a head."""
         q_end, _ = notes.get(k_smem + int32(bases_at))
-        source = address(q, q_end - members * q_strides[1] + row * q_strides[2])
-        rows_left = int32(int32(seqlen_q) - row)
+        return q_end + 2 * (int32(i * int32(tile_m)) * q_strides[2] - members * q_strides[1])
+
+    @inlined
+    def others_at(i, members, do_strides, seqlen_q, k_smem):
+        """The addresses of dO of query tile i of a head, and of the head's lse and -delta."""
+        _, do_end = notes.get(k_smem + int32(bases_at))
+        facts_end, _ = notes.get(k_smem + int32(facts_at))
+        do_place = do_end + 2 * (int32(i * int32(tile_m)) * do_strides[2] - members * do_strides[1])
+        return do_place, facts_end - members * (pieces(seqlen_q) * (4 * piece))
+
+    @inlined
+    def load_queries(i, odd, source, q_strides, tiles, seqlen_q, thread):
+        """Start the copies of Q of query tile i, which is at address `source`, to stage `odd`."""
+        rows_left = int32(int32(seqlen_q) - i * int32(tile_m))
         load_q(tiles[0] + odd * q_stage, source, 2 * q_strides[2], 0, rows_left, head_dim, thread)
 
-    @cuda.jit(device=True, inline="always")
-    def load_others(i, members, odd, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread):
-        """Start the copies of dO, lse and -delta of query tile i of a head, to stage `odd`."""
-        row = int32(i * int32(tile_m))
-        _, do_end = notes.get(k_smem + int32(bases_at))
-        source = address(do, do_end - members * do_strides[1] + row * do_strides[2])
-        rows_left = int32(int32(seqlen_q) - row)
-        load_do(tiles[1] + odd * do_stage, source, 2 * do_strides[2], 0, rows_left, head_dim_v, thread)
-        facts_end, _ = notes.get(k_smem + int32(facts_at))
-        load_rows(i, odd, row_facts, facts_end - members * (pieces(seqlen_q) * piece), k_smem, tiles, seqlen_q, thread)
+    @inlined
+    def load_others(i, odd, sources, do_strides, k_smem, tiles, seqlen_q, thread):
+        """Start the copies of dO, lse and -delta of query tile i to stage `odd`."""
+        rows_left = int32(int32(seqlen_q) - i * int32(tile_m))
+        load_do(tiles[1] + odd * do_stage, sources[0], 2 * do_strides[2], 0, rows_left, head_dim_v, thread)
+        load_rows(i, odd, sources[1], k_smem, tiles, seqlen_q, thread)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def following(i, members, k_smem):
         """-> (i, members) of the next query tile: after the last one the first one again, of the next head."""
         begin, stop = notes.get_range(k_smem + int32(walk_at))
@@ -248,37 +262,41 @@ def make(config):
         last = after == stop
         return begin if last else after, int32(members - 1) if last else members
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def is_whole(i, k_smem):
         """Whether every query of tile i sees every key of the block's."""
         free, cut = notes.get_range(k_smem + int32(walk_at + 8))
         return i >= free and i < cut
 
-    @cuda.jit(device=True, inline="always")
-    def turn(i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, k_smem, tiles):
+    @inlined
+    def turn(i, members, odd, q_strides, do_strides, seqlen_q, k_smem, tiles):
         """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
+        next_i, next_members, next_odd = i, members, odd
+        if stages > 1:
+            next_i, next_members = following(i, members, k_smem)
+            next_odd = int32(odd ^ 1)
+            others = others_at(next_i, next_members, do_strides, seqlen_q, k_smem)
+        queries = queries_at(next_i, next_members, q_strides, k_smem)
         wait_all()
         cuda.syncthreads()  # it is there, and everyone is done with the tile before
-        if stages == 1:
-            load_queries(i, members, odd, q, q_strides, k_smem, tiles, seqlen_q, thread_index())
-        else:
-            next_i, next_members = following(i, members, k_smem)
-            if next_members > 0:
-                thread, next_odd = thread_index(), int32(odd ^ 1)
-                load_queries(next_i, next_members, next_odd, q, q_strides, k_smem, tiles, seqlen_q, thread)
-                load_others(next_i, next_members, next_odd, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread)
-        commit()
-
-    @cuda.jit(device=True, inline="always")
-    def half_turn(i, members, do, row_facts, do_strides, seqlen_q, k_smem, tiles):
-        """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
-        cuda.syncthreads()
-        next_i, next_members = following(i, members, k_smem)
         if next_members > 0:
-            load_others(next_i, next_members, 0, do, row_facts, do_strides, k_smem, tiles, seqlen_q, thread_index())
+            thread = thread_index()
+            load_queries(next_i, next_odd, queries, q_strides, tiles, seqlen_q, thread)
+            if stages > 1:
+                load_others(next_i, next_odd, others, do_strides, k_smem, tiles, seqlen_q, thread)
         commit()
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
+    def half_turn(i, members, do_strides, seqlen_q, k_smem, tiles):
+        """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
+        next_i, next_members = following(i, members, k_smem)
+        others = others_at(next_i, next_members, do_strides, seqlen_q, k_smem)
+        cuda.syncthreads()
+        if next_members > 0:
+            load_others(next_i, 0, others, do_strides, k_smem, tiles, seqlen_q, thread_index())
+        commit()
+
+    @inlined
     def scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles):
         """S^T and dP^T - delta of the query tile in stage `odd`."""
         # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
@@ -296,39 +314,55 @@ def make(config):
             cuda.syncthreads()
             multiply_k_q(acc_s, k_frag, b_frag, own[0] + own_lane, tiles[0] + odd * q_stage + other_lane)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
+    def first_own_column(thread):
+        """Of the columns of dK and dV that a warp sums up, where several share its rows."""
+        return int32(((thread >> int32(5)) & (groups - 1)) * columns)
+
+    @inlined
+    def own_panels(thread):
+        """How far into a tile the lane's rows of those columns begin, for a transposed operand."""
+        return int32((first_own_column(thread) >> 6) * (tile_m * 128) + lanes_of(thread)[2])
+
+    @inlined
     def gradients_of_tile(
-        i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
+        i, members, odd, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
         b_frag, own, tiles, slope, distance, scale, softcap, masked,
     ):  # fmt: skip
         """dK and dV += what the query tile in stage `odd` gives."""
         thread = thread_index()
         rows_tile = tiles[2] + odd * rows_stage + rows_of_part(thread)
         weigh(i, acc_s, acc_dp, p_frag, ds_frag, own[0], rows_tile, thread, slope, distance, scale, softcap, masked)
-        own_lane, _, other_transposed = lanes_of(thread)
-        q_tile, do_tile = tiles[0] + odd * q_stage + other_transposed, tiles[1] + odd * do_stage + other_transposed
+        q_tile, do_tile = tiles[0] + odd * q_stage, tiles[1] + odd * do_stage
         if groups > 1:
-            warp = thread >> int32(5)
-            first, weights = (warp & (groups - 1)) * columns, own[0] + int32(weights_at)
-            own_panels, barrier = (first >> 6) * (tile_m * 128), (warp >> shift) + 1
-            q_tile, do_tile, weights_lane = q_tile + own_panels, do_tile + own_panels, weights + own_lane
+            # With the thread's number read anew for each product, places are not kept in registers through the others.
+            weights, barrier = own[0] + int32(weights_at), (thread >> int32(5) >> shift) + 1
             put(p_frag, weights, thread)
-            own_product(acc_dv, p_frag, b_frag, do_tile, width - first, thread)
+            own_columns = do_tile + own_panels(thread)
+            own_product(acc_dv, p_frag, b_frag, own_columns, width - first_own_column(thread), thread)
             bar_sync(barrier, 32 * groups)
-            others_product(acc_dv, a_frag, b_frag, weights_lane, do_tile, width - first, thread)
+            thread = thread_index()
+            own_columns, own_rows = do_tile + own_panels(thread), weights + lanes_of(thread)[0]
+            others_product(acc_dv, a_frag, b_frag, own_rows, own_columns, width - first_own_column(thread), thread)
             if stages == 1:
-                half_turn(i, members, do, row_facts, do_strides, seqlen_q, own[0], tiles)
+                half_turn(i, members, do_strides, seqlen_q, own[0], tiles)
             else:
                 bar_sync(barrier, 32 * groups)  # everyone is done with P
+            thread = thread_index()
             put(ds_frag, weights, thread)
-            own_product(acc_dk, ds_frag, b_frag, q_tile, depth - first, thread)
+            own_columns = q_tile + own_panels(thread)
+            own_product(acc_dk, ds_frag, b_frag, own_columns, depth - first_own_column(thread), thread)
             bar_sync(barrier, 32 * groups)
-            others_product(acc_dk, a_frag, b_frag, weights_lane, q_tile, depth - first, thread)
+            thread = thread_index()
+            own_columns, own_rows = q_tile + own_panels(thread), weights + lanes_of(thread)[0]
+            others_product(acc_dk, a_frag, b_frag, own_rows, own_columns, depth - first_own_column(thread), thread)
         else:
+            _, _, other_transposed = lanes_of(thread)
+            q_tile, do_tile = q_tile + other_transposed, do_tile + other_transposed
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
             if stages == 1:
-                half_turn(i, members, do, row_facts, do_strides, seqlen_q, own[0], tiles)
+                half_turn(i, members, do_strides, seqlen_q, own[0], tiles)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
@@ -354,8 +388,8 @@ def make(config):
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         note_place(
-            b, h_kv, first_key, keys, q_start, group, (begin, stop, free, cut), q_strides, do_strides, alibi_strides,
-            (heads, seqlen_q, left, right), k_smem, thread,
+            b, h_kv, first_key, keys, q_start, group, (begin, stop, free, cut), (q, do, row_facts),
+            (q_strides, do_strides, alibi_strides), (heads, seqlen_q, left, right), k_smem, thread,
         )  # fmt: skip
         cuda.syncthreads()
 
@@ -385,9 +419,11 @@ def make(config):
             if of_dk:
                 v_base = b * v_strides[0] + h_kv * v_strides[1] + first_key * v_strides[2]
                 load_v(own[1], address(v, v_base), 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
-            load_others(i, members, odd, do, row_facts, do_strides, own[0], tiles, seqlen_q, thread)
+            others = others_at(i, members, do_strides, seqlen_q, own[0])
+            load_others(i, odd, others, do_strides, own[0], tiles, seqlen_q, thread)
             if stages > 1:
-                load_queries(i, members, odd, q, q_strides, own[0], tiles, seqlen_q, thread)
+                queries = queries_at(i, members, q_strides, own[0])
+                load_queries(i, odd, queries, q_strides, tiles, seqlen_q, thread)
         commit()
         if in_registers:
             wait_all()
@@ -401,27 +437,27 @@ def make(config):
             # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
             # window, some of the first kind again; and all this for each head of the group.
             while members > 0 and not whole:
-                turn(i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, own[0], tiles)
+                turn(i, members, odd, q_strides, do_strides, seqlen_q, own[0], tiles)
                 scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
                 if has_alibi:
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag,
-                    ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale, softcap, True,
+                    i, members, odd, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
+                    b_frag, own, tiles, slope, distance, scale, softcap, True,
                 )  # fmt: skip
                 odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])
                 whole = is_whole(i, own[0])
             while members > 0 and whole:
-                turn(i, members, odd, q, do, row_facts, q_strides, do_strides, seqlen_q, own[0], tiles)
+                turn(i, members, odd, q_strides, do_strides, seqlen_q, own[0], tiles)
                 scores_of_tile(odd, acc_s, acc_dp, k_frag, v_frag, b_frag, own, tiles)
                 if has_alibi:
                     slope = slope_of(members, own[0], alibi_slopes, alibi_strides)
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
-                    i, members, odd, do, row_facts, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag,
-                    ds_frag, a_frag, b_frag, own, tiles, slope, distance, scale, softcap, False,
+                    i, members, odd, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
+                    b_frag, own, tiles, slope, distance, scale, softcap, False,
                 )  # fmt: skip
                 odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])
@@ -431,6 +467,7 @@ def make(config):
         wait_all()
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        bar_sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         # From the notes: kept through the loop, it would cost the registers that S needs.

@@ -35,6 +35,7 @@ from .steps import (
     scores,
 )
 from .steps import repair_queries as repair_queries_step
+from .steps.inlined import inlined
 from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
@@ -75,7 +76,8 @@ def make(config):
     )
     repair_queries = repair_queries_step.make(config, weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    load_v4, load_b32, store_shared, bar_sync = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32, bar.sync
+    load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
+    bar_sync = bar.sync
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
@@ -83,16 +85,16 @@ def make(config):
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
     inf = float32(math.inf)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def aligned(address):
-        return (address + int32(alignment - 1)) & int32(-alignment)
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def first_key_of(lane, warp):
         """The lane's first column of scores, counted in the key tile."""
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tile_of(block, heads, heads_kv, seqlen_q):
         """-> (b, h, h_kv, first_query). The last queries of a head come first: under a causal mask they see most."""
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
@@ -102,15 +104,17 @@ def make(config):
         first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
         return b, h, divide(h, divide(heads, heads_kv)), first_query
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def note_place(
-        b, h, h_kv, first_query, tile_pos, keys, walk, heads, seqlen_q, row_facts, k_strides, v_strides, left, right,
-        q_smem, thread,
+        b, h, h_kv, first_query, tile_pos, keys, walk, heads, seqlen_q, row_facts, arrays, k_strides, v_strides,
+        left, right, q_smem, thread,
     ):  # fmt: skip
         """What every tile needs to know."""
+        k, v = arrays
         if thread == 0:
-            v_base = b * v_strides[0] + h_kv * v_strides[1]
-            notes.put(q_smem + int32(bases_at), b * k_strides[0] + h_kv * k_strides[1], v_base)
+            k_base, v_base = b * k_strides[0] + h_kv * k_strides[1], b * v_strides[0] + h_kv * v_strides[1]
+            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            notes.put(q_smem + int32(bases_at), address(k, k_base), address(v, v_base))
             notes.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
             notes.put(q_smem + int32(head_at), int64(b), int64(h))
             notes.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
@@ -129,19 +133,19 @@ def make(config):
                 store_shared(of_row + 8, float32(lse_log2).view(np.uint32))
                 store_shared(of_row + 12, float32(minus_delta).view(np.uint32))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def is_whole(j, q_smem):
         """Whether every row sees every key of tile j."""
         free, cut = notes.get_range(q_smem + int32(walk_at))
         return j >= free and j < cut
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def of_row(r, thread, q_smem):
         """Where in shared memory that of the lane's row r lies."""
         lane, warp = thread & int32(31), thread >> int32(5)
         return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def distances(j, thread, q_smem, distance):
         """q_pos - k_pos of the lane's rows and its first column of key tile j."""
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -150,46 +154,48 @@ def make(config):
             row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
 
-    @cuda.jit(device=True, inline="always")
-    def load_keys(j, odd, k, k_strides, q_smem, tiles, thread):
-        """Start the copies of K of key tile j to stage `odd`."""
+    @inlined
+    def places_of(j, k_strides, v_strides, q_smem):
+        """-> (the address of K of key tile j, that of V, how many keys are left from there on)."""
         first_key = int32(j * int32(tile_n))
-        k_base, _ = notes.get(q_smem + int32(bases_at))
+        k_base, v_base = notes.get(q_smem + int32(bases_at))
         _, keys = notes.get(q_smem + int32(keys_at))
-        source, keys_left = address(k, k_base + first_key * k_strides[2]), int32(int32(keys) - first_key)
-        load_k(tiles[0] + odd * k_stage, source, 2 * k_strides[2], 0, keys_left, head_dim, thread)
+        return k_base + 2 * (first_key * k_strides[2]), v_base + 2 * (first_key * v_strides[2]), int32(keys) - first_key
 
-    @cuda.jit(device=True, inline="always")
-    def load_values(j, odd, v, v_strides, q_smem, tiles, thread):
-        """Start the copies of V of key tile j to stage `odd`."""
-        first_key = int32(j * int32(tile_n))
-        _, v_base = notes.get(q_smem + int32(bases_at))
-        _, keys = notes.get(q_smem + int32(keys_at))
-        source, keys_left = address(v, v_base + first_key * v_strides[2]), int32(int32(keys) - first_key)
-        load_v(tiles[1] + odd * v_stage, source, 2 * v_strides[2], 0, keys_left, head_dim_v, thread)
+    @inlined
+    def load_keys(places, odd, k_strides, tiles, thread):
+        """Start the copies of K of a key tile to stage `odd`."""
+        load_k(tiles[0] + odd * k_stage, places[0], 2 * k_strides[2], 0, places[2], head_dim, thread)
 
-    @cuda.jit(device=True, inline="always")
-    def turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles):
+    @inlined
+    def load_values(places, odd, v_strides, tiles, thread):
+        """Start the copies of V of a key tile to stage `odd`."""
+        load_v(tiles[1] + odd * v_stage, places[1], 2 * v_strides[2], 0, places[2], head_dim_v, thread)
+
+    @inlined
+    def turn(j, odd, begin, k_strides, v_strides, q_smem, tiles):
         """Wait for V of tile j, with two stages for K too, and start the copies of what has a place now."""
+        places = places_of(j if stages == 1 else int32(j - 1), k_strides, v_strides, q_smem)
         wait_all()
         cuda.syncthreads()  # it is there, and everyone is done with the tile before
         if stages == 1:
-            load_keys(j, odd, k, k_strides, q_smem, tiles, thread_index())
+            load_keys(places, odd, k_strides, tiles, thread_index())
         elif j > begin:
-            load_keys(int32(j - 1), int32(odd ^ 1), k, k_strides, q_smem, tiles, thread_index())
-            load_values(int32(j - 1), int32(odd ^ 1), v, v_strides, q_smem, tiles, thread_index())
+            load_keys(places, int32(odd ^ 1), k_strides, tiles, thread_index())
+            load_values(places, int32(odd ^ 1), v_strides, tiles, thread_index())
         commit()
 
-    @cuda.jit(device=True, inline="always")
-    def half_turn(j, begin, v, v_strides, q_smem, tiles):
+    @inlined
+    def half_turn(j, begin, k_strides, v_strides, q_smem, tiles):
         """With one stage: wait for K of tile j and start the copies of V of the next one, tile j - 1."""
+        places = places_of(int32(j - 1), k_strides, v_strides, q_smem)
         wait_all()
         cuda.syncthreads()  # K is there, and everyone is done with V
         if j > begin:
-            load_values(int32(j - 1), 0, v, v_strides, q_smem, tiles, thread_index())
+            load_values(places, 0, v_strides, tiles, thread_index())
         commit()
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def start_dp(acc_dp, q_smem, thread):
         """acc_dp <- -delta of each row, so that the product adds up to dP - delta."""
         for r in range(rows):
@@ -198,7 +204,7 @@ def make(config):
                 for x in range(2):
                     acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def weigh(j, acc_s, acc_dp, ds_frag, q_smem, thread, slope, distance, scale, softcap, masked):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = cuda.local.array(4, uint32)
@@ -225,10 +231,10 @@ def make(config):
                         ds[x] = float32(0)
                 ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def products_of_tile(
-        j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance, scale,
-        softcap, masked,
+        j, odd, begin, k_strides, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance,
+        scale, softcap, masked,
     ):  # fmt: skip
         """dQ += what the key tile in stage `odd` gives."""
         q_frag, do_frag, ds_frag, a_frag, b_frag = fragments_
@@ -242,7 +248,7 @@ def make(config):
         start_dp(acc_dp, own[0], thread)
         multiply_do_v(acc_dp, do_frag, b_frag, own[1] + own_lane, v_tile + other_lane)
         if stages == 1:  # K has come only now
-            half_turn(j, begin, v, v_strides, own[0], tiles)
+            half_turn(j, begin, k_strides, v_strides, own[0], tiles)
             multiply_q_k(acc_s, q_frag, b_frag, own[0] + own_lane, k_tile + other_lane)
         thread = thread_index()
         weigh(j, acc_s, acc_dp, ds_frag, own[0], thread, slope, distance, scale, softcap, masked)
@@ -282,8 +288,8 @@ def make(config):
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         note_place(
-            b, h, h_kv, first_query, tile_pos, keys, (free, cut), heads, seqlen_q, row_facts, k_strides, v_strides,
-            left, right, q_smem, thread,
+            b, h, h_kv, first_query, tile_pos, keys, (free, cut), heads, seqlen_q, row_facts, (k, v), k_strides,
+            v_strides, left, right, q_smem, thread,
         )  # fmt: skip
         cuda.syncthreads()
 
@@ -306,9 +312,10 @@ def make(config):
             do_base = b * do_strides[0] + h * do_strides[1] + first_query * do_strides[2]
             load_q(own[0], address(q, q_base), 2 * q_strides[2], 0, queries_left, head_dim, thread)
             load_do(own[1], address(do, do_base), 2 * do_strides[2], 0, queries_left, head_dim_v, thread)
-            load_values(j, odd, v, v_strides, q_smem, tiles, thread)
+            places = places_of(j, k_strides, v_strides, q_smem)
+            load_values(places, odd, v_strides, tiles, thread)
             if stages > 1:
-                load_keys(j, odd, k, k_strides, q_smem, tiles, thread)
+                load_keys(places, odd, k_strides, tiles, thread)
         commit()
         slope = float32(0)
         if has_alibi:
@@ -324,22 +331,22 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and not whole:
-                turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles)
+                turn(j, odd, begin, k_strides, v_strides, q_smem, tiles)
                 if has_alibi:
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
-                    j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance,
-                    scale, softcap, True,
+                    j, odd, begin, k_strides, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope,
+                    distance, scale, softcap, True,
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
             while j >= begin and whole:
-                turn(j, odd, begin, k, v, k_strides, v_strides, q_smem, tiles)
+                turn(j, odd, begin, k_strides, v_strides, q_smem, tiles)
                 if has_alibi:
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
-                    j, odd, begin, v, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope, distance,
-                    scale, softcap, False,
+                    j, odd, begin, k_strides, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope,
+                    distance, scale, softcap, False,
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
@@ -355,6 +362,7 @@ def make(config):
         queries_left = int32(min(seqlen_q - first_query, tile_m))
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        bar_sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         dq_smem, dq_left = q_smem + (first_column >> 6) * (tile_m * 128), int32(head_dim - first_column)

@@ -15,6 +15,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ..ptx import cvt, memory, shfl, special
 from .steps import elements, row_facts
 from .steps.fragment_scores import LOG2_E
+from .steps.inlined import inlined
 from .steps.integers import divide
 
 
@@ -31,11 +32,11 @@ def make(config):
     minus_delta_at = row_facts.MINUS_DELTA
     log2_e, inf = float32(LOG2_E), float32(math.inf)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def low(two):
         return low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def high(two):
         return high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
 

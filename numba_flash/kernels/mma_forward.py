@@ -19,20 +19,22 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from .. import ranges
 from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
-from .steps import async_tiles, elements, fragment_scores, fragment_softmax, output_rows, scores
+from .steps import async_tiles, elements, fragment_scores, fragment_softmax, notes, output_rows, scores
 from .steps import repair_rows as repair_rows_step
+from .steps.inlined import inlined
 from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 key_tiles = cuda.jit(device=True)(ranges.key_tiles)
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     depth, width, v_parts = config.depth, config.width, config.v_parts
-    _, k_at, v_at, notes_at, _ = config.shared_offsets()
+    _, k_at, v_at, notes_at, tile_notes_at, _ = config.shared_offsets()
+    bases_at, keys_at = tile_notes_at, tile_notes_at + notes.SIZE
     alignment, note_bytes = config.ALIGNMENT, config.NOTE_BYTES
     many_copies = max(depth, width) > 128
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
@@ -40,10 +42,12 @@ def make(config):
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     s_blocks, o_blocks = tile_n // 8, width // 8
     s_count, o_count, p_count = strips * s_blocks * 4, strips * o_blocks * 4, strips * s_blocks * 2
-    # Steps of Q's fragments that have registers of their own: all of them where Q stays in registers; in name also
-    # where it does not, because that makes the compiler unroll the loop over steps; one where there are too many.
-    q_slots = depth // 16 if config.q_registers or depth <= 256 else 1
-    q_count = strips * q_slots * 4
+    # Steps of 16 of head_dim that are written out behind each other: all of them up to 128 and where Q stays in
+    # registers, else some at a time, because the 16 steps of head_dim 256 spill registers. Q's fragments have a slot
+    # for each, in name also where they share registers: that makes the compiler unroll the loop over them.
+    steps = depth // 16
+    at_once = steps if config.q_registers or steps <= 8 else max(n for n in range(1, 9) if steps % n == 0)
+    q_count = strips * at_once * 4
     q_registers, scaled, has_alibi = config.q_registers, config.scaled, config.alibi_dtype is not None
 
     half = config.dtype == "float16"
@@ -68,33 +72,34 @@ def make(config):
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e = float32(fragment_scores.LOG2_E)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def aligned(address):
-        return (address + int32(alignment - 1)) & int32(-alignment)
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def chunk_pair(lane_address, pair, panel):
         """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
         return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, tile_n / 8, 4) = Q . K^T. q_lane, k_lane: where this lane's matrix rows begin."""
         for i in range(s_count):
             acc_s[i] = float32(0)
-        for x in range(depth // 16):
-            if not q_registers:
-                for strip in range(strips):
-                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
-                    x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)  # (16, 16)
-            for n in range(tile_n // 16):
-                x4(k_frag, 0, chunk_pair(k_lane, x, kv_panel) + n * 2048)  # (16 keys, 16)
-                for strip in range(strips):
-                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
-                    product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
-                    product(acc_s, (strip * s_blocks + 2 * n + 1) * 4, q_frag, a, k_frag, 2)
+        for first in range(0, steps, at_once):
+            for x in range(at_once):
+                if not q_registers:
+                    for strip in range(strips):
+                        a = (strip * at_once + x) * 4
+                        x4(q_frag, a, chunk_pair(q_lane, first + x, q_panel) + strip * 2048)  # (16, 16)
+                for n in range(tile_n // 16):
+                    x4(k_frag, 0, chunk_pair(k_lane, first + x, kv_panel) + n * 2048)  # (16 keys, 16)
+                    for strip in range(strips):
+                        a = (strip * at_once + x) * 4
+                        product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
+                        product(acc_s, (strip * s_blocks + 2 * n + 1) * 4, q_frag, a, k_frag, 2)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
         """acc_o (strips, width / 8, 4) += P . V."""
         for y in range(tile_n // 16):
@@ -105,7 +110,7 @@ def make(config):
                     product(acc_o, (strip * o_blocks + 2 * n) * 4, p_frag, a, v_frag, 0)
                     product(acc_o, (strip * o_blocks + 2 * n + 1) * 4, p_frag, a, v_frag, 2)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def rescale(acc_o, alpha, moved):
         if moved != 0:
             for strip in range(strips):
@@ -113,38 +118,44 @@ def make(config):
                     for i in range(4):
                         acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def again(thread):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return thread_index() if many_copies else thread
 
-    @cuda.jit(device=True, inline="always")
-    def scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread):
+    @inlined
+    def scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
-        v_smem, v_global, v_bytes = v_tile
+        _, v_global = notes.get(q_smem + int32(bases_at))
+        rows_left = int32(tile_n)
+        if masked:
+            _, keys = notes.get(q_smem + int32(keys_at))
+            rows_left = int32(int32(keys) - j * tile_n)
+        source = v_global + j * tile_n * v_bytes
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(v_smem, v_global + j * tile_n * v_bytes, v_bytes, 0, rows_left, columns_left, again(thread))
+        load_v(q_smem + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
         commit()
         multiply_q_k(acc_s, q_frag, kv_frag, lanes[0], lanes[1])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def outputs_of_tile(
-        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, may_be_empty
+        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2, may_be_empty
     ):  # fmt: skip
         """softmax and O of tile j while the next tile's K is on the way."""
-        k_smem, k_global, k_bytes = k_tile
+        k_global, _ = notes.get(q_smem + int32(bases_at))
+        source = k_global + (j - 1) * tile_n * k_bytes
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
         if j > begin:
-            load_k(k_smem, k_global + (j - 1) * tile_n * k_bytes, k_bytes, 0, tile_n, head_dim, again(thread))
+            load_k(q_smem + int32(k_at), source, k_bytes, 0, tile_n, head_dim, again(thread))
             commit()
         moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
         multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tile_of(block, heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):
         """-> (b, h, h_kv, first_query, part, keys, tile_pos): what a block works on.
 
@@ -223,6 +234,10 @@ def make(config):
         begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
 
+        if thread == 0:
+            notes.put(q_smem + int32(bases_at), k_global, v_global)
+            notes.put(q_smem + int32(keys_at), tile_pos, int64(keys))
+        cuda.syncthreads()
         j = int32(stop - 1)
         load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
         if j >= begin:
@@ -233,40 +248,42 @@ def make(config):
             wait_all()
             cuda.syncthreads()
             for strip in range(strips):
-                for x in range(depth // 16):
-                    a = (strip * q_slots + (x if q_slots > 1 else 0)) * 4
+                for x in range(steps):
+                    a = (strip * at_once + x) * 4
                     x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
 
         lanes = (q_lane, k_lane, v_lane)
-        k_tile, v_tile = (k_smem, k_global, k_bytes), (v_smem, v_global, v_bytes)
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                rows_left = keys - j * tile_n
-                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, rows_left, columns_left, thread)
+                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, True)
                 # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
                 now = thread_index()
+                its_pos, its_keys = notes.get(q_smem + int32(keys_at))
                 visible(
-                    j, (now >> int32(5)) * warp_rows, now & int32(31), tile_pos, left, right, keys,
+                    j, (now >> int32(5)) * warp_rows, now & int32(31), its_pos, left, right, int32(its_keys),
                     seen, distance,
                 )  # fmt: skip
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, seen)
                 outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, True
-                )
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
+                    True,
+                )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
-                scores_of_tile(j, acc_s, q_frag, kv_frag, lanes, v_tile, tile_n, columns_left, thread)
+                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, False)
                 if scaled:
+                    its_pos, _ = notes.get(q_smem + int32(keys_at))
                     for r in range(rows):
-                        distance[r] = float32(tile_pos + row_query[r] - j * tile_n - lane_column)
+                        distance[r] = float32(its_pos + row_query[r] - j * tile_n - lane_column)
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, lanes, k_tile, thread, scale_log2, False
-                )
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
+                    False,
+                )  # fmt: skip
                 j = int32(j - 1)
 
         # One division, then O in 16 bits to shared memory; in each row's pad whether it is finite, and its lse.
@@ -284,7 +301,7 @@ def make(config):
         cuda.syncthreads()  # everyone is done with Q and K
         # One division, then O in 16 bits to shared memory, with a note on each row.
         o_smem = aligned(shared_address(smem))  # (tile_m, width)
-        notes = o_smem + notes_at
+        row_notes = o_smem + notes_at
         any_suspect = uint32(0)
         for r in range(rows):
             strip, below = r // 2, r % 2
@@ -300,16 +317,16 @@ def make(config):
             flag = uint32(0) if suspect == 0 else uint32(1)
             any_suspect |= flag
             if lane & 3 == 0:
-                store_shared(notes + row * note_bytes, flag)
-                store_shared(notes + row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                store_shared(row_notes + row * note_bytes, flag)
+                store_shared(row_notes + row * note_bytes + 4, lse_log2[r].view(np.uint32))
                 query = first_query + row // group
                 if write_lse and part == 0 and query < seqlen_q:
                     lse[(b * heads + h + row % group) * seqlen_q + query] = lse_log2[r] * ln_2
         cuda.syncthreads()
-        store_rows(warp * warp_rows, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part)
+        store_rows(warp * warp_rows, lane, o_smem, row_notes, o, o_strides, b, h, first_query, seqlen_q, part)
         if any_lane(any_suspect) != 0:
             repair_rows(
-                warp * warp_rows, lane, notes, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
+                warp * warp_rows, lane, row_notes, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
                 b, h, h_kv, first_query, seqlen_q, part, tile_pos, left, right, keys,
                 alibi_slopes, alibi_strides, scale, softcap,
             )  # fmt: skip

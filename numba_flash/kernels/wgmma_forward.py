@@ -41,6 +41,7 @@ from ..ptx import (
 )
 from .steps import elements, fragment_outputs, fragment_scores, fragment_softmax, output_rows, scores
 from .steps import repair_rows as repair_rows_step
+from .steps.inlined import inlined
 from .steps.integers import divide
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
@@ -107,16 +108,16 @@ def make(config):
     NOTICES = barriers_at + 112 + 32 * stages
     WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def stage_of(n):
         return int32(uint32(n) % uint32(stages))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def phase_of(n):
         """The parity of the phase in which the n-th use of a ring of stages is filled."""
         return int32(uint32(n) // uint32(stages)) & 1
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
         """-> (b, h, first_query) of query tile t (b = batch: none): some heads at a time, last queries first."""
         m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
@@ -134,7 +135,7 @@ def make(config):
         b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
@@ -149,12 +150,12 @@ def make(config):
             stop = begin + 1
         return int32(begin), int32(free), int32(cut), int32(stop)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def notice_of(base, i):
         """Where the i-th query tile of the block is described."""
         return base + NOTICES + 64 * (i & 3)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def load_q(base, i, h, first_query, b):
         """Q of the i-th query tile."""
         buffer = i & (q_buffers - 1)
@@ -165,13 +166,13 @@ def make(config):
             to = base + buffer * q_bytes + panel * q_panel
             load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def prefetch_q(h, first_query, b):
         """Q of a query tile as far as L2, because there is no room for it yet."""
         for panel in range(k_panels):
             prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def load_k(base, n, j, h_kv, b):
         """K of tile j, the n-th that the block fetches."""
         stage = stage_of(n)
@@ -182,7 +183,7 @@ def make(config):
             to = base + k_at + stage * k_bytes + panel * kv_panel
             load_4d(to, maps_address() + 128, full, panel * 64, j * tile_n, h_kv, b)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def load_v(base, n, j, h_kv, b):
         """V of tile j, the n-th that the block fetches."""
         stage = stage_of(n)
@@ -193,7 +194,7 @@ def make(config):
             to = base + v_at + stage * v_bytes + panel * kv_panel
             load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
         """To the producer and the consumers."""
         at = notice_of(base, i)
@@ -212,7 +213,7 @@ def make(config):
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
         arrive(base + NOTICE_FULL + 8 * (i & 3))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def take(base, i, t, sizes):
         """Query tile t is the block's i-th: announce it and fetch its Q.
 
@@ -233,12 +234,12 @@ def make(config):
             prefetch_q(h, first_query, b)
         load_q(base, i, h, first_query, b)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def noted(notice, which):
         """A word of a notice, for one thread."""
         return int32(load_shared(notice + which))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def schedule(base, counter, sizes):
         """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
         i = int32(0)  # query tiles so far
@@ -255,7 +256,7 @@ def make(config):
             exchange(counter, uint32(0))
             exchange(counter + 4, uint32(0))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def produce(base):
         """The producer's one thread: fetch K and V as the consumers will need them."""
         n = int32(0)  # tiles of K and V so far
@@ -283,7 +284,7 @@ def make(config):
             i = int32(i + 1)
             notice = following
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def erase(base, stage, rows, thread):
         """All consumers: V's rows from `rows` on = 0. Behind the valid keys there may be NaN, and 0 * NaN is NaN."""
         zeros = cuda.local.array(4, uint32)
@@ -295,20 +296,20 @@ def make(config):
         fence_async()
         bar_sync(4, all_consumers)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def rescale(acc_o, alpha, moved):
         if moved != 0:
             for n in range(o_blocks):
                 for i in range(4):
                     acc_o[4 * n + i] *= alpha[i // 2]
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def issue_scores(base, q_desc, acc_s, n):
         """S of the block's n-th tile of keys, which has come."""
         multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage_of(n) * k_bytes), 0)
         commit()
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def issue_outputs(base, acc_o, p_frag, n):
         """P . V of the n-th tile of keys."""
         stage = stage_of(n)
@@ -316,21 +317,21 @@ def make(config):
         multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
         commit()
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def wait_for_k(base, n):
         wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def take_turn(me):
         if ping_pong:
             bar_sync(me + 1, pair)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def pass_turn(following):
         if ping_pong:
             bar_arrive(following + 1, pair)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
         """S of the n-th tile of keys and P . V of the one before."""
         wait_for_k(base, n)
@@ -339,21 +340,21 @@ def make(config):
         issue_outputs(base, acc_o, p_frag, n - 1)
         pass_turn(following)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def done_with_scores(base, elected, last, n, seen):
         """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
         arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
         if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def scores_are_there(base, elected, acc_s, last, n, seen):
         """Wait for S, with P . V behind it."""
         wait_but_one()
         pin_s(acc_s)
         done_with_scores(base, elected, last, n, seen)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
         moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
@@ -363,31 +364,31 @@ def make(config):
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def rows_of_lane():
         """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def word(notice, which):
         """A word of a notice. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
         descriptors and counts in uniform registers only where it knows that a warp stays together."""
         return int32(idx_b32(load_shared(notice + which), 0))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def position(notice):
         """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
         return int64(word(notice, POS_HIGH)) << int64(32) | int64(uint32(word(notice, POS_LOW)))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def look(j, notice, left, right, bits, distance):
         """bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
         keys = word(notice, KEYS)
         visible(j, first_row, lane, position(notice), left, right, keys, bits, distance)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def consume(
         base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides, alibi_strides,
         heads, heads_kv, seqlen_q, left, right, scale, softcap,

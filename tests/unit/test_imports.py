@@ -31,7 +31,7 @@ ORDER = """
     kernels.steps.fragment_outputs kernels.steps.row_facts kernels.steps.notes
     kernels.steps.fragment_softmax kernels.steps.async_tiles
     kernels.steps.ds_rows kernels.steps.rows kernels.steps.weights
-    kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements
+    kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements kernels.steps.inlined
     ptx ptx.approx ptx.bar ptx.cp_async ptx.cvt ptx.elect ptx.fence ptx.ld_st ptx.ldmatrix ptx.mbarrier ptx.memory
     ptx.minmax ptx.mma ptx.setmaxnreg ptx.shared ptx.shfl ptx.special ptx.stmatrix ptx.tma ptx.vote ptx.wgmma
     sim.approx sim.bar sim.cp_async sim.cvt sim.elect sim.fence sim.ld_st sim.ldmatrix sim.memory
@@ -39,7 +39,7 @@ ORDER = """
     sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select arguments_backward arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain liveness tensor_maps cache_folder
+    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps cache_folder
 """.split()
 
 # Imports that point up: an array of a framework that records asks for its bridge, in the middle of a call.

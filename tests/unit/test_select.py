@@ -348,14 +348,15 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts):
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
 def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
-    q_at, k_at, v_at, notes_at, end = config.shared_offsets()
+    q_at, k_at, v_at, notes_at, tile_at, end = config.shared_offsets()
 
     def size(rows, columns):
         return rows * -(-columns // 64) * 128
 
     assert q_at == 0 and k_at - q_at == size(tile_m, config.depth) and v_at - k_at == size(tile_n, config.depth)
-    assert end - v_at >= size(tile_n, config.width)
-    assert notes_at >= size(tile_m, config.width) and end - notes_at >= 8 * tile_m
+    assert tile_at - v_at >= size(tile_n, config.width)
+    assert notes_at >= size(tile_m, config.width) and tile_at - notes_at >= 8 * tile_m
+    assert tile_at % 16 == 0 and end - tile_at == 2 * 16
     assert config.shared_bytes >= end + 1024 - 16, (
         "the first panel begins at a multiple of 1024, and memory at one of 16"
     )

@@ -1,17 +1,15 @@
 """toolchain.py: NumPy's missing names, and which numba.cuda is taken."""
 
-import importlib
+import gc
 import os
 import subprocess
 import sys
 import types
 
-import compiler
 import numpy as np
 import pytest
 
-from numba_flash import compiled, toolchain
-from numba_flash.config import MmaConfig
+from numba_flash import toolchain
 
 
 def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):
@@ -76,14 +74,14 @@ def test_the_simulator_is_what_the_environment_says(value, expected):
     assert result.stdout.split() == [str(expected)] * 2
 
 
-@compiler.needed
-def test_inlining_copies_nothing_and_leaves_numba_as_it_was(monkeypatch):
-    toolchain.cuda()
-    inliner = importlib.import_module("numba.cuda.core.inline_closurecall")
-    copies, deepcopy = [], inliner.copy.deepcopy
-    counted = types.SimpleNamespace(copy=inliner.copy.copy, deepcopy=lambda x, *memo: copies.append(x) or deepcopy(x))
-    monkeypatch.setattr(inliner, "copy", counted)
-    before = inliner.copy, inliner.InlineWorker.inline_function
-    compiled.to_ptx(MmaConfig("mma", "float16", 16, 16, 16, 16), (8, 0))
-    assert not copies
-    assert (inliner.copy, inliner.InlineWorker.inline_function) == before
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_kept_for_a_while(collecting):
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with pytest.raises(ZeroDivisionError), toolchain.keeping_garbage():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()

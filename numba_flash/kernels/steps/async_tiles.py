@@ -1,10 +1,11 @@
 """Tiles of 16-bit elements from global to shared memory with cp.async, 16 bytes a copy."""
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
 from ...ptx import cp_async, fragments
+from .inlined import inlined
 
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 
 
 def loader(rows, columns, threads, group=1):
@@ -26,7 +27,7 @@ def loader(rows, columns, threads, group=1):
     regular = group == 1 and threads % chunks == 0 and (rows_a_step % 8 == 0 or 8 % rows_a_step == 0)
     copy16 = cp_async.copy16
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def load(target, source, row_stride, head_stride, rows_left, columns_left, thread):
         """Start the copies; the caller commits, waits and owes a barrier.
 

@@ -3,6 +3,7 @@
 from numba import cuda
 
 from . import elements, rows, weights
+from .inlined import inlined
 
 
 def make(config, of_product):
@@ -17,7 +18,7 @@ def make(config, of_product):
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def ds_row(
         q_smem, q_k, do_smem, do_k, k_smem, v_smem, ds_smem, ds_k, first_y, first_key, end_key, row_lse, row_delta,
         b, h, q_index, q_pos, bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides, scale, softcap,

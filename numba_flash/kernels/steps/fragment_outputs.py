@@ -1,11 +1,12 @@
 """O from a warp's accumulators, 16 rows of them: in 16 bits to shared memory, or straight to global memory."""
 
-from numba import cuda, int64, uint32
+from numba import int64, uint32
 
 from ...ptx import cvt, fragments, ld_st, memory, shfl, stmatrix
+from .inlined import inlined
 from .integers import divide
 
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 
 
 def make(config):
@@ -23,13 +24,13 @@ def make(config):
     bfly_b32, store_matrices, load_shared = shfl.bfly_b32, stmatrix.x4, ld_st.load_b32
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def output_pair(acc_o, inverse, n, r):
         """What a lane has of block n of 8 columns, in 16 bits; of none past the last."""
         x = 4 * n + 2 * r
         return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def exchange_blocks(words, lane):
         """Lane i of a quad gives its words of the blocks n + j for those of the others of n + i, n = 0, 4, ...: what it
         has then lies side by side, 16 bytes."""
@@ -51,7 +52,7 @@ def make(config):
                 words[n + i] = given if odd else mine
                 words[n + i + 1] = mine if odd else given
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
         """A warp's 16 rows of O, in 16 bits, to shared memory: the part-th o_columns of them."""
         # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
@@ -62,7 +63,7 @@ def make(config):
             pair = n // 2
             store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def write_rows(
         lane_row, lane_column, lane, notes, acc_o, inverse, words, o, o_strides, b, h, first_query, seqlen_q
     ):  # fmt: skip

@@ -8,11 +8,12 @@ All tiles lie in panels in shared memory (ptx/fragments.py).
 from numba import cuda, int32
 
 from ...ptx import fragments, ld_st, ldmatrix, mma
+from .inlined import inlined
 
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def chunk_pair(lane_address, pair, panel):
     """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
     return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
@@ -35,7 +36,7 @@ def make(config):
     x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def lanes(thread):
         """Where this lane's matrix rows begin, from the beginning of a tile: (own, other, other transposed)."""
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -48,7 +49,7 @@ def make(config):
     def load_own(columns):
         steps = columns // 16
 
-        @cuda.jit(device=True, inline="always")
+        @inlined
         def load(a_frag, own_lane):
             """a_frag (strips, columns / 16, 4) <- the warp's rows."""
             for strip in range(strips):
@@ -63,7 +64,7 @@ def make(config):
         at_once = min(steps, 8)
         slots = steps if in_registers else at_once
 
-        @cuda.jit(device=True, inline="always")
+        @inlined
         def step(x, acc, a_frag, b_frag, own_lane, other_lane):
             if not in_registers:
                 for strip in range(strips):
@@ -75,7 +76,7 @@ def make(config):
                     product(acc, (strip * blocks + 2 * n) * 4, a_frag, a, b_frag, 0)
                     product(acc, (strip * blocks + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
 
-        @cuda.jit(device=True, inline="always")
+        @inlined
         def multiply(acc, a_frag, b_frag, own_lane, other_lane):
             """acc (strips, part / 8, 4) += own . other^T over `columns`.
 
@@ -89,7 +90,7 @@ def make(config):
         return multiply
 
     def gradient_product(columns):
-        @cuda.jit(device=True, inline="always")
+        @inlined
         def multiply(acc, a_frag, b_frag, other_transposed):
             """acc (strips, columns / 8, 4) += a . other, a_frag (strips, other_rows / 8, 2) from the scores."""
             for y in range(other_rows // 16):
@@ -102,7 +103,7 @@ def make(config):
 
         return multiply
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def put(frag, tile, thread):
         """The warp's part of 16-bit scores (own_rows, other_rows) to shared memory, for its group."""
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -112,7 +113,7 @@ def make(config):
                 at = tile + panel_offset(row, (warp & (groups - 1)) * blocks + n, own_rows)
                 store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def own_product(acc, frag, b_frag, other_transposed, columns_left, thread):
         """acc (strips, columns / 8, 4) += the warp's part of scores, which it still has, . its rows of the other tile.
 
@@ -128,7 +129,7 @@ def make(config):
                         product(acc, (strip * (columns // 8) + 2 * n) * 4, frag, a, b_frag, 0)
                         product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, frag, a, b_frag, 2)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def others_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread):
         """acc += the parts that the group's other warps have put . their rows.
 

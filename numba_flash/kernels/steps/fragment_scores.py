@@ -10,6 +10,7 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import approx, fragments
+from .inlined import inlined
 
 first_row_of = cuda.jit(device=True)(fragments.row)
 first_column_of = cuda.jit(device=True)(fragments.column)
@@ -18,7 +19,7 @@ LOG2_E = 1.4426950408889634
 SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def tanh(x):
     square = x * x
     odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
@@ -26,7 +27,7 @@ def tanh(x):
     return odd if abs(x) < float32(SMALL) else large
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def columns_below(limit, word):
     """Bits for those of the lane's columns of 16 blocks of 8, two each, that are below `limit`, counted from its
     first column of all; word: which 16 blocks."""
@@ -35,7 +36,7 @@ def columns_below(limit, word):
     return uint32((int64(1) << int64(count)) - int64(1))
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def columns_within(first, end, word):
     """The same for those in [first, end)."""
     # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time, where comparing
@@ -43,7 +44,7 @@ def columns_within(first, end, word):
     return columns_below(end, word) & ~columns_below(first, word)
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def clamp(x):
     """An int64 as int32; what is beyond any tile stays so."""
     return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
@@ -58,7 +59,7 @@ def make(config, strips):
     minus_inf = float32(-math.inf)
     log2_e = float32(LOG2_E)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def one(product, slope, distance, scale, softcap):
         """The finished score of one product q . k in units of log2(e); distance: q_pos - k_pos."""
         if has_softcap:
@@ -69,7 +70,7 @@ def make(config, strips):
             s -= slope * log2_e * abs(distance)
         return s
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def visible(j, first_row, lane, tile_pos, left, right, keys, seen, distance):
         """seen (2 * strips, words) <- bits for those of the lane's columns of tile j that its rows see.
 
@@ -88,7 +89,7 @@ def make(config, strips):
                 seen[r * words + word] = columns_within(first, end, word)
             distance[r] = float32(tile_pos + query - tile_key - column)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def finish(acc_s, slopes, distance, scale, softcap):
         """acc_s <- finished scores. slopes, distance (2 * strips,): of the lane's rows, at its first column."""
         for strip in range(strips):
@@ -98,7 +99,7 @@ def make(config, strips):
                     r = strip * 2 + i // 2
                     acc_s[at] = one(acc_s[at], slopes[r], distance[r] - float32(n * 8 + i % 2), scale, softcap)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def mask(acc_s, seen):
         """acc_s <- -inf where `visible` left no bit."""
         for r in range(2 * strips):

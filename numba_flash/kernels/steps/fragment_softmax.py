@@ -15,6 +15,7 @@ import math
 from numba import cuda, float32, uint32
 
 from ...ptx import approx, cvt, minmax, shfl, vote
+from .inlined import inlined
 
 LN_2 = 0.6931471805599453
 
@@ -29,13 +30,13 @@ def make(config, strips):
     maximum, bfly, any_lane = minmax.maximum, shfl.bfly_f32, vote.any_lane
     minus_inf = float32(-math.inf)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def start(m, l):
         for r in range(rows):
             m[r] = minus_inf
             l[r] = float32(0)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def tops(acc_s, top):
         """top (rows,) <- the largest score of each row that the lane has."""
         # Two chains a row, as for the sums below: few warps share a scheduler, so what does not wait for each other has
@@ -48,7 +49,7 @@ def make(config, strips):
                 odd = maximum(odd, maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
             top[r] = maximum(even, odd)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def exchange(top):
         """top <- the largest of the quad; all rows before what needs them."""
         for r in range(rows):
@@ -56,17 +57,17 @@ def make(config, strips):
         for r in range(rows):
             top[r] = maximum(top[r], bfly(top[r], 2))
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def ahead(top, m, scale_log2):
         """By how many powers of two a score is above m."""
         return top - m if scaled else (top - m) * scale_log2
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def reference(m, may_be_empty):
         """What exponents are counted from."""
         return float32(0) if may_be_empty and m == minus_inf else m
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def move(top, m, l, alpha, scale_log2, may_be_empty):
         """m <- top where it is more than lag above it; alpha, l to match."""
         for r in range(rows):
@@ -78,7 +79,7 @@ def make(config, strips):
             alpha[r] = ex2(ahead(old, reference(m[r], may_be_empty), scale_log2))
             l[r] *= alpha[r]
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def update(acc_s, m, l, alpha, scale_log2, may_be_empty):
         """acc_s <- p; m, l <- with this tile; alpha (rows,) <- what the older part of O and l is worth.
 
@@ -117,13 +118,13 @@ def make(config, strips):
             l[r] = even + odd
         return moved
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def to_p(acc_s, p_frag):
         """p_frag (strips, tile_n / 8, 2) <- acc_s in 16 bits: the A operand of P . V."""
         for i in range(strips * blocks * 2):
             p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def finish(m, l, alpha, lse_log2, scale_log2):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse_log2 (rows,) <- log2 of the sum of exponentials.
 

@@ -7,8 +7,9 @@ when these have done their last product they may put their gradient there, and n
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import bar, cvt, fragments, ld_st, memory, shfl
+from .inlined import inlined
 
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 first_row_of = cuda.jit(device=True)(fragments.row)
 first_column_of = cuda.jit(device=True)(fragments.column)
 
@@ -31,7 +32,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
     bfly, warp_sync = shfl.bfly_b32, bar.warp_sync
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def stage(acc, factor, tile, first_row, lane, rows_that_count):
         """tile <- acc (strips, padded / 8, 4) times factor in 16 bits, zeros in rows from rows_that_count on.
 
@@ -56,7 +57,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
         warp_sync()
         return suspects
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def store_wide(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
         # Eight lanes a row and panel; as in steps/output_rows.py, loads stand side by side and so do stores.
         words = cuda.local.array(word_count, uint32)
@@ -73,7 +74,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
                 if here and 64 * panel + column < columns_left:
                     store_v4(to + int64(128 * panel), words, 4 * panel)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def store_narrow(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
         for index in range(lane, warp_rows * columns, 32):
             in_warp = int32(uint32(index) // uint32(columns))

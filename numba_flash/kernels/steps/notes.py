@@ -1,27 +1,30 @@
 """What a block works out once and its threads need for every tile, 16 bytes apiece in shared memory.
 
 In registers it would be in the way of accumulators; worked out again for each tile, the divisions alone that find a
-block's head take as long as a third of the products of a small tile (H200).
+block's head take as long as a third of the products of a small tile (H200). Reading one takes a while: before a barrier
+it costs nothing.
 """
 
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import ld_st
+from .inlined import inlined
 
 SIZE = 16  # bytes of a note
 load_v4, load_b32, store_b32 = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def put(address, x, y):
     """Two int64 at a shared address, a multiple of 16. By one thread, before a barrier."""
-    store_b32(address, uint32(x))
-    store_b32(address + 4, uint32(x >> 32))
-    store_b32(address + 8, uint32(y))
-    store_b32(address + 12, uint32(y >> 32))
+    low = int64(0xFFFFFFFF)
+    store_b32(address, uint32(x & low))
+    store_b32(address + 4, uint32((x >> 32) & low))
+    store_b32(address + 8, uint32(y & low))
+    store_b32(address + 12, uint32((y >> 32) & low))
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def get(address):
     """-> the two int64 that `put` left there."""
     four = cuda.local.array(4, uint32)
@@ -29,14 +32,14 @@ def get(address):
     return int64(four[0]) | int64(four[1]) << 32, int64(four[2]) | int64(four[3]) << 32
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def put_range(address, first, end):
     """Two int32 at a shared address, a multiple of 8."""
     store_b32(address, uint32(first))
     store_b32(address + 4, uint32(end))
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def get_range(address):
     """-> the two int32 that `put_range` left there."""
     return int32(load_b32(address)), int32(load_b32(address + 4))

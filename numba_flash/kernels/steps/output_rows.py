@@ -3,8 +3,9 @@
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import fragments, ld_st, memory
+from .inlined import inlined
 
-panel_offset = cuda.jit(device=True, inline="always")(fragments.panel_offset)
+panel_offset = inlined(fragments.panel_offset)
 
 
 def make(config, warp_rows, columns, own_place=False):
@@ -22,7 +23,7 @@ def make(config, warp_rows, columns, own_place=False):
     load_b32, load_v4 = ld_st.load_b32, ld_st.load_v4
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def store_wide(first_row, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part):
         # Eight lanes a row and panel. What does not wait for each other stands side by side: a warp that wrote one
         # piece after the other would take as long as two tiles of keys.
@@ -47,7 +48,7 @@ def make(config, warp_rows, columns, own_place=False):
                 if here and 64 * panel < columns_left:
                     store_v4(to + int64(128 * panel), words, 4 * panel)
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def store_narrow(first_row, lane, o_smem, notes, o, o_strides, b, h, first_query, seqlen_q, part):
         queries_left = int32(min(seqlen_q - first_query, queries))
         columns_left = int32(head_dim_v - part * columns)

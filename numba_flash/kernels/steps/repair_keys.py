@@ -11,6 +11,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ... import ranges
 from ...ptx import shfl
 from . import elements, row_facts
+from .inlined import inlined
 from .integers import divide
 
 key_queries = cuda.jit(device=True)(ranges.key_queries)
@@ -26,7 +27,7 @@ def make(config, weight, through_softcap):
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def repair_keys(
         suspects, first_row, lane, pointers, strides, results, result_strides, row_facts, alibi_slopes, alibi_strides,
         b, heads, heads_kv, h_kv, first_key, q_start, seqlen_q, left, right, scale, softcap,

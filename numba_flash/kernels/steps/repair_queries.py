@@ -7,6 +7,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ... import ranges
 from ...ptx import shfl
 from . import elements, row_facts
+from .inlined import inlined
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 
@@ -19,7 +20,7 @@ def make(config, weight, through_softcap):
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def repair_queries(
         suspects, first_row, lane, pointers, strides, dq, dq_strides, row_facts, slope,
         b, h, heads, h_kv, first_query, q_start, seqlen_q, keys, left, right, scale, softcap,

@@ -12,6 +12,7 @@ from numba import cuda, float32, int32, int64
 from ... import ranges
 from ...ptx import approx, ld_st, shfl
 from . import elements
+from .inlined import inlined
 
 row_keys = cuda.jit(device=True)(ranges.row_keys)
 
@@ -29,7 +30,7 @@ def make(config, warp_rows, score):
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     bfly, ex2, load_b32 = shfl.bfly_f32, approx.ex2, ld_st.load_b32
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def repair_rows(
         first_row, lane, notes, pointers, strides, b, h, h_kv, first_query, seqlen_q, part,
         tile_pos, left, right, keys, alibi_slopes, alibi_strides, scale, softcap,

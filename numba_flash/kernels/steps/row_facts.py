@@ -6,18 +6,20 @@ a lane has of every 16 (ptx/fragments.py) stand side by side. A head has `pieces
 do not exist have +inf and 0.
 """
 
-from numba import cuda, int32, int64
+from numba import int32, int64
+
+from .inlined import inlined
 
 PIECE = 32
 MINUS_DELTA = 16  # where those begin in a piece
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def pieces(seqlen_q):
     return int32(int32(int32(seqlen_q) + int32(15)) >> int32(4))
 
 
-@cuda.jit(device=True, inline="always")
+@inlined
 def place(query):
     """Where in its head's pieces the lse of a query is."""
     at = query & 15

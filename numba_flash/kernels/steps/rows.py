@@ -2,6 +2,8 @@
 
 from numba import cuda
 
+from .inlined import inlined
+
 # Rows of tiles are padded with zeros to whole steps, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of the common tile
 
@@ -14,7 +16,7 @@ def at_once(tile_rows, dtype):
 def dots(row, count, zero):
     """-> dot_rows for rows of `row` elements, `count` of them at once."""
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def dot_rows(products, own, own_at, tile, tile_at):
         """products (count,) <- the own row times each of `count` rows of the tile, the first of which is at tile_at."""
         for u in range(count):
@@ -32,7 +34,7 @@ def adder(row, tile_rows, dtype, compute):
     wide = (8, 4) if dtype == "float64" else (16, 8, 4)
     columns = next(c for c in wide if row % c == 0)  # sums side by side: one read of a weight serves them all
 
-    @cuda.jit(device=True, inline="always")
+    @inlined
     def add_rows(acc, weights, weights_at, tile, tile_at):
         """acc (row,) += the own row of weights times the tile, which begins at tile_at.
 
