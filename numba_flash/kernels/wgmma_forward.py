@@ -3,9 +3,9 @@
 Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
 
 Roles. The scheduler, one thread, hands out query tiles and fetches their Q by TMA into shared memory; the
-producer, another one, fetches K and V; each consumer warpgroup multiplies for 64 query rows. They meet at
-mbarriers: `full` when a tile has come, `empty` when all consumers are done with it. Registers move from the
-first two to the consumers (setmaxnreg).
+producer, another one, fetches K and V (both in steps/wgmma_supply.py); each consumer warpgroup multiplies for
+64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when all consumers are done with
+it. Registers move from the first two to the consumers (setmaxnreg).
 
 Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
 the next runs while P . V does. Behind the last P . V of a query tile the first S of the next one is issued,
@@ -23,38 +23,28 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from .. import ranges
-from ..ptx import (
-    bar,
-    fence,
-    fragments,
-    ld_st,
-    mbarrier,
-    memory,
-    setmaxnreg,
-    shared,
-    shfl,
-    special,
-    tma,
-    vote,
-    wgmma,
+from ..ptx import bar, fence, fragments, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from .steps import (
+    elements,
+    fragment_outputs,
+    fragment_scores,
+    fragment_softmax,
+    output_rows,
+    wgmma_places,
+    wgmma_supply,
 )
-from .steps import elements, fragment_outputs, fragment_scores, fragment_softmax, output_rows, scores
 from .steps import repair_rows as repair_rows_step
 from .steps.inlined import inlined
 from .steps.integers import divide
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
 
 
 def make(config):
-    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
-    stages, q_buffers = config.stages, config.q_buffers
+    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
     depth, width = config.depth, config.width
-    group, queries, note_bytes, alignment = config.group, config.queries, config.NOTE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, o_at, notes_at, barriers_at, _ = config.shared_offsets()
-    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
+    group, note_bytes, alignment = config.group, config.NOTE_BYTES, config.ALIGNMENT
+    _, k_at, v_at, o_at, notes_at, _, _ = config.shared_offsets()
+    q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-depth // 64), -(-width // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
@@ -65,7 +55,6 @@ def make(config):
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
     o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
     padded = config.seqlens_k  # V may hold anything behind the valid keys
-    l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
 
     kind = "f16" if config.dtype == "float16" else "bf16"
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
@@ -80,18 +69,17 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    maps_address = tma.parameter("numba_flash_wgmma")
-    load_4d, load_5d, prefetch_5d = tma.load_4d, tma.load_5d, tma.prefetch_5d
-    init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
-    arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
+    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
-    thread_index, block_index, block_count = special.thread_index, special.block_index, special.block_count
+    thread_index = special.thread_index
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
-    address, atomic_add, exchange, shared_address = memory.address, memory.add, memory.exchange, shared.address
+    address, shared_address = memory.address, shared.address
 
-    head, _ = scores.make(config)
+    places, stage_of, phase_of, notice_of = wgmma_places.make(config)
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    set_up, schedule, produce = wgmma_supply.make(config)
     seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -100,189 +88,6 @@ def make(config):
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
-
-    # mbarriers, 8 bytes each; K and V have one of either kind for each stage, Q two and notices of query tiles four.
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED = (barriers_at + offset for offset in (0, 16, 32, 64, 96))
-    K_FULL, V_FULL, K_EMPTY, V_EMPTY = (barriers_at + 112 + 8 * stages * i for i in range(4))
-    # A notice is what the scheduler worked out about a query tile, in words.
-    NOTICES = barriers_at + 112 + 32 * stages
-    WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
-
-    @inlined
-    def stage_of(n):
-        return int32(uint32(n) % uint32(stages))
-
-    @inlined
-    def phase_of(n):
-        """The parity of the phase in which the n-th use of a ring of stages is filled."""
-        return int32(uint32(n) // uint32(stages)) & 1
-
-    @inlined
-    def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
-        """-> (b, h, first_query) of query tile t (b = batch: none): some heads at a time, last queries first."""
-        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
-        groups = divide(heads, group)
-        head_tiles = int32(batch) * groups
-        kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
-        heads_at_once = int32(min(kv_heads_at_once * divide(heads, heads_kv * group), head_tiles))
-        a_round = heads_at_once * m_tiles
-        rounds = divide(t, a_round)
-        in_round = t - rounds * a_round
-        first_head = rounds * heads_at_once
-        heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
-        from_last = divide(in_round, heads_here)
-        head_tile = first_head + (in_round - from_last * heads_here)
-        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
-        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
-
-    @inlined
-    def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
-        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
-
-        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
-        """
-        last_pos = tile_pos + min(seqlen_q - first_query, queries) - 1
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        if stop <= begin:
-            begin = free = cut = divide(int32(seqlen_k), tile_n) + 1
-            stop = begin + 1
-        return int32(begin), int32(free), int32(cut), int32(stop)
-
-    @inlined
-    def notice_of(base, i):
-        """Where the i-th query tile of the block is described."""
-        return base + NOTICES + 64 * (i & 3)
-
-    @inlined
-    def load_q(base, i, h, first_query, b):
-        """Q of the i-th query tile."""
-        buffer = i & (q_buffers - 1)
-        full = base + Q_FULL + 8 * buffer
-        wait(base + Q_EMPTY + 8 * buffer, ((i >> (q_buffers - 1)) & 1) ^ 1)
-        expect(full, q_bytes)
-        for panel in range(k_panels):
-            to = base + buffer * q_bytes + panel * q_panel
-            load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
-
-    @inlined
-    def prefetch_q(h, first_query, b):
-        """Q of a query tile as far as L2, because there is no room for it yet."""
-        for panel in range(k_panels):
-            prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
-
-    @inlined
-    def load_k(base, n, j, h_kv, b):
-        """K of tile j, the n-th that the block fetches."""
-        stage = stage_of(n)
-        full = base + K_FULL + 8 * stage
-        wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
-        expect(full, k_bytes)
-        for panel in range(k_panels):
-            to = base + k_at + stage * k_bytes + panel * kv_panel
-            load_4d(to, maps_address() + 128, full, panel * 64, j * tile_n, h_kv, b)
-
-    @inlined
-    def load_v(base, n, j, h_kv, b):
-        """V of tile j, the n-th that the block fetches."""
-        stage = stage_of(n)
-        full = base + V_FULL + 8 * stage
-        wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
-        expect(full, v_bytes)
-        for panel in range(v_panels):
-            to = base + v_at + stage * v_bytes + panel * kv_panel
-            load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
-
-    @inlined
-    def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
-        """To the producer and the consumers."""
-        at = notice_of(base, i)
-        wait(base + NOTICE_EMPTY + 8 * (i & 3), ((i >> 2) & 1) ^ 1)
-        store_shared(at + WORK, uint32(work))
-        store_shared(at + B, uint32(b))
-        store_shared(at + H, uint32(h))
-        store_shared(at + H_KV, uint32(h_kv))
-        store_shared(at + FIRST_QUERY, uint32(first_query))
-        store_shared(at + KEYS, uint32(keys))
-        store_shared(at + BEGIN, uint32(begin))
-        store_shared(at + FREE, uint32(free))
-        store_shared(at + CUT, uint32(cut))
-        store_shared(at + STOP, uint32(stop))
-        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
-        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
-        arrive(base + NOTICE_FULL + 8 * (i & 3))
-
-    @inlined
-    def take(base, i, t, sizes):
-        """Query tile t is the block's i-th: announce it and fetch its Q.
-
-        Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
-        branch.
-        """
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, strides, q_offset = sizes
-        b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
-        work = b < batch
-        if not work:
-            b, h, first_query = int32(0), int32(0), int32(0)
-        keys, q_start = head(b, seqlens_k, q_offsets, strides, seqlen_k, q_offset)
-        tile_pos = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
-        h_kv = divide(h, divide(heads, heads_kv))
-        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
-        if q_buffers == 1:
-            prefetch_q(h, first_query, b)
-        load_q(base, i, h, first_query, b)
-
-    @inlined
-    def noted(notice, which):
-        """A word of a notice, for one thread."""
-        return int32(load_shared(notice + which))
-
-    @inlined
-    def schedule(base, counter, sizes):
-        """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
-        i = int32(0)  # query tiles so far
-        t = block_index()
-        more = int32(1)
-        while more != 0:
-            take(base, i, t, sizes)
-            more = noted(notice_of(base, i), WORK)
-            if more != 0:
-                wait(base + ASKED, i & 1)
-                t = int32(atomic_add(counter, uint32(1))) + block_count()
-            i = int32(i + 1)
-        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
-            exchange(counter, uint32(0))
-            exchange(counter + 4, uint32(0))
-
-    @inlined
-    def produce(base):
-        """The producer's one thread: fetch K and V as the consumers will need them."""
-        n = int32(0)  # tiles of K and V so far
-        i = int32(0)  # query tiles so far
-        notice = notice_of(base, i)
-        wait(base + NOTICE_FULL, 0)
-        load_k(base, n, noted(notice, STOP) - 1, noted(notice, H_KV), noted(notice, B))
-        while noted(notice, WORK) != 0:
-            following = notice_of(base, i + 1)
-            begin, j = noted(notice, BEGIN), noted(notice, STOP) - 1
-            ask_at = min(begin + 1, j)
-            while j >= begin:
-                # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
-                # first K take a while.
-                arrive_if(base + ASKED, j == ask_at)
-                source, next_j = notice, j - 1
-                if j == begin:
-                    wait(base + NOTICE_FULL + 8 * ((i + 1) & 3), ((i + 1) >> 2) & 1)
-                    source, next_j = following, noted(following, STOP) - 1
-                # The next K, if need be of the next query tile, before this V: in the order of the products.
-                load_k(base, n + 1, next_j, noted(source, H_KV), noted(source, B))
-                load_v(base, n, j, noted(notice, H_KV), noted(notice, B))
-                n = int32(n + 1)
-                j = int32(j - 1)
-            i = int32(i + 1)
-            notice = following
 
     @inlined
     def erase(base, stage, rows, thread):
@@ -371,21 +176,21 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def word(notice, which):
+    def word(place):
         """A word of a notice. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
         descriptors and counts in uniform registers only where it knows that a warp stays together."""
-        return int32(idx_b32(load_shared(notice + which), 0))
+        return int32(idx_b32(load_shared(int32(place)), 0))
 
     @inlined
     def position(notice):
         """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
-        return int64(word(notice, POS_HIGH)) << int64(32) | int64(uint32(word(notice, POS_LOW)))
+        return int64(word(notice + POS_HIGH)) << int64(32) | int64(uint32(word(notice + POS_LOW)))
 
     @inlined
     def look(j, notice, left, right, bits, distance):
         """bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
-        keys = word(notice, KEYS)
+        keys = word(notice + KEYS)
         visible(j, first_row, lane, position(notice), left, right, keys, bits, distance)
 
     @inlined
@@ -422,10 +227,10 @@ def make(config):
         take_turn(me)
         issue_scores(base, q_desc, acc_s, taken)
         pass_turn(following)
-        while word(notice_of(base, seen), WORK) != 0:
+        while word(notice_of(base, seen) + WORK) != 0:
             notice = notice_of(base, seen)
-            begin, free = word(notice, BEGIN), word(notice, FREE)
-            cut, j = word(notice, CUT), word(notice, STOP) - 1
+            begin, free = word(notice + BEGIN), word(notice + FREE)
+            cut, j = word(notice + CUT), int32(word(notice + STOP) - 1)
             masked = j >= cut or j < free
             # All that needs no score comes before they do.
             start(m, l)
@@ -435,8 +240,8 @@ def make(config):
                 slopes[r] = float32(0)
                 if has_alibi:
                     first_row, lane = rows_of_lane()
-                    row_head = word(notice, H) + (first_row + first_row_of(lane) + 8 * r) % group
-                    b = word(notice, B)
+                    row_head = word(notice + H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    b = word(notice + B)
                     slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
             for i in range(seen_count):
                 visible_bits[i] = uint32(0)
@@ -454,7 +259,7 @@ def make(config):
             if padded:
                 stage = stage_of(taken)
                 wait(base + V_FULL + 8 * stage, phase_of(taken))
-                keys = word(notice, KEYS)
+                keys = word(notice + KEYS)
                 if keys < (j + 1) * tile_n:
                     erase(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
             taken = int32(taken + 1)
@@ -498,8 +303,8 @@ def make(config):
             pin_o(acc_o)
             arrive_if(base + V_EMPTY + 8 * stage_of(taken - 1), elected)
 
-            b, h = word(notice, B), word(notice, H)
-            first_query = word(notice, FIRST_QUERY)
+            b, h = word(notice + B), word(notice + H)
+            first_query = word(notice + FIRST_QUERY)
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             lse_log2 = distance
@@ -549,8 +354,8 @@ def make(config):
                     seqlen_q,
                 )  # fmt: skip
             if any_lane(any_suspect) != 0:
-                h_kv = word(notice, H_KV)
-                keys, tile_pos = word(notice, KEYS), position(notice)
+                h_kv = word(notice + H_KV)
+                keys, tile_pos = word(notice + KEYS), position(notice)
                 repair_rows(
                     first_row, lane, base + notes_at, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
                     b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
@@ -571,22 +376,11 @@ def make(config):
         batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
     ):  # fmt: skip
         smem = cuda.shared.array(0, uint8)
-        base = (shared_address(smem) + int32(alignment - 1)) & int32(-alignment)
+        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
         if thread == 0:
-            for i in range(2):
-                init(base + Q_FULL + 8 * i, 1)
-                init(base + Q_EMPTY + 8 * i, 4 * consumers)
-            init(base + ASKED, 1)
-            for i in range(4):
-                init(base + NOTICE_FULL + 8 * i, 1)
-                init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
-            for stage in range(stages):
-                init(base + K_FULL + 8 * stage, 1)
-                init(base + V_FULL + 8 * stage, 1)
-                init(base + K_EMPTY + 8 * stage, 4 * consumers)
-                init(base + V_EMPTY + 8 * stage, 4 * consumers)
+            set_up(base)
             fence_init()
         cuda.syncthreads()
         if warpgroup == 0:

@@ -26,6 +26,7 @@ ORDER = """
     kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_rows
     kernels.v1 kernels.v2 kernels.mma_forward kernels.wgmma_forward
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
+    kernels.steps.wgmma_supply kernels.steps.wgmma_places
     kernels.steps.output_rows kernels.steps.gradient_rows kernels.steps.fragment_products kernels.steps.score_gradients
     kernels.steps.repair_rows kernels.steps.repair_keys kernels.steps.repair_queries kernels.steps.fragment_scores
     kernels.steps.fragment_outputs kernels.steps.row_facts kernels.steps.notes

@@ -1,0 +1,218 @@
+"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V.
+
+Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
+"""
+
+from numba import cuda, int32, int64, uint32
+
+from ... import ranges
+from ...ptx import ld_st, mbarrier, memory, special, tma
+from . import scores, wgmma_places
+from .inlined import inlined
+from .integers import divide
+from .wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+
+row_keys = cuda.jit(device=True)(ranges.row_keys)
+key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+
+
+def make(config):
+    """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
+    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
+    stages, q_buffers = config.stages, config.q_buffers
+    group, queries = config.group, config.queries
+    _, k_at, v_at, *_ = config.shared_offsets()
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
+    k_panels, v_panels = -(-config.depth // 64), -(-config.width // 64)
+    q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
+    l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
+    places, stage_of, phase_of, notice_of = wgmma_places.make(config)
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    maps_address = tma.parameter("numba_flash_wgmma")
+    load_4d, load_5d, prefetch_5d = tma.load_4d, tma.load_5d, tma.prefetch_5d
+    init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
+    arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
+    block_index, block_count = special.block_index, special.block_count
+    load_shared, store_shared = ld_st.load_b32, ld_st.store_b32
+    atomic_add, exchange = memory.add, memory.exchange
+    head, _ = scores.make(config)
+
+    @inlined
+    def set_up(base):
+        """The mbarriers, by one thread, before a fence and a barrier."""
+        for i in range(2):
+            init(base + Q_FULL + 8 * i, 1)
+            init(base + Q_EMPTY + 8 * i, 4 * consumers)
+        init(base + ASKED, 1)
+        for i in range(4):
+            init(base + NOTICE_FULL + 8 * i, 1)
+            init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
+        for stage in range(stages):
+            init(base + K_FULL + 8 * stage, 1)
+            init(base + V_FULL + 8 * stage, 1)
+            init(base + K_EMPTY + 8 * stage, 4 * consumers)
+            init(base + V_EMPTY + 8 * stage, 4 * consumers)
+
+    @inlined
+    def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
+        """-> (b, h, first_query) of query tile t (b = batch: none): some heads at a time, last queries first."""
+        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
+        groups = divide(heads, group)
+        head_tiles = int32(batch) * groups
+        kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(heads, heads_kv * group), head_tiles))
+        a_round = heads_at_once * m_tiles
+        rounds = divide(t, a_round)
+        in_round = t - rounds * a_round
+        first_head = rounds * heads_at_once
+        heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
+        from_last = divide(in_round, heads_here)
+        head_tile = first_head + (in_round - from_last * heads_here)
+        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
+        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
+
+    @inlined
+    def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
+
+        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
+        """
+        last_pos = tile_pos + min(seqlen_q - first_query, queries) - 1
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if stop <= begin:
+            begin = free = cut = divide(int32(seqlen_k), tile_n) + 1
+            stop = begin + 1
+        return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @inlined
+    def load_q(base, i, h, first_query, b):
+        """Q of the i-th query tile."""
+        buffer = i & (q_buffers - 1)
+        full = base + Q_FULL + 8 * buffer
+        wait(base + Q_EMPTY + 8 * buffer, ((i >> (q_buffers - 1)) & 1) ^ 1)
+        expect(full, q_bytes)
+        for panel in range(k_panels):
+            to = base + buffer * q_bytes + panel * q_panel
+            load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
+
+    @inlined
+    def prefetch_q(h, first_query, b):
+        """Q of a query tile as far as L2, because there is no room for it yet."""
+        for panel in range(k_panels):
+            prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
+
+    @inlined
+    def load_k(base, n, j, h_kv, b):
+        """K of tile j, the n-th that the block fetches."""
+        stage = stage_of(n)
+        full = base + K_FULL + 8 * stage
+        wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
+        expect(full, k_bytes)
+        for panel in range(k_panels):
+            to = base + k_at + stage * k_bytes + panel * kv_panel
+            load_4d(to, maps_address() + 128, full, panel * 64, j * tile_n, h_kv, b)
+
+    @inlined
+    def load_v(base, n, j, h_kv, b):
+        """V of tile j, the n-th that the block fetches."""
+        stage = stage_of(n)
+        full = base + V_FULL + 8 * stage
+        wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
+        expect(full, v_bytes)
+        for panel in range(v_panels):
+            to = base + v_at + stage * v_bytes + panel * kv_panel
+            load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
+
+    @inlined
+    def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
+        """To the producer and the consumers."""
+        at = notice_of(base, i)
+        wait(base + NOTICE_EMPTY + 8 * (i & 3), ((i >> 2) & 1) ^ 1)
+        store_shared(at + WORK, uint32(work))
+        store_shared(at + B, uint32(b))
+        store_shared(at + H, uint32(h))
+        store_shared(at + H_KV, uint32(h_kv))
+        store_shared(at + FIRST_QUERY, uint32(first_query))
+        store_shared(at + KEYS, uint32(keys))
+        store_shared(at + BEGIN, uint32(begin))
+        store_shared(at + FREE, uint32(free))
+        store_shared(at + CUT, uint32(cut))
+        store_shared(at + STOP, uint32(stop))
+        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        arrive(base + NOTICE_FULL + 8 * (i & 3))
+
+    @inlined
+    def take(base, i, t, sizes):
+        """Query tile t is the block's i-th: announce it and fetch its Q.
+
+        Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
+        branch.
+        """
+        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, strides, q_offset = sizes
+        b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
+        work = b < batch
+        if not work:
+            b, h, first_query = int32(0), int32(0), int32(0)
+        keys, q_start = head(b, seqlens_k, q_offsets, strides, seqlen_k, q_offset)
+        tile_pos = first_query + q_start
+        begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
+        h_kv = divide(h, divide(heads, heads_kv))
+        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
+        if q_buffers == 1:
+            prefetch_q(h, first_query, b)
+        load_q(base, i, h, first_query, b)
+
+    @inlined
+    def noted(place):
+        """A word of a notice, for one thread."""
+        return int32(load_shared(int32(place)))
+
+    @inlined
+    def schedule(base, counter, sizes):
+        """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
+        i = int32(0)  # query tiles so far
+        t = block_index()
+        more = int32(1)
+        while more != 0:
+            take(base, i, t, sizes)
+            more = noted(notice_of(base, i) + WORK)
+            if more != 0:
+                wait(base + ASKED, i & 1)
+                t = int32(atomic_add(counter, uint32(1))) + block_count()
+            i = int32(i + 1)
+        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
+            exchange(counter, uint32(0))
+            exchange(counter + 4, uint32(0))
+
+    @inlined
+    def produce(base):
+        """The producer's one thread: fetch K and V as the consumers will need them."""
+        n = int32(0)  # tiles of K and V so far
+        i = int32(0)  # query tiles so far
+        notice = notice_of(base, i)
+        wait(base + NOTICE_FULL, 0)
+        load_k(base, n, noted(notice + STOP) - 1, noted(notice + H_KV), noted(notice + B))
+        while noted(notice + WORK) != 0:
+            following = notice_of(base, i + 1)
+            begin, j = noted(notice + BEGIN), noted(notice + STOP) - 1
+            ask_at = min(begin + 1, j)
+            while j >= begin:
+                # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
+                # first K take a while.
+                arrive_if(base + ASKED, j == ask_at)
+                source, next_j = notice, j - 1
+                if j == begin:
+                    wait(base + NOTICE_FULL + 8 * ((i + 1) & 3), ((i + 1) >> 2) & 1)
+                    source, next_j = following, noted(following + STOP) - 1
+                # The next K, if need be of the next query tile, before this V: in the order of the products.
+                load_k(base, n + 1, next_j, noted(source + H_KV), noted(source + B))
+                load_v(base, n, j, noted(notice + H_KV), noted(notice + B))
+                n = int32(n + 1)
+                j = int32(j - 1)
+            i = int32(i + 1)
+            notice = following
+
+    return set_up, schedule, produce
