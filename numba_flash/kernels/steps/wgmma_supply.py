@@ -103,27 +103,24 @@ def make(config):
         for panel in range(k_panels):
             prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
-    @inlined
-    def load_k(base, n, j, h_kv, b):
-        """K of tile j, the n-th that the block fetches."""
-        stage = stage_of(n)
-        full = base + K_FULL + 8 * stage
-        wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
-        expect(full, k_bytes)
-        for panel in range(k_panels):
-            to = base + k_at + stage * k_bytes + panel * kv_panel
-            load_4d(to, maps_address() + 128, full, panel * 64, j * tile_n, h_kv, b)
+    def ring_loader(full_at, empty_at, tiles_at, tile_bytes, panels, map_at):
+        """-> load, for the ring of K's or V's tiles; map_at: where its tensor map is among the kernel's."""
 
-    @inlined
-    def load_v(base, n, j, h_kv, b):
-        """V of tile j, the n-th that the block fetches."""
-        stage = stage_of(n)
-        full = base + V_FULL + 8 * stage
-        wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
-        expect(full, v_bytes)
-        for panel in range(v_panels):
-            to = base + v_at + stage * v_bytes + panel * kv_panel
-            load_4d(to, maps_address() + 256, full, panel * 64, j * tile_n, h_kv, b)
+        @inlined
+        def load(base, n, j, h_kv, b):
+            """Tile j of a head, the n-th that the block fetches."""
+            stage = stage_of(n)
+            full = base + full_at + 8 * stage
+            wait(base + empty_at + 8 * stage, phase_of(n) ^ 1)
+            expect(full, tile_bytes)
+            for panel in range(panels):
+                to = base + tiles_at + stage * tile_bytes + panel * kv_panel
+                load_4d(to, maps_address() + map_at, full, panel * 64, j * tile_n, h_kv, b)
+
+        return load
+
+    load_k = ring_loader(K_FULL, K_EMPTY, k_at, k_bytes, k_panels, 128)
+    load_v = ring_loader(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
 
     @inlined
     def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
