@@ -32,8 +32,7 @@ Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along d
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from .. import ranges
-from ..ptx import bar, cp_async, cvt, fragments, ld_st, memory, shared, special
+from ..ptx import bar, cp_async, cvt, ld_st, memory, shared, special
 from .steps import (
     async_tiles,
     elements,
@@ -46,11 +45,9 @@ from .steps import (
     scores,
 )
 from .steps import repair_keys as repair_keys_step
-from .steps.inlined import inlined
+from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
-
-key_queries = cuda.jit(device=True)(ranges.key_queries)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 
 
 def make(config):
@@ -97,7 +94,6 @@ def make(config):
     bar_sync = bar.sync
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
-    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     pieces, piece, copy16 = row_facts.pieces, row_facts.PIECE, cp_async.copy16
 
     @inlined
@@ -444,7 +440,7 @@ def make(config):
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
                     i, members, odd, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
-                    b_frag, own, tiles, slope, distance, scale, softcap, True,
+                    b_frag, own, tiles, slope, distance, scale, softcap, TRUE,
                 )  # fmt: skip
                 odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])
@@ -457,7 +453,7 @@ def make(config):
                     distances(i, thread_index(), own[0], distance)
                 gradients_of_tile(
                     i, members, odd, do_strides, seqlen_q, acc_s, acc_dp, acc_dk, acc_dv, p_frag, ds_frag, a_frag,
-                    b_frag, own, tiles, slope, distance, scale, softcap, False,
+                    b_frag, own, tiles, slope, distance, scale, softcap, FALSE,
                 )  # fmt: skip
                 odd = int32(odd ^ other_stage)
                 i, members = following(i, members, own[0])

@@ -21,8 +21,7 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from .. import ranges
-from ..ptx import bar, cp_async, cvt, fragments, ld_st, memory, shared, special
+from ..ptx import bar, cp_async, cvt, ld_st, memory, shared, special
 from .steps import (
     async_tiles,
     elements,
@@ -35,11 +34,9 @@ from .steps import (
     scores,
 )
 from .steps import repair_queries as repair_queries_step
-from .steps.inlined import inlined
+from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import first_column_of, first_row_of, key_tiles, row_keys
 
 
 def make(config):
@@ -81,7 +78,6 @@ def make(config):
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
-    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
     inf = float32(math.inf)
 
@@ -336,7 +332,7 @@ def make(config):
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
                     j, odd, begin, k_strides, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope,
-                    distance, scale, softcap, True,
+                    distance, scale, softcap, TRUE,
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
@@ -346,7 +342,7 @@ def make(config):
                     distances(j, thread_index(), q_smem, distance)
                 products_of_tile(
                     j, odd, begin, k_strides, v_strides, acc_s, acc_dp, acc_dq, fragments_, own, tiles, lanes, slope,
-                    distance, scale, softcap, False,
+                    distance, scale, softcap, FALSE,
                 )  # fmt: skip
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)

@@ -17,16 +17,12 @@ dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from .. import ranges
-from ..ptx import cp_async, cvt, fragments, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
+from ..ptx import cp_async, cvt, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
 from .steps import async_tiles, elements, fragment_scores, fragment_softmax, notes, output_rows, scores
 from .steps import repair_rows as repair_rows_step
-from .steps.inlined import inlined
+from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
-panel_offset = inlined(fragments.panel_offset)
+from .steps.plain import first_column_of, first_row_of, key_tiles, panel_offset, row_keys
 
 
 def make(config):
@@ -69,7 +65,6 @@ def make(config):
     thread_index, block_index = special.thread_index, special.block_index
     store_shared = ld_st.store_b32
     address, shared_address = memory.address, shared.address
-    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e = float32(fragment_scores.LOG2_E)
 
     @inlined
@@ -257,7 +252,7 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, True)
+                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, TRUE)
                 # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
                 now = thread_index()
                 its_pos, its_keys = notes.get(q_smem + int32(keys_at))
@@ -270,11 +265,11 @@ def make(config):
                 mask_scores(acc_s, seen)
                 outputs_of_tile(
                     j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
-                    True,
+                    TRUE,
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
-                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, False)
+                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, FALSE)
                 if scaled:
                     its_pos, _ = notes.get(q_smem + int32(keys_at))
                     for r in range(rows):
@@ -282,7 +277,7 @@ def make(config):
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 outputs_of_tile(
                     j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
-                    False,
+                    FALSE,
                 )  # fmt: skip
                 j = int32(j - 1)
 

@@ -25,12 +25,9 @@ import math
 
 from numba import cuda
 
-from .. import ranges
 from ..ptx import shared
 from .steps import elements, scores, tiles
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import key_tiles, row_keys
 
 
 def make(config):

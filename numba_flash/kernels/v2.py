@@ -20,12 +20,9 @@ import math
 
 from numba import cuda
 
-from .. import ranges
 from ..ptx import shared
 from .steps import elements, scores, tiles
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import key_tiles, row_keys
 
 # Rows of K and V are padded with zeros to whole steps, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of K

@@ -12,12 +12,9 @@ memory. One thread per query row.
 
 from numba import cuda
 
-from .. import ranges
 from ..ptx import shared
 from .steps import ds_rows, elements, tiles
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import key_tiles, row_keys
 
 
 def make(config):

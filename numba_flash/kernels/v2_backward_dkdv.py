@@ -21,12 +21,9 @@ lengths: threads past the last key take part in loads and barriers and store not
 
 from numba import cuda
 
-from .. import ranges
 from ..ptx import shared
 from .steps import elements, rows, tiles, weights
-
-key_queries = cuda.jit(device=True)(ranges.key_queries)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import key_queries, key_tiles
 
 
 def make(config):

@@ -10,12 +10,9 @@ lengths: threads past the last query take part in loads and barriers and store n
 
 from numba import cuda
 
-from .. import ranges
 from ..ptx import shared
 from .steps import ds_rows, elements, rows, tiles
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
+from .steps.plain import key_tiles, row_keys
 
 
 def make(config):

@@ -23,7 +23,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ..ptx import bar, fence, fragments, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ..ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from .steps import (
     elements,
     fragment_outputs,
@@ -34,8 +34,9 @@ from .steps import (
     wgmma_supply,
 )
 from .steps import repair_rows as repair_rows_step
-from .steps.inlined import inlined
+from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
+from .steps.plain import first_column_of, first_row_of
 from .steps.wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
 
 
@@ -86,7 +87,6 @@ def make(config):
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     repair_rows = repair_rows_step.make(config, 16, one_score)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
     log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
 
     @inlined
@@ -254,7 +254,7 @@ def make(config):
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, visible_bits)
-            softmax(acc_s, m, l, alpha, scale_log2, True)
+            softmax(acc_s, m, l, alpha, scale_log2, TRUE)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -274,7 +274,7 @@ def make(config):
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
                     mask_scores(acc_s, visible_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, True, taken)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, TRUE, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
@@ -284,7 +284,7 @@ def make(config):
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, False, taken)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, FALSE, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
 

@@ -1,13 +1,15 @@
 """Tiles of 16-bit elements from global to shared memory with cp.async, 16 bytes a copy."""
 
+import functools
+
 from numba import int32, int64, uint32
 
-from ...ptx import cp_async, fragments
+from ...ptx import cp_async
 from .inlined import inlined
+from .plain import panel_offset
 
-panel_offset = inlined(fragments.panel_offset)
 
-
+@functools.cache
 def loader(rows, columns, threads, group=1):
     """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).
 

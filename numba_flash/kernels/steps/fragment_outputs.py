@@ -2,11 +2,10 @@
 
 from numba import int64, uint32
 
-from ...ptx import cvt, fragments, ld_st, memory, shfl, stmatrix
+from ...ptx import cvt, ld_st, memory, shfl, stmatrix
 from .inlined import inlined
 from .integers import divide
-
-panel_offset = inlined(fragments.panel_offset)
+from .plain import panel_offset
 
 
 def make(config):

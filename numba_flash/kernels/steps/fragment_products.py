@@ -5,12 +5,13 @@ that the block walks over, the other one; or where `column_groups` warps own the
 All tiles lie in panels in shared memory (ptx/fragments.py).
 """
 
-from numba import cuda, int32
+import functools
 
-from ...ptx import fragments, ld_st, ldmatrix, mma
+from numba import int32
+
+from ...ptx import ld_st, ldmatrix, mma
 from .inlined import inlined
-
-panel_offset = inlined(fragments.panel_offset)
+from .plain import first_column_of, first_row_of, panel_offset
 
 
 @inlined
@@ -34,7 +35,6 @@ def make(config):
     in_registers = config.in_registers
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
     x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
-    first_row_of, first_column_of = cuda.jit(device=True)(fragments.row), cuda.jit(device=True)(fragments.column)
 
     @inlined
     def lanes(thread):
@@ -46,6 +46,7 @@ def make(config):
         transposed = panel_offset(lane & 15, lane >> 4, other_rows)
         return own, other, transposed
 
+    @functools.cache
     def load_own(columns):
         steps = columns // 16
 
@@ -58,6 +59,7 @@ def make(config):
 
         return load
 
+    @functools.cache
     def scores_product(columns):
         steps = columns // 16
         # Without in_registers slots are there in name only: they make the compiler unroll eight steps, not sixteen.
@@ -89,6 +91,7 @@ def make(config):
 
         return multiply
 
+    @functools.cache
     def gradient_product(columns):
         @inlined
         def multiply(acc, a_frag, b_frag, other_transposed):

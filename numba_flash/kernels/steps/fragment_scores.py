@@ -7,13 +7,11 @@ row r being element pair (4 * n + 2 * (r % 2)) of strip r // 2.
 
 import math
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import approx, fragments
+from ...ptx import approx
 from .inlined import inlined
-
-first_row_of = cuda.jit(device=True)(fragments.row)
-first_column_of = cuda.jit(device=True)(fragments.column)
+from .plain import first_column_of, first_row_of
 
 LOG2_E = 1.4426950408889634
 SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has

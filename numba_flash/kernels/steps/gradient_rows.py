@@ -4,16 +4,16 @@ The own tile's rows are read by the warp that owns them and by nobody else, or b
 when these have done their last product they may put their gradient there, and no other warp has to wait.
 """
 
+import functools
+
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import bar, cvt, fragments, ld_st, memory, shfl
+from ...ptx import bar, cvt, ld_st, memory, shfl
 from .inlined import inlined
-
-panel_offset = inlined(fragments.panel_offset)
-first_row_of = cuda.jit(device=True)(fragments.row)
-first_column_of = cuda.jit(device=True)(fragments.column)
+from .plain import first_column_of, first_row_of, panel_offset
 
 
+@functools.cache
 def make(dtype, own_rows, warp_rows, columns, wide):
     """-> (stage, store) for a tile of `own_rows` rows of a gradient, of which a warp has `warp_rows`, and `columns` of
     their columns, which begin at a panel; its rows are contiguous.

@@ -2,10 +2,9 @@
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import fragments, ld_st, memory
+from ...ptx import ld_st, memory
 from .inlined import inlined
-
-panel_offset = inlined(fragments.panel_offset)
+from .plain import panel_offset
 
 
 def make(config, warp_rows, columns, own_place=False):

@@ -8,13 +8,11 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ... import ranges
 from ...ptx import shfl
 from . import elements, row_facts
 from .inlined import inlined
 from .integers import divide
-
-key_queries = cuda.jit(device=True)(ranges.key_queries)
+from .plain import key_queries
 
 
 def make(config, weight, through_softcap):

@@ -4,12 +4,10 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ... import ranges
 from ...ptx import shfl
 from . import elements, row_facts
 from .inlined import inlined
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
+from .plain import row_keys
 
 
 def make(config, weight, through_softcap):

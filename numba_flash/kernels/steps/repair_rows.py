@@ -9,12 +9,10 @@ here, key by key, without the removed ones.
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from ... import ranges
 from ...ptx import approx, ld_st, shfl
 from . import elements
 from .inlined import inlined
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
+from .plain import row_keys
 
 
 def make(config, warp_rows, score):

@@ -3,17 +3,14 @@
 Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
 """
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
-from ... import ranges
 from ...ptx import ld_st, mbarrier, memory, special, tma
 from . import scores, wgmma_places
 from .inlined import inlined
 from .integers import divide
+from .plain import key_tiles, row_keys
 from .wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
-
-row_keys = cuda.jit(device=True)(ranges.row_keys)
-key_tiles = cuda.jit(device=True)(ranges.key_tiles)
 
 
 def make(config):

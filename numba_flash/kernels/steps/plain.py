@@ -1,0 +1,12 @@
+"""What is plain arithmetic in other modules, as device functions: the keys a query sees, the elements a lane holds.
+
+Here, and not where they are used, so that each is compiled once and not once a user.
+"""
+
+from ... import ranges
+from ...ptx import fragments
+from .inlined import inlined
+
+row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)
+first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
+panel_offset = inlined(fragments.panel_offset)
