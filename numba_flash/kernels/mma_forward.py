@@ -143,7 +143,7 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
         if j > begin:
-            load_k(q_smem + int32(k_at), source, k_bytes, 0, tile_n, head_dim, again(thread))
+            load_k(q_smem + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
             commit()
         moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         to_p(acc_s, p_frag)
@@ -237,7 +237,7 @@ def make(config):
         load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
         if j >= begin:
             first_key = j * tile_n
-            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys - first_key, head_dim, thread)
+            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, int32(keys - first_key), int32(head_dim), thread)
         commit()
         if q_registers:
             wait_all()

@@ -168,7 +168,7 @@ def make(config):
     def schedule(base, counter, sizes):
         """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
         i = int32(0)  # query tiles so far
-        t = block_index()
+        t = int64(block_index())
         more = int32(1)
         while more != 0:
             take(base, i, t, sizes)
@@ -188,21 +188,21 @@ def make(config):
         i = int32(0)  # query tiles so far
         notice = notice_of(base, i)
         wait(base + NOTICE_FULL, 0)
-        load_k(base, n, noted(notice + STOP) - 1, noted(notice + H_KV), noted(notice + B))
+        load_k(base, n, int32(noted(notice + STOP) - 1), noted(notice + H_KV), noted(notice + B))
         while noted(notice + WORK) != 0:
             following = notice_of(base, i + 1)
-            begin, j = noted(notice + BEGIN), noted(notice + STOP) - 1
+            begin, j = noted(notice + BEGIN), int32(noted(notice + STOP) - 1)
             ask_at = min(begin + 1, j)
             while j >= begin:
                 # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
                 # first K take a while.
                 arrive_if(base + ASKED, j == ask_at)
-                source, next_j = notice, j - 1
+                source, next_j = notice, int32(j - 1)
                 if j == begin:
                     wait(base + NOTICE_FULL + 8 * ((i + 1) & 3), ((i + 1) >> 2) & 1)
-                    source, next_j = following, noted(following + STOP) - 1
+                    source, next_j = following, int32(noted(following + STOP) - 1)
                 # The next K, if need be of the next query tile, before this V: in the order of the products.
-                load_k(base, n + 1, next_j, noted(source + H_KV), noted(source + B))
+                load_k(base, int32(n + 1), next_j, noted(source + H_KV), noted(source + B))
                 load_v(base, n, j, noted(notice + H_KV), noted(notice + B))
                 n = int32(n + 1)
                 j = int32(j - 1)
