@@ -66,6 +66,6 @@ def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap]
         # Without keys the kernel fetches a tile past the end, which is zeros. But a map has no extent of 0, and an
         # empty array lies nowhere: one element of q stands for it.
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
-        box = (64, config.tile_n, 1, 1)
+        box = (64, config.tile_n // config.cluster, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
     return tuple(maps)

@@ -150,7 +150,17 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     ptx = ptx.replace(mangled[1], entry_name(config))
     if config.whole_program:  # the driver that assembles it may be older than the compiler, but not than these kernels
         ptx = re.sub(r"^\.version \d+\.\d+", ".version 8.0", ptx, count=1, flags=re.M)
-    return _with_tensor_maps(ptx, config)
+    return _with_tensor_maps(_in_clusters(ptx, config), config)
+
+
+def _in_clusters(ptx: str, config: AnyConfig) -> str:
+    """Numba cannot say how many blocks make a cluster, and a kernel that says so is launched like any other."""
+    if config.cluster == 1:
+        return ptx
+    directives = f".explicitcluster\n.reqnctapercluster {config.cluster}, 1, 1\n"
+    ptx, replaced = re.subn(r"^(?=\.maxntid\b)", directives, ptx, count=1, flags=re.M)
+    assert replaced == 1, "the PTX does not limit the block's threads"
+    return ptx
 
 
 def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:

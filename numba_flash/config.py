@@ -39,6 +39,7 @@ class Config:
 
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
+    cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
 
     @property
     def compute_dtype(self) -> str:
@@ -194,8 +195,10 @@ class WgmmaConfig(TensorConfig):
     stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
     one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
     ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
-    other. l2_bytes: how much K and V the blocks of
-    the whole GPU work on at a time, so that it stays in L2.
+    other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+
+    paired: two blocks run as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of every
+    tile of K and V for both, so that L2 is read half as often.
     """
 
     stages: int = 2
@@ -204,6 +207,7 @@ class WgmmaConfig(TensorConfig):
     ping_pong: bool = True
     l2_bytes: int = 16 * 2**20
     blocks_per_sm: int = 1
+    paired: bool = False
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
@@ -229,6 +233,10 @@ class WgmmaConfig(TensorConfig):
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
+
+    @property
+    def cluster(self) -> int:  # type: ignore[override]
+        return 2 if self.paired else 1
 
     @property
     def threads(self) -> int:
@@ -275,6 +283,7 @@ class SoftmaxConfig:
 
     tensor_maps: ClassVar[int] = 0
     whole_program: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     @property

@@ -23,6 +23,7 @@ class MmaRowsConfig:
     shared_bytes: ClassVar[int] = 0
     tensor_maps: ClassVar[int] = 0
     whole_program: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ class DeltaConfig:
     kernel: ClassVar[str] = "delta"
     tensor_maps: ClassVar[int] = 0
     whole_program: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -141,6 +142,7 @@ class DalibiConfig:
     kernel: ClassVar[str] = "v2_dalibi"
     tensor_maps: ClassVar[int] = 0
     whole_program: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

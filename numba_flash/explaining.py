@@ -38,7 +38,7 @@ class Explanation:
         ]
         if self.config:
             lines.append(
-                f"  grid: {self.blocks} blocks of {self.config.threads} threads, "
+                f"  grid: {self.blocks} blocks of {self.config.threads} threads, {_clusters(self.config)}"
                 f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
@@ -101,6 +101,10 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
     """
     _, decision = gradients.understand_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
     return BackwardExplanation.of(decision.problem, decision.target, decision.choice)
+
+
+def _clusters(config: Config) -> str:
+    return f"in clusters of {config.cluster} that share K and V, " if config.cluster > 1 else ""
 
 
 def _about(p: Problem) -> list[str]:

@@ -62,8 +62,11 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     if config.kernel == "v1":
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
-        tiles = problem.batch * (problem.heads // config.group) * -(-problem.seqlen_q // config.queries)
-        return min(tiles, target.multiprocessors) if config.kernel == "wgmma" else tiles * config.v_parts
+        head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
+        tiles = problem.batch * (problem.heads // config.group) * head_tiles
+        if config.kernel == "wgmma":
+            return config.cluster * min(tiles, target.multiprocessors // config.cluster)
+        return tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
 
@@ -128,7 +131,10 @@ class _Simulated(Launch):
         from .sim.launch import run
 
         config, (blocks, scalars, maps) = self._config, self._arguments
-        run(lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps))
+        run(
+            lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps),
+            config.cluster,
+        )  # fmt: skip
 
 
 class Announced(Launch):

@@ -59,6 +59,10 @@ FEW_QUERIES = 1024
 # has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
 # 1.02; at 1k 1.01 and 1.05 beside 1.00 and 1.08; at 2k 1.01 and 1.10 beside 1.00 and 1.10.
 FEW_KEYS = 512
+# Blocks in pairs, each of which fetches half of K and V for both, to blocks by themselves (H200, float16, full,
+# 2026-11-22): head_dim 256, seqlen 512 to 4k 1.016 to 1.020, 16k 1.00; 128, 1.00 to 1.015; 64, where tiles are short
+# and blocks wait for each other, 0.76 to 0.98. A tile left over is worth it beside so many:
+MANY_TILES = 64
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -261,8 +265,17 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
             features = _features("wgmma", problem) | _tensor_features(problem, group) | dict(lag=lag)
             tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
             tile["o_buffer"] = tile_n == 64 and features["wide_o"]  # there is room
+            tile["paired"] = widest > 64 and _in_pairs(problem, tile_m // group)
             configs.append(WgmmaConfig(**features, **tile))
     return configs
+
+
+def _in_pairs(problem: Problem, queries: int) -> bool:
+    """Whether query tiles, of so many queries, are to be taken two at a time: both see the same keys, and hardly one is
+    left over, beside which a block would compute nothing."""
+    same_keys = problem.left is None and problem.right is None and not problem.has_seqlens_k
+    tiles = -(-problem.seqlen_q // queries)
+    return same_keys and (tiles % 2 == 0 or tiles > MANY_TILES) and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:

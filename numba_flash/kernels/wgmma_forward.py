@@ -16,6 +16,9 @@ One block a multiprocessor stays for the whole launch and takes query tiles by a
 memory, those that see the most keys first, a few heads at a time so that their K and V stay in L2. The
 last block to find no tile left sets the counter back, so it is ready for the next launch.
 
+With config.paired two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each producer
+fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done with one.
+
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
 """
@@ -23,7 +26,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ..ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ..ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from .steps import (
     elements,
     fragment_outputs,
@@ -70,7 +73,8 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
+    wait, arrive_if, arrive_there_if = mbarrier.wait, mbarrier.arrive_if, mbarrier.arrive_there_if
+    blocks, place_in, cluster_sync = config.cluster, cluster.place_in, cluster.sync
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
@@ -146,9 +150,19 @@ def make(config):
         pass_turn(following)
 
     @inlined
+    def give_back(base, empty_at, n, elected):
+        """A warp is done with the n-th K or V. The next tile there is brought by all blocks of the cluster."""
+        empty = int32(base + empty_at + 8 * stage_of(n))
+        if blocks > 1:
+            lane = thread_index() & int32(31)
+            arrive_there_if(place_in(empty, lane & int32(blocks - 1)), lane < blocks)
+        else:
+            arrive_if(empty, elected)
+
+    @inlined
     def done_with_scores(base, elected, last, n, seen):
         """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
-        arrive_if(base + K_EMPTY + 8 * stage_of(n), elected)
+        give_back(base, K_EMPTY, n, elected)
         if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
 
@@ -165,7 +179,7 @@ def make(config):
         moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
         wait_all()
         pin_o(acc_o)
-        arrive_if(base + V_EMPTY + 8 * stage_of(n - 1), elected)
+        give_back(base, V_EMPTY, n - 1, elected)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
 
@@ -301,7 +315,7 @@ def make(config):
             pass_turn(following)
             wait_but_one()
             pin_o(acc_o)
-            arrive_if(base + V_EMPTY + 8 * stage_of(taken - 1), elected)
+            give_back(base, V_EMPTY, taken - 1, elected)
 
             b, h = word(notice + B), word(notice + H)
             first_query = word(notice + FIRST_QUERY)
@@ -383,6 +397,8 @@ def make(config):
             set_up(base)
             fence_init()
         cuda.syncthreads()
+        if blocks > 1:
+            cluster_sync()  # the other block's mbarriers are there too
         if warpgroup == 0:
             give_registers()
             if thread == 0:
@@ -399,5 +415,7 @@ def make(config):
                 base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides,
                 alibi_strides, heads, heads_kv, seqlen_q, left, right, float32(scale), float32(softcap),
             )  # fmt: skip
+        if blocks > 1:
+            cluster_sync()  # nobody reaches for a block that is gone
 
     return flash_attention_wgmma

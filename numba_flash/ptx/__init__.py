@@ -14,16 +14,16 @@ from . import fragments
 
 if _numba_config.ENABLE_CUDASIM:
     from ..sim import (  # noqa: I001
-        approx, bar, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg, shared,
-        shfl, special, stmatrix, tma, vote, wgmma,
+        approx, bar, cluster, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg,
+        shared, shfl, special, stmatrix, tma, vote, wgmma,
     )  # fmt: skip
 else:
     from . import (  # noqa: I001
-        approx, bar, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg, shared,
-        shfl, special, stmatrix, tma, vote, wgmma,
+        approx, bar, cluster, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg,
+        shared, shfl, special, stmatrix, tma, vote, wgmma,
     )  # fmt: skip
 
 __all__ = [
-    "approx", "bar", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier", "memory",
-    "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote", "wgmma",
+    "approx", "bar", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier",
+    "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote", "wgmma",
 ]  # fmt: skip

@@ -40,6 +40,18 @@ def arrive_if(typingctx, barrier, condition):
 
 
 @intrinsic
+def arrive_there_if(typingctx, place, condition):
+    """`arrive_if` at an mbarrier of any block of the cluster, at an address from cluster.place_in.
+
+    mbarrier.arrive.shared::cluster.b64 _, [place], with the order inside a block: enough to say that something was
+    read. With .release.cluster it would wait for all that the thread has under way; that makes attention a quarter
+    slower (H200).
+    """
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }"
+    return asm.scalars(text, types.void(types.int32, types.int32))
+
+
+@intrinsic
 def arrive_expect_tx(typingctx, barrier, count):
     """mbarrier.arrive.expect_tx: `count` more bytes belong to this phase, and one arrival of this thread."""
     text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"

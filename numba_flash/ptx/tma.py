@@ -19,6 +19,10 @@ from numba.cuda.extending import intrinsic
 from . import asm
 
 _LOAD = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {}], [$2];"
+_MULTICAST = (
+    "{{ .reg .b16 blocks; cvt.u16.u32 blocks, ${}; cp.async.bulk.tensor.{}d.shared::cluster.global"
+    ".mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1, {}], [$2], blocks; }}"
+)
 _STORE = "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group [$0, {}], [$1];"
 _i32, _i64, _void = types.int32, types.int64, types.void
 
@@ -45,6 +49,16 @@ def load_4d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3):
 def load_5d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, c4):
     """Box at (c0, c1, c2, c3, c4) -> shared address `target`; its bytes count on the mbarrier `barrier`."""
     return asm.scalars(_LOAD.format(5, asm.braces(3, 5)), _void(_i32, _i64, _i32, _i32, _i32, _i32, _i32, _i32))
+
+
+@intrinsic
+def multicast_4d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, blocks):
+    """Box at (c0, c1, c2, c3) -> shared address `target` of each block of the cluster whose bit is set in `blocks`.
+
+    There its bytes count on the mbarrier that the block has at address `barrier`. Read once, it is delivered to all.
+    """
+    text = _MULTICAST.format(7, 4, asm.braces(3, 4))
+    return asm.scalars(text, _void(_i32, _i64, _i32, _i32, _i32, _i32, _i32, _i32))
 
 
 @intrinsic

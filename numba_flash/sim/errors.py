@@ -33,8 +33,8 @@ def name(thread):
     """block (0, 0, 0), thread 37 (warp 1, lane 5)."""
     dimensions = thread.block.dimensions
     plain = dimensions[1] == dimensions[2] == 1
-    index = thread.number if plain else tuple(thread.threadIdx)
-    return f"block {tuple(thread.blockIdx)}, thread {index} (warp {thread.number // 32}, lane {thread.number % 32})"
+    index, number = thread.thread_id if plain else tuple(thread.threadIdx), thread.thread_id
+    return f"block {tuple(thread.blockIdx)}, thread {index} (warp {number // 32}, lane {number % 32})"
 
 
 def place(thread):

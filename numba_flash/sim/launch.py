@@ -66,12 +66,13 @@ class Pointer:
 
 def run(
     make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    scalars: tuple, tensor_maps: tuple[tuple[int, Any], ...] = (),
+    scalars: tuple, tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
 ) -> None:  # fmt: skip
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
-    that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here.
+    that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
+    many neighbouring blocks run together.
     """
     toolchain.cuda()
     from .global_memory import GlobalMemory  # Numba comes in with it
@@ -80,7 +81,7 @@ def run(
     memory = GlobalMemory(pointers, tensor_maps)
     first = (np.uint64(0),) if tensor_maps else ()
     with _one_at_a_time:
-        _run(make_kernel(), blocks, threads, shared_bytes, memory, (*first, *pointers, *_typed(scalars)))
+        _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, (*first, *pointers, *_typed(scalars)))
 
 
 def _typed(value: Any) -> Any:
@@ -90,7 +91,9 @@ def _typed(value: Any) -> Any:
     return np.int64(value) if isinstance(value, int) else np.float64(value)
 
 
-def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, memory: Any, arguments: tuple) -> None:
+def _run(
+    kernel: Any, blocks: int, threads: int, shared_bytes: int, cluster: int, memory: Any, arguments: tuple
+) -> None:
     from numba.cuda.simulator import kernel as numba_kernel
 
     @toolchain.cuda().jit
@@ -99,14 +102,14 @@ def _run(kernel: Any, blocks: int, threads: int, shared_bytes: int, memory: Any,
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
-    with _instead_of_numbas(numba_kernel, memory):
+    with _instead_of_numbas(numba_kernel, memory, cluster):
         quiet[blocks, threads, 0, shared_bytes](*arguments)
 
 
 @contextlib.contextmanager
-def _instead_of_numbas(numba_kernel: Any, memory: Any) -> Iterator[None]:
+def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator[None]:
     """Blocks that take turns, and the module `cuda` swapped once a module rather than at every call of a function."""
-    from .block import Block
+    from .turns import Turns
 
     cuda, swapped = toolchain.cuda(), {}
 
@@ -119,7 +122,7 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any) -> Iterator[None]:
 
     nothing = contextlib.nullcontext()
     before = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module
-    numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Block, memory), swap
+    numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Turns, memory, cluster), swap
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """Twins of ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
 
+from .cluster import there
 from .errors import Misuse, name
 from .warp import current
 
@@ -59,7 +60,7 @@ def init(barrier, count):
         raise Misuse(f"an mbarrier counts 1 to {MOST} arrivals, not {count}")
     if address in block.mbarriers:
         raise Misuse(f"{block.mbarriers[address]} is initialised a second time")
-    block.mbarriers[address] = Mbarrier(address, count, len(block.mbarriers), thread)
+    block.mbarriers[address] = Mbarrier(address, count, block.order.new_mbarrier(), thread)
 
 
 def arrive(barrier):
@@ -70,6 +71,13 @@ def arrive(barrier):
 def arrive_if(barrier, condition):
     if condition:
         arrive(barrier)
+
+
+def arrive_there_if(place, condition):
+    if condition:
+        thread = current()
+        block, address = there(thread, place)
+        find(thread, address, block).arrive(thread)
 
 
 def arrive_expect_tx(barrier, count):
@@ -93,9 +101,11 @@ def wait(barrier, parity):
         thread.block.order.acquire(thread.number, mbarrier.open_clock)
 
 
-def find(thread, barrier):
-    """The mbarrier at an address, if the thread may know of it."""
-    block = thread.block
+def find(thread, barrier, block=None):
+    """The mbarrier at an address of the thread's block, or of another of its cluster, if the thread may know of it."""
+    block = block or thread.block
+    if not block.alive:
+        raise Misuse(f"block {block.rank} of the cluster has left the kernel, and its shared memory with it")
     mbarrier = block.mbarriers.get(int(barrier))
     if mbarrier is None:
         raise Misuse(f"there is no mbarrier at shared address {int(barrier):#x}: none was initialised there")

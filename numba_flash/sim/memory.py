@@ -48,4 +48,4 @@ def _at(address, count, alignment, writing=True):
 
 def _let_others_run():
     thread = current()
-    thread.block.let_others_run(thread)
+    thread.turns.let_others_run(thread)

@@ -1,4 +1,5 @@
-"""Who can know of whose writes: vector clocks, one row for each thread of a block.
+"""Who can know of whose writes: vector clocks, one row for each thread of a block, or of a
+cluster's blocks.
 
 A thread lives in epochs. What it writes carries its epoch; when it comes to a barrier it tells its epoch there
 and begins the next. So a reader has seen a write, by this or by a longer way over other threads, when the
@@ -8,7 +9,7 @@ this time.
 
 import numpy as np
 
-MBARRIERS = 64  # columns for what TMA writes: one each for the first mbarriers of a block, then shared
+MBARRIERS = 64  # columns for what TMA writes: one each for the first mbarriers of a cluster, then shared
 NOBODY = -1  # the last column: whose writes everyone has seen
 NEVER = np.iinfo(np.int32).max  # the epoch that no one comes to know
 
@@ -20,6 +21,7 @@ class Order:
         self._everyone = np.arange(threads)
         self.known[self._everyone, self._everyone] = 1
         self.started = np.zeros(MBARRIERS, np.int32)
+        self.mbarriers = 0
 
     def now(self, thread):
         """The epoch that a thread is in."""
@@ -45,6 +47,11 @@ class Order:
     def known_to(self, threads):
         """What each of several threads knows."""
         return self.known[threads].min(axis=0)
+
+    def new_mbarrier(self):
+        """A number for another mbarrier of the cluster."""
+        self.mbarriers += 1
+        return self.mbarriers - 1
 
     def transfer(self, mbarrier):
         """(column, epoch) of another transfer that counts on the mbarrier of this number."""

@@ -12,11 +12,11 @@ def increase(registers):
         _check(registers)
         together(("setmaxnreg.increase", registers), _nothing, None)
         thread = current()
-        block, warp = thread.block, thread.number // 32
+        block, warp = thread.block, thread.thread_id // 32
         while not block.registers.fit(warp, registers, -(-len(block.threads) // 32)):
             block.registers.waiting.append(thread)
             block.wait(thread, f"setmaxnreg.increase({registers}): the block has no more registers")
-        block.registers.set(thread.number, registers, "increase")
+        block.registers.set(thread.thread_id, registers, "increase")
 
     return setmaxnreg
 
@@ -28,7 +28,7 @@ def decrease(registers):
         together(("setmaxnreg.decrease", registers), _nothing, None)
         thread = current()
         block = thread.block
-        block.registers.set(thread.number, registers, "decrease")
+        block.registers.set(thread.thread_id, registers, "decrease")
         waiting, block.registers.waiting = block.registers.waiting, []
         for other in waiting:
             block.wake(other)

@@ -51,24 +51,40 @@ def lines(address, count, swizzle_bytes):
 
 
 def _load(target, tensor_map, barrier, *coordinates):
+    _deliver([current().block], target, tensor_map, barrier, coordinates)
+
+
+def _deliver(blocks, target, tensor_map, barrier, coordinates):
+    """A box to the same shared address of each of these blocks."""
     thread, target = current(), int(target)
-    block, coordinates = thread.block, tuple(int(c) for c in coordinates)
-    tensor_map, tensor, box = _box(block, tensor_map, coordinates)
+    coordinates = tuple(int(c) for c in coordinates)
+    tensor_map, tensor, box = _box(thread.block, tensor_map, coordinates)
     count = _bytes(tensor_map)
-    mbarrier = find(thread, barrier)
-    if not mbarrier.fenced:
-        raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
-    words = block.shared.words(target, count, _alignment(tensor_map))
-    block.shared.start_copy(words, thread)
-    column, epoch = block.order.transfer(mbarrier.number)
+    for block in blocks:
+        mbarrier = find(thread, barrier, block)
+        if not mbarrier.fenced:
+            raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
+        words = block.shared.words(target, count, _alignment(tensor_map))
+        block.shared.start_copy(words, thread)
+        block.transfers.append(_Arrival(block, target, tensor_map, tensor, box, coordinates, words, mbarrier))
 
-    def arrive():
-        values = fetched(tensor, box, coordinates).reshape(-1, 8).view(np.uint8)
-        block.shared.lines[lines(target, count, tensor_map.swizzle_bytes)] = values
-        block.shared.copied(words, column, epoch)
-        mbarrier.transfer(-count, block, column, epoch)
 
-    block.transfers.append(arrive)
+class _Arrival:
+    """A box on its way to a block; called when it comes."""
+
+    def __init__(self, block, target, tensor_map, tensor, box, coordinates, words, mbarrier):
+        self.block, self.words, self.mbarrier, self.count = block, words, mbarrier, _bytes(tensor_map)
+        self.lines = lines(target, self.count, tensor_map.swizzle_bytes)
+        self.source = tensor, box, coordinates
+        self.column, self.epoch = block.order.transfer(mbarrier.number)
+
+    def __call__(self):
+        if not self.block.alive:
+            raise Misuse(f"a TMA load arrives at block {self.block.rank} of the cluster, which has left the kernel")
+        shared = self.block.shared
+        shared.lines[self.lines] = fetched(*self.source).reshape(-1, 8).view(np.uint8)
+        shared.copied(self.words, self.column, self.epoch)
+        self.mbarrier.transfer(-self.count, self.block, self.column, self.epoch)
 
 
 def _store(tensor_map, source, *coordinates):
@@ -99,6 +115,14 @@ def load_4d(target, tensor_map, barrier, c0, c1, c2, c3):
 
 def load_5d(target, tensor_map, barrier, c0, c1, c2, c3, c4):
     _load(target, tensor_map, barrier, c0, c1, c2, c3, c4)
+
+
+def multicast_4d(target, tensor_map, barrier, c0, c1, c2, c3, blocks):
+    cluster, blocks = current().turns.blocks, int(blocks)
+    if not 0 < blocks < 1 << len(cluster):
+        raise Misuse(f"a multicast to blocks {blocks:#b} of a cluster of {len(cluster)}")
+    chosen = [block for block in cluster if blocks >> block.rank & 1]
+    _deliver(chosen, target, tensor_map, barrier, (c0, c1, c2, c3))
 
 
 def store_2d(tensor_map, source, c0, c1):

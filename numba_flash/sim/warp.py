@@ -53,7 +53,7 @@ def together(instruction, compute, given, group="warp"):
             f"{_text(instruction)} is reached while {name(other)} waits in {_text(group.instruction)} at "
             f"{place(other)}; all of a {group.kind} must come to one instruction with one set of operands"
         )
-    group.given[thread.number % group.size] = given
+    group.given[thread.thread_id % group.size] = given
     group.came.append(thread)
     if len(group.came) < group.size:
         thread.block.wait(thread, instruction[0])
@@ -61,7 +61,7 @@ def together(instruction, compute, given, group="warp"):
     results = compute(group, group.given)
     came, group.came = group.came, []
     for other in came:
-        other.result = None if results is None else results[other.number % group.size]
+        other.result = None if results is None else results[other.thread_id % group.size]
         if other is not thread:
             thread.block.wake(other)
     return thread.result

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import re
 
 import ml_dtypes
@@ -16,11 +17,11 @@ from numba_flash.tensor_maps import TensorMap
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
 FAMILIES = (
-    "approx bar cp_async cvt elect fence ld_st ldmatrix mbarrier memory minmax mma setmaxnreg shared shfl special "
-    "stmatrix tma vote wgmma"
+    "approx bar cluster cp_async cvt elect fence ld_st ldmatrix mbarrier memory minmax mma setmaxnreg shared shfl "
+    "special stmatrix tma vote wgmma"
 ).split()
 cuda = None  # `numba.cuda`, put here by the fixture: the simulator swaps module globals that are this module
-approx = bar = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = minmax = mma = None
+approx = bar = cluster = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = minmax = mma = None
 setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
 
 rng = np.random.default_rng(0)
@@ -35,10 +36,10 @@ def modules(monkeypatch):
         monkeypatch.setitem(globals(), name, importlib.import_module(f"numba_flash.sim.{name}"))
 
 
-def launch(kernel, threads, *operands, shared_bytes=0, blocks=1, scalars=(), maps=()):
-    """maps: (number of the operand, TensorMap)."""
+def launch(kernel, threads, *operands, shared_bytes=0, blocks=1, scalars=(), maps=(), in_cluster=1):
+    """maps: (number of the operand, TensorMap); in_cluster: how many blocks run together."""
     operands = tuple(None if x is None else arrays.read("array", x) for x in operands)
-    run(lambda: toolchain.cuda().jit(kernel), blocks, threads, shared_bytes, operands, scalars, maps)
+    run(lambda: toolchain.cuda().jit(kernel), blocks, threads, shared_bytes, operands, scalars, maps, in_cluster)
 
 
 def lanes(kernel, dtype=np.uint32, threads=32, **options):
@@ -50,8 +51,6 @@ def lanes(kernel, dtype=np.uint32, threads=32, **options):
 
 def line_of(function, text):
     """The number of the one line of a kernel with this text."""
-    import inspect
-
     source, first = inspect.getsourcelines(function)
     (number,) = [first + i for i, line in enumerate(source) if text in line and "def " not in line]
     return number
@@ -442,6 +441,94 @@ def test_tma_of_other_ranks(rank):
     np.testing.assert_array_equal(out, tensor)
 
 
+# Clusters.
+
+TILE_MAP = TensorMap("float16", (16, 8, 1, 1), (32, 256, 256), (16, 4, 1, 1), 0)
+
+
+def test_blocks_of_a_cluster_meet_and_know_their_number():
+    def kernel(out):
+        i, smem = cuda.threadIdx.x, cuda.shared.array(0, np.dtype(np.uint32))
+        smem[i] = 10 * cuda.blockIdx.x + i  # each block has shared memory of its own
+        cluster.sync()
+        out[4 * cuda.blockIdx.x + 2 * i] = smem[1 - i]
+        out[4 * cuda.blockIdx.x + 2 * i + 1] = cluster.rank()
+
+    out = np.zeros(24, np.uint32)
+    launch(kernel, 2, out, shared_bytes=8, blocks=6, in_cluster=3)
+    expected = [[10 * block + 1, block % 3, 10 * block, block % 3] for block in range(6)]
+    np.testing.assert_array_equal(out, np.ravel(expected))
+
+
+def feed_each_other(tensor_maps, tensor, tile):
+    """Two blocks fetch half of a tile each for both, twice, and say to both when they have read it."""
+    i, rank = cuda.threadIdx.x, int(cluster.rank())
+    smem = cuda.shared.array(0, np.dtype(np.uint32))
+    at, maps = shared.address(smem), tma.parameter("kernel")()
+    full, empty = at + 256, at + 264
+    if i == 0:
+        mbarrier.init(full, 1)
+        mbarrier.init(empty, 2)
+        fence.mbarrier_init()
+    cluster.sync()
+    for step in range(2):
+        if i == 0:
+            mbarrier.wait(empty, 1 - step)
+            mbarrier.arrive_expect_tx(full, 256)
+            tma.multicast_4d(at + 128 * rank, maps, full, 0, 4 * rank, 0, 0, 3)
+        else:
+            mbarrier.wait(full, step)
+            for x in range(64):
+                tile[64 * rank + x] = ld_st.load_b32(at + 4 * x) + step
+            for other in range(2):
+                mbarrier.arrive_there_if(cluster.place_in(empty, other), 1)
+    cluster.sync()
+
+
+def test_blocks_of_a_cluster_feed_each_other():
+    tensor, tile = random(8, 16), np.zeros((2, 64), np.uint32)
+    launch(feed_each_other, 2, tensor, tile, shared_bytes=512, blocks=2, in_cluster=2, maps=((0, TILE_MAP),))
+    np.testing.assert_array_equal(tile, [tensor.view(np.uint32).ravel() + 1] * 2)
+
+
+# What is forgotten or wrong, and what is said then.
+@pytest.mark.parametrize(
+    ("right", "wrong", "match"),
+    [
+        ("cluster.sync()\n    for", "cuda.syncthreads()\n    for", "was initialised by .* with no barrier in between"),
+        ("place_in(empty, other)", "place_in(empty, rank)", "is read before it arrived"),
+        ("in range(2):\n                mb", "in range(3):\n                mb", "cluster of 2 blocks has no block 2"),
+        ("0, 0, 3)", "0, 0, 5)", "a multicast to blocks 0b101 of a cluster of 2"),
+        ("expect_tx(full, 256)", "expect_tx(full, 128)", "is read before it arrived|no barrier in between"),
+        ("mbarrier.wait(empty, 1 - step)", "pass", "is written|an arrival more"),
+    ],
+    ids=["sync", "arrival", "rank", "blocks", "bytes", "wait"],
+)
+def test_what_is_forgotten_in_a_cluster_is_named(right, wrong, match):
+    text = inspect.getsource(feed_each_other)
+    assert text.count(right) == 1
+    names = dict(globals())
+    exec(text.replace(right, wrong), names)
+    tensor, tile = random(8, 16), np.zeros((2, 64), np.uint32)
+    with pytest.raises(Misuse, match=match):
+        launch(
+            names["feed_each_other"], 2, tensor, tile, shared_bytes=512, blocks=2, in_cluster=2, maps=((0, TILE_MAP),)
+        )
+
+
+def test_a_block_that_has_left_its_cluster():
+    def arrives(out):
+        at = shared.address(cuda.shared.array(0, np.dtype(np.uint32)))
+        mbarrier.init(at, 1)
+        cluster.sync()
+        if cluster.rank() == 0:
+            memory.add(memory.address(out, 0), 1)  # the other one goes on
+            mbarrier.arrive_there_if(cluster.place_in(at, 1), 1)
+
+    with pytest.raises(Misuse, match="block 1 of the cluster has left the kernel"):
+        launch(arrives, 1, np.zeros(1, np.uint32), shared_bytes=8, blocks=2, in_cluster=2)
+
+
 # wgmma.
 
 
@@ -795,7 +882,7 @@ def test_nobody_can_go_on():
 
 
 def test_a_loop_that_asks_memory_for_ever(monkeypatch):
-    monkeypatch.setattr("numba_flash.sim.block.POLLS", 1000)
+    monkeypatch.setattr("numba_flash.sim.turns.POLLS", 1000)
 
     def kernel(flag):
         if cuda.threadIdx.x < 2:

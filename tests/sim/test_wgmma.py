@@ -45,6 +45,30 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     rung.check(rung.problem(**shape, head_dim=64), **options)
 
 
+# Two blocks run as a cluster and fetch K and V for each other, also where one of them has no query tile of its own: one
+# cluster that takes several pairs, two with one each, heads that share a tile, and keys that end inside of a half.
+@pytest.mark.parametrize(
+    ("multiprocessors", "shape"),
+    [
+        (2, dict(seqlen_q=250, seqlen_k=100, heads=1, heads_kv=1, head_dim=72)),
+        (5, dict(seqlen_q=80, seqlen_k=50, heads=2, heads_kv=1, head_dim=136)),
+        (2, dict(seqlen_q=140, seqlen_k=10, heads=1, heads_kv=1, head_dim=72)),
+        (2, dict(seqlen_q=40, seqlen_k=70, heads=2, heads_kv=1, head_dim=72)),
+        (2, dict(seqlen_q=70, seqlen_k=0, heads=1, heads_kv=1, head_dim=72)),
+    ],
+    ids=["pairs", "clusters", "one too many", "group", "no keys"],
+)
+def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
+    monkeypatch.setattr(api.Target, "of", lambda device: machine)
+    monkeypatch.setattr(api, "_decided", {})
+    monkeypatch.setattr(select, "WGMMA_TILES", ((256, 64, 48, False, 1, 8),))
+    monkeypatch.setattr(select, "MANY_TILES", 2)
+    case = rung.problem(**shape, batch=1)
+    assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
+    rung.check(case)
+
+
 # O goes to global memory by way of Q's second buffer, of a place of its own, or of neither. A row of a mask of 144
 # columns takes more than one word of bits.
 @pytest.mark.parametrize(

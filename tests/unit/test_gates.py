@@ -33,6 +33,7 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
+IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
@@ -69,6 +70,11 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     return config
 
 
+def causal(kernel, head_dim):
+    """Where query tiles see different keys, and blocks work by themselves."""
+    return select._candidates(kernel, problem(head_dim, causal=True), HOPPER)[0]
+
+
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     plain = dict(dtype="float16")
@@ -102,6 +108,8 @@ def gates():
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
     few_keys = problem(256, seqlen_k=select.FEW_KEYS)
     configs["wgmma-256-few-keys"] = select._candidates("wgmma", few_keys, HOPPER)[0]
+    for head_dim in (128, 256):
+        configs[f"wgmma-{head_dim}-causal"] = causal("wgmma", head_dim)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():
@@ -156,7 +164,8 @@ def test_gate(config, request, record_property, tmp_path):
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, MACHINES[config.kernel][0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
-    wrong = [f"PTX: no {word}" for word in IN_PTX[config.kernel] if word not in ptx]
+    intended = IN_PTX[config.kernel] + IN_PAIRS * (config.cluster > 1)
+    wrong = [f"PTX: no {word}" for word in intended if word not in ptx]
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)

@@ -32,12 +32,14 @@ ORDER = """
     kernels.steps.fragment_outputs kernels.steps.row_facts kernels.steps.notes
     kernels.steps.fragment_softmax kernels.steps.async_tiles
     kernels.steps.ds_rows kernels.steps.rows kernels.steps.weights
-    kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements kernels.steps.inlined
-    ptx ptx.approx ptx.bar ptx.cp_async ptx.cvt ptx.elect ptx.fence ptx.ld_st ptx.ldmatrix ptx.mbarrier ptx.memory
-    ptx.minmax ptx.mma ptx.setmaxnreg ptx.shared ptx.shfl ptx.special ptx.stmatrix ptx.tma ptx.vote ptx.wgmma
+    kernels.steps.integers kernels.steps.scores kernels.steps.tiles kernels.steps.elements
+    kernels.steps.plain kernels.steps.inlined
+    ptx ptx.approx ptx.bar ptx.cluster ptx.cp_async ptx.cvt ptx.elect ptx.fence ptx.ld_st ptx.ldmatrix ptx.mbarrier
+    ptx.memory ptx.minmax ptx.mma ptx.setmaxnreg ptx.shared ptx.shfl ptx.special ptx.stmatrix ptx.tma ptx.vote ptx.wgmma
     sim.approx sim.bar sim.cp_async sim.cvt sim.elect sim.fence sim.ld_st sim.ldmatrix sim.memory
     sim.minmax sim.mma sim.setmaxnreg sim.shared sim.shfl sim.special sim.stmatrix sim.tma sim.vote sim.wgmma
-    sim.mbarrier sim.block sim.warp sim.global_memory sim.shared_memory sim.order sim.register_limits sim.registers
+    sim.mbarrier sim.cluster sim.turns sim.block sim.warp sim.global_memory sim.shared_memory sim.order
+    sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select arguments_backward arguments target backward_problem problem
     arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps cache_folder
@@ -93,7 +95,10 @@ def test_kernels_import_only_what_kernels_are_made_of():
         if module.startswith("kernels."):
             ours, others = imports(module)
             assert all(name.startswith(("kernels.steps", "ptx", "ranges")) for name in ours), (module, ours)
-            assert all(name.split(".")[0] in ("math", "numpy", "numba") for name in others), (module, others)
+            assert all(name.split(".")[0] in ("functools", "math", "numpy", "numba") for name in others), (
+                module,
+                others,
+            )
 
 
 def test_only_the_lower_floors_know_numba():

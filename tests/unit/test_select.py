@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
+from numba_flash import arguments, launch
 from numba_flash.config import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
 from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 from numba_flash.target import Target
@@ -179,6 +180,31 @@ def test_few_keys_get_tiles_that_end_with_them(seqlen_k, tile_n):
     assert config.tile_n == tile_n and config.o_place == ("own" if tile_n == 64 else "")
     causal = select(problem(256, seqlen_k=2 * seqlen_k, causal=True), HOPPER, "wgmma").config
     assert causal.tile_n == tile_n
+
+
+# Blocks fetch K and V for each other where two query tiles see the same keys and no block is left without one.
+@pytest.mark.parametrize(
+    ("head_dim", "options", "paired"),
+    [
+        (256, {}, True), (128, {}, True), (72, {}, True), (64, {}, False), (128, dict(causal=True), False),
+        (128, dict(window=(None, 100)), False), (128, dict(window=(100, None)), False), (128, dict(softcap=3.0), True),
+        (128, dict(seqlens_k=empty(1, dtype="int32")), False), (128, dict(q_offset=7), True),
+        (128, dict(seqlen=128), False), (128, dict(seqlen=129), True), (128, dict(seqlen=257), False),
+        (128, dict(seqlen=64 * 128 + 1), True), (128, dict(seqlen=64 * 128), True), (128, dict(seqlen=63 * 128), False),
+        (128, dict(seqlen=16, seqlen_k=900, heads=8, heads_kv=1), False),
+        (128, dict(seqlen=24, seqlen_k=900, heads=8, heads_kv=1), True),
+    ],
+)  # fmt: skip
+def test_blocks_in_pairs(head_dim, options, paired):
+    made = problem(head_dim, **options)
+    config = select(made, HOPPER, "wgmma").config
+    assert config.paired == paired and config.cluster == 1 + paired
+    rows = [tensor_map.box[1] for _, tensor_map in arguments.tensor_maps(config, made)[1:]]
+    assert rows == [config.tile_n // config.cluster] * 2
+    head_tiles = -(-made.seqlen_q // config.queries)
+    head_tiles += head_tiles % config.cluster
+    room = HOPPER.multiprocessors // config.cluster * config.cluster
+    assert launch.grid(config, made, HOPPER) == min(made.heads // config.group * head_tiles, room)
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.

@@ -5,7 +5,7 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 
 from numba import int32, int64, uint32
 
-from ...ptx import ld_st, mbarrier, memory, special, tma
+from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
 from . import scores, wgmma_places
 from .inlined import inlined
 from .integers import divide
@@ -17,7 +17,8 @@ def make(config):
     """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
-    group, queries = config.group, config.queries
+    group, queries, blocks = config.group, config.queries, config.cluster
+    cluster_queries, part_rows = queries * blocks, tile_n // blocks  # rows of a tile that a block fetches
     _, k_at, v_at, *_ = config.shared_offsets()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.depth // 64), -(-config.width // 64)
@@ -26,12 +27,13 @@ def make(config):
     places, stage_of, phase_of, notice_of = wgmma_places.make(config)
     Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     maps_address = tma.parameter("numba_flash_wgmma")
-    load_4d, load_5d, prefetch_5d = tma.load_4d, tma.load_5d, tma.prefetch_5d
+    load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
     init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
     arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
     block_index, block_count = special.block_index, special.block_count
     load_shared, store_shared = ld_st.load_b32, ld_st.store_b32
     atomic_add, exchange = memory.add, memory.exchange
+    rank = cluster.rank
     head, _ = scores.make(config)
 
     @inlined
@@ -47,13 +49,16 @@ def make(config):
         for stage in range(stages):
             init(base + K_FULL + 8 * stage, 1)
             init(base + V_FULL + 8 * stage, 1)
-            init(base + K_EMPTY + 8 * stage, 4 * consumers)
-            init(base + V_EMPTY + 8 * stage, 4 * consumers)
+            init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
+            init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
 
     @inlined
     def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
-        """-> (b, h, first_query) of query tile t (b = batch: none): some heads at a time, last queries first."""
-        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
+        """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
+
+        Some heads at a time, last queries first.
+        """
+        m_tiles = divide(int32(seqlen_q) + int32(cluster_queries - 1), cluster_queries)
         groups = divide(heads, group)
         head_tiles = int32(batch) * groups
         kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
@@ -66,7 +71,7 @@ def make(config):
         from_last = divide(in_round, heads_here)
         head_tile = first_head + (in_round - from_last * heads_here)
         b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
-        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * queries)
+        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
     def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
@@ -112,7 +117,14 @@ def make(config):
             expect(full, tile_bytes)
             for panel in range(panels):
                 to = base + tiles_at + stage * tile_bytes + panel * kv_panel
-                load_4d(to, maps_address() + map_at, full, panel * 64, j * tile_n, h_kv, b)
+                if blocks > 1:  # a part of the rows, for all blocks of the cluster; these fetch the others
+                    row = rank() * part_rows
+                    every = (1 << blocks) - 1
+                    multicast_4d(
+                        to + row * 128, maps_address() + map_at, full, panel * 64, j * tile_n + row, h_kv, b, every
+                    )
+                else:
+                    load_4d(to, maps_address() + map_at, full, panel * 64, j * tile_n, h_kv, b)
 
         return load
 
@@ -150,6 +162,8 @@ def make(config):
         work = b < batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
+        if blocks > 1:
+            first_query = int32(first_query + rank() * queries)
         keys, q_start = head(b, seqlens_k, q_offsets, strides, seqlen_k, q_offset)
         tile_pos = first_query + q_start
         begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
@@ -169,17 +183,23 @@ def make(config):
         """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
         i = int32(0)  # query tiles so far
         t = int64(block_index())
+        if blocks > 1:
+            t = int64(divide(block_index(), blocks))
         more = int32(1)
         while more != 0:
             take(base, i, t, sizes)
             more = noted(notice_of(base, i) + WORK)
             if more != 0:
                 wait(base + ASKED, i & 1)
-                t = int32(atomic_add(counter, uint32(1))) + block_count()
+                if blocks > 1:  # its blocks must take the same, and all tiles take as long: so no counter is asked
+                    t = t + divide(block_count(), blocks)
+                else:
+                    t = int32(atomic_add(counter, uint32(1))) + block_count()
             i = int32(i + 1)
-        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
-            exchange(counter, uint32(0))
-            exchange(counter + 4, uint32(0))
+        if blocks == 1:
+            if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
+                exchange(counter, uint32(0))
+                exchange(counter + 4, uint32(0))
 
     @inlined
     def produce(base):

@@ -1,0 +1,223 @@
+"""The threads of a block, or of a cluster's blocks, take turns: one runs until it has to wait, and then hands on.
+
+Numba's own simulator starts all threads, lets Python switch between them and asks them in a loop whether
+they wait. Here a thread that waits wakes up only when there is something for it (12 us a switch); the
+order is the same in every run; and when nobody can go on, that is known at once and without a time limit,
+however long a debugger stops. Copies under way arrive as late as they can: when nobody can go on without them.
+"""
+
+from collections import deque
+from threading import Lock
+
+from numba.cuda.simulator import kernel as numba_kernel
+
+from .block import Block
+from .errors import Abandoned, Misuse, name, place, place_of_error
+from .order import Order
+from .warp import current
+
+POLLS = 300_000  # how often a thread may look at memory in which nothing can change any more
+
+
+class SharedOfBlock:
+    """Numba's `cuda.shared` in a launch: that of the block of the thread that asks."""
+
+    def array(self, shape, dtype, alignment=None):
+        return current().block.shared.array(shape, dtype)
+
+
+class Turns(numba_kernel.BlockManager):
+    """memory: GlobalMemory; cluster: how many blocks run together."""
+
+    def __init__(self, memory, cluster, function, grid_dim, block_dim, debug):
+        super().__init__(function, grid_dim, block_dim, debug)
+        self.memory, self.cluster, self.dimensions, self.grid = memory, cluster, block_dim, grid_dim
+        self.over, self.error = False, None
+        self.ready, self.transfers = deque(), deque()
+        self._done = Lock()
+        self._done.acquire()
+        self._polls = 0
+        self._at_barrier = []
+
+    def run(self, block_index, *arguments):
+        if block_index[0] % self.cluster:
+            return  # ran with the first of its cluster
+
+        def body():
+            self._f(*arguments)
+
+        x, y, z = self.dimensions
+        self.size = x * y * z
+        module = numba_kernel._get_kernel_context()
+        shared_bytes, module._shared = module._shared._dynshared_size, SharedOfBlock()
+        module._shared._dynshared_size = shared_bytes
+        self.order = Order(self.cluster * self.size)
+        self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]
+        for block in self.blocks:
+            block.start(body, (block_index[0] + block.rank, *block_index[1:]))
+        self.threads = threads = [thread for block in self.blocks for thread in block.threads]
+        self.alive = len(threads)
+        self.ready.extend(threads)
+        for thread in threads:
+            thread.start()
+        try:
+            self.ready.popleft().turn.release()
+            self._done.acquire()
+        except BaseException:  # Ctrl-C
+            self.over = True
+            raise
+        finally:
+            for thread in threads:
+                thread.join(timeout=None if self.error is None and not self.over else 10)
+        if self.error is not None:
+            raise self.error
+        for block in self.blocks:
+            block.registers.check(self.size // 32)
+
+    # Waiting. Called by the thread that is running.
+
+    def wait(self, thread, what):
+        """Stand still until somebody calls wake(thread). what: for the message if nobody does."""
+        if self.over:
+            raise Abandoned
+        thread.waits_for = what
+        following = self._next()
+        if following is not thread:
+            following.turn.release()
+            thread.turn.acquire()
+        thread.waits_for = None
+        if self.over:
+            raise Abandoned
+
+    def wake(self, thread):
+        self._polls = 0
+        self.ready.append(thread)
+
+    def let_others_run(self, thread):
+        """After something that a loop may do until another thread has done something."""
+        self._polls += 1
+        if self._polls > POLLS:
+            raise Misuse(f"looks at memory for the {POLLS}th time without anything else done:\n{self._standing()}")
+        if self.ready or self._arrive():
+            self.ready.append(thread)
+            self.wait(thread, None)
+
+    def _next(self):
+        try:
+            while not self.ready and self._arrive():
+                pass
+        except Misuse as error:  # of a copy, while no thread runs
+            self.fail(error)
+        if not self.ready:
+            self.fail(self._stuck())
+        return self.ready.popleft()
+
+    def _arrive(self):
+        """The oldest of the copies under way arrives, if there is one."""
+        if not self.transfers or self.over:
+            return False
+        self._polls = 0
+        self.transfers.popleft()()
+        return True
+
+    # Barriers: cuda.syncthreads of one block, cluster.sync of all.
+
+    def sync(self, thread):
+        if self.over:
+            raise Abandoned
+        self._at_barrier.append(thread)
+        if len(self._at_barrier) < self.alive:
+            self.wait(thread, "cluster.sync")
+        else:
+            self._at_barrier = self.open_barrier(self._at_barrier, thread)
+
+    def open_barrier(self, came, last=None):
+        """All who are to come have come, `last` right now. -> who is there for the next time: nobody."""
+        self.order.meet([thread.number for thread in came])
+        for thread in came:
+            if thread is not last:
+                self.wake(thread)
+        return []
+
+    # Ends.
+
+    def leave(self, thread):
+        thread.ended = True
+        thread.block.alive -= 1
+        self.alive -= 1
+        if not self.alive:
+            self._done.release()
+            return
+        self._polls = 0
+        if not self.over:
+            error = thread.block.left(thread)
+            if error:
+                self.fail(error, thread)
+            elif self._at_barrier and len(self._at_barrier) == self.alive:
+                self._at_barrier = self.open_barrier(self._at_barrier)
+        self._next().turn.release()
+
+    def fail(self, error, thread=None):
+        """The first error is the launch's; all threads that are left end, `thread` by itself."""
+        if self.error is None:
+            self.error = _named(error, thread)
+        self.over = True
+        self.ready = deque(other for other in self.threads if not other.ended and other is not thread)
+
+    def _stuck(self):
+        waiting = [thread for thread in self.threads if not thread.ended]
+        groups = [group for thread in waiting for group in (thread.warp, thread.warpgroup) if group.came]
+        if groups:
+            group = groups[0]
+            here, missing = group.came[0], next(x for x in group.members if x not in group.came)
+            return Misuse(
+                f"{name(here)} waits in {group.instruction[0]} at {place(here)}, but {name(missing)} waits in "
+                f"{missing.waits_for} at {place(missing)}; all of a {group.kind} must come to one instruction. "
+                f"Nobody can go on:\n{self._standing()}"
+            )
+        thread = waiting[0]
+        return Misuse(f"{name(thread)} waits for ever at {place(thread)}. Nobody can go on:\n{self._standing()}")
+
+    def _standing(self):
+        """Who stands where, the threads of one place together."""
+        places = {}
+        for thread in self.threads:
+            if thread.ended:
+                key = "have left the kernel"
+            elif thread.waits_for is None:
+                key = f"could run at {place(thread)}"
+            else:
+                key = f"in {thread.waits_for} at {place(thread)}"
+            places.setdefault(key, []).append(thread.number)
+        return "\n".join(f"  {_ranges(numbers)}: {what}" for what, numbers in places.items())
+
+
+def _named(error, thread):
+    """An exception of one thread as the launch raises it."""
+    if thread is None:
+        return error
+    if isinstance(error, Misuse):
+        other = error.thread
+        if other is None or other is thread:
+            who, where = thread, "its end" if thread.ended else place_of_error(error)
+        else:
+            who, where = other, place(other)
+        return Misuse(f"{name(who)} at {where}\n{error}").with_traceback(error.__traceback__)
+    # In Numba's words.
+    text = f"tid={list(thread.threadIdx)} ctaid={list(thread.blockIdx)}" + (f": {error}" if str(error) else "")
+    try:
+        renamed = type(error)(text)
+    except TypeError:  # one that wants other arguments
+        renamed = RuntimeError(f"{text} ({type(error).__name__})")
+    return renamed.with_traceback(error.__traceback__)
+
+
+def _ranges(numbers):
+    """[0, 1, 2, 5] -> threads 0 to 2, 5."""
+    parts = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return "threads " + ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)
