@@ -25,7 +25,7 @@ def store_v4(address, values, at):
 def _loaded(address, count):
     thread, address = current(), int(address)
     shared = thread.block.shared
-    shared.read(shared.words(address, count, count), thread.number)
+    shared.read_few(shared.words(address, count, count), thread.number)
     return shared.data[address : address + count].view(np.uint32)
 
 

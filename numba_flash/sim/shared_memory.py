@@ -40,7 +40,7 @@ class SharedMemory:
         # For each warp its last read since, a number in _reads, or 0; earlier ones of other lanes are forgotten.
         self.readers = np.zeros((-(-order.threads // 32), words), np.int32)
         self._reads = [None]  # (threads, their epochs when they read together)
-        self._latest = {}  # (first thread, how many): (their epochs, the number of that in _reads)
+        self._latest = {}  # a thread, or (first thread, how many): (their epochs, the number of that in _reads)
 
     def array(self, shape, dtype, alignment=None):
         """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
@@ -102,6 +102,20 @@ class SharedMemory:
         if not asynchronous:  # those have an end that is waited for
             threads = [threads] if isinstance(threads, int) else threads
             self.readers[threads[0] // 32, words] = self._read_by(threads)
+
+    def read_few(self, words, thread):
+        """`read` of a word or four by one thread: most reads there are, and NumPy is slow with so little."""
+        known = self.order.known[thread]
+        for word in range(words.start, words.stop):
+            if self.copying[word] or known[self.writer[word]] < self.written[word]:
+                self.read(words, thread)  # says what is wrong
+        before, number = self._latest.get(thread, (None, 0))
+        epoch = known[thread]
+        if before != epoch:
+            number = len(self._reads)
+            self._reads.append(([thread], epoch))
+            self._latest[thread] = epoch, number
+        self.readers[thread // 32, words] = number
 
     def _read_by(self, threads):
         epochs = self.order.known[threads, threads]
