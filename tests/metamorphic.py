@@ -114,7 +114,7 @@ def test_concatenated_batches_equal_separate_ones(rung, seqlen_q):
 
 
 def test_causal_rows_do_not_know_later_keys(rung):
-    n = 20 if rung.slow else 30  # the time that rows take to be computed again grows with the square
+    n = 20 if rung.tensor else 30  # the time that rows take to be computed again grows with the square
     clean = rung.problem(n, n, batch=1, causal=True)
     whole = rung(clean)
 

@@ -25,16 +25,17 @@ def rung():
 
 # Blocks stay and take tile after tile, which takes more tiles than multiprocessors: rings of stages go round, phases
 # turn, notices follow each other, and every consumer has its turn. In causal order tiles have 3, 2 and 1 tiles of keys.
+# One block does it alone; where there are two, what they share is the counter.
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("multiprocessors", "shape", "options"),
     [
-        (dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
-        (dict(seqlen_q=130, seqlen_k=200, batch=2, heads=2, heads_kv=2), dict(seqlens=(200, 37))),
-        (dict(seqlen_q=300, seqlen_k=60, batch=1, heads=2, heads_kv=2), dict(causal=True)),  # some see no key at all
+        (1, dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
+        (2, dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
+        (1, dict(seqlen_q=130, seqlen_k=200, batch=2, heads=2, heads_kv=2), dict(seqlens=(200, 37))),
+        (2, dict(seqlen_q=300, seqlen_k=60, batch=1, heads=2, heads_kv=2), dict(causal=True)),  # some see no key at all
     ],
-    ids=["causal", "lengths", "empty tiles"],
+    ids=["causal", "causal, two", "lengths", "empty tiles"],
 )
-@pytest.mark.parametrize("multiprocessors", [1, 2])
 def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)

@@ -47,11 +47,11 @@ class Asking:
     """A config of a kernel that is written here."""
 
     kernel, dtype, threads = "asking", "float32", 64
-    tensor_maps, blocks_per_sm, whole_program = 3, 2, True
+    tensor_maps, blocks_per_sm, whole_program, cluster = 3, 2, True, 2
 
 
 class Plain(Asking):
-    tensor_maps, blocks_per_sm, whole_program = 0, 0, False
+    tensor_maps, blocks_per_sm, whole_program, cluster = 0, 0, False, 1
 
 
 def kernel(tensor_maps, x, y, sizes, strides):
@@ -72,6 +72,7 @@ def test_what_a_config_asks_for_is_in_the_ptx(config, function, monkeypatch):
     assert (f".param .align 64 .b8 numba_flash_asking_param_0[{size}]" in ptx) == asked
     assert (".maxntid 64" in ptx and ".minnctapersm 2" in ptx) == asked
     assert (".version 8.0" in ptx) == asked
+    assert (".explicitcluster\n.reqnctapercluster 2, 1, 1\n" in ptx) == asked
     assert ".param .u64 numba_flash_asking_param_1" in ptx
     found = assemble(ptx, "sm_90a")
     assert found.cubin[:4] == b"\x7fELF" and found.registers > 0 and found.spill_bytes == 0
