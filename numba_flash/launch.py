@@ -65,7 +65,7 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
         head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
         tiles = problem.batch * (problem.heads // config.group) * head_tiles
         if config.kernel == "wgmma":
-            return config.cluster * min(tiles, target.multiprocessors // config.cluster)
+            return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
         return tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 

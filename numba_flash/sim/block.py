@@ -1,6 +1,6 @@
 """A thread and a block of the simulator: what its twins keep there, and cuda.syncthreads.
 
-They take the place of Numba's BlockThread and, with turns.py, of its BlockManager while sim.launch.run runs.
+Thread takes the place of Numba's BlockThread while sim.launch.run runs.
 """
 
 import threading

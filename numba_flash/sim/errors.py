@@ -17,7 +17,7 @@ _PYTHON = (threading.__file__, contextlib.__file__)
 class Misuse(RuntimeError):
     """What a GPU would answer with a wrong result, a hang or an illegal access.
 
-    thread: who did it, where it is not the thread that raises. block.py adds names and lines.
+    thread: who did it, where it is not the thread that raises. turns.py adds names and lines.
     """
 
     def __init__(self, text, thread=None):

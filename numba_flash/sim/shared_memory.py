@@ -20,10 +20,10 @@ GARBAGE = 0xFF  # what it holds at first: NaN in every float, so that nobody tak
 
 
 class SharedMemory:
-    """Takes the place of Numba's `cuda.shared` in a launch."""
+    """What a kernel gets as `cuda.shared`, by way of turns.SharedOfBlock."""
 
     def __init__(self, dynamic_bytes, order):
-        self._dynshared_size = dynamic_bytes  # Numba's name for it
+        self._dynamic_bytes = dynamic_bytes
         self.order = order
         self._static = -(-(BASE + dynamic_bytes) // BASE) * BASE
         self._next_static = self._static
@@ -46,7 +46,7 @@ class SharedMemory:
         """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
         dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
         if shape == 0:
-            count = self._dynshared_size // dtype.itemsize
+            count = self._dynamic_bytes // dtype.itemsize
             return self.data[BASE : BASE + count * dtype.itemsize].view(dtype)
         caller = sys._getframe(2)  # behind turns.SharedOfBlock
         key = caller.f_code, caller.f_lineno
@@ -69,7 +69,7 @@ class SharedMemory:
 
     def words(self, address, count, alignment):
         """The slice of `count` bytes, checked for bounds and alignment."""
-        end = BASE + self._dynshared_size
+        end = BASE + self._dynamic_bytes
         if not (BASE <= address and address + count <= end):
             if not (self._static <= address and address + count <= self._next_static):
                 raise Misuse(

@@ -22,12 +22,17 @@ POLLS = 300_000  # how often a thread may look at memory in which nothing can ch
 class SharedOfBlock:
     """Numba's `cuda.shared` in a launch: that of the block of the thread that asks."""
 
+    def __init__(self, dynamic_bytes):
+        self._dynshared_size = dynamic_bytes  # Numba's name for it
+
     def array(self, shape, dtype, alignment=None):
         return current().block.shared.array(shape, dtype)
 
 
 class Turns(numba_kernel.BlockManager):
-    """memory: GlobalMemory; cluster: how many blocks run together."""
+    """Takes the place of Numba's BlockManager, which there is one of for each block: that of a cluster's first block
+    runs all of them. memory: GlobalMemory; cluster: how many blocks run together.
+    """
 
     def __init__(self, memory, cluster, function, grid_dim, block_dim, debug):
         super().__init__(function, grid_dim, block_dim, debug)
@@ -49,8 +54,8 @@ class Turns(numba_kernel.BlockManager):
         x, y, z = self.dimensions
         self.size = x * y * z
         module = numba_kernel._get_kernel_context()
-        shared_bytes, module._shared = module._shared._dynshared_size, SharedOfBlock()
-        module._shared._dynshared_size = shared_bytes
+        shared_bytes = module._shared._dynshared_size
+        module._shared = SharedOfBlock(shared_bytes)
         self.order = Order(self.cluster * self.size)
         self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]
         for block in self.blocks:

@@ -205,6 +205,7 @@ def test_blocks_in_pairs(head_dim, options, paired):
     head_tiles += head_tiles % config.cluster
     room = HOPPER.multiprocessors // config.cluster * config.cluster
     assert launch.grid(config, made, HOPPER) == min(made.heads // config.group * head_tiles, room)
+    assert launch.grid(config, made, dataclasses.replace(HOPPER, multiprocessors=1)) == config.cluster
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.
