@@ -18,6 +18,7 @@ last block to find no tile left sets the counter back, so it is ready for the ne
 
 With config.paired two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each producer
 fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done with one.
+All their tiles take as long, so they are handed out in turn and no counter is asked.
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
