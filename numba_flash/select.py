@@ -59,9 +59,11 @@ FEW_QUERIES = 1024
 # has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
 # 1.02; at 1k 1.01 and 1.05 beside 1.00 and 1.08; at 2k 1.01 and 1.10 beside 1.00 and 1.10.
 FEW_KEYS = 512
-# Blocks in pairs, each of which fetches half of K and V for both, to blocks by themselves (H200, float16, full,
-# 2026-11-22): head_dim 256, seqlen 512 to 4k 1.016 to 1.020, 16k 1.00; 128, 1.00 to 1.015; 64, where tiles are short
-# and blocks wait for each other, 0.76 to 0.98. A tile left over is worth it beside so many:
+# Blocks in pairs, each of which fetches half of K and V for both, to blocks by themselves, in turns (a prototype, two
+# runs; H200, float16, full, 2026-11-22): head_dim 256, seqlen 512 to 4k 1.016 to 1.020, 16k 1.00; 128, 1.00 to 1.015,
+# 16k 0.98; 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. Beside cuDNN, in bench_forward, the
+# gain is not seen: 1.075 after 1.074 at 256, 1.076 after 1.068 at 128. Beside so many tiles one that is left over is
+# thought not to matter (not measured):
 MANY_TILES = 64
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))

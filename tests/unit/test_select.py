@@ -7,6 +7,7 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHI
 
 from numba_flash import arguments, launch
 from numba_flash.config import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
+from numba_flash.explaining import Explanation
 from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 from numba_flash.target import Target
 
@@ -197,8 +198,10 @@ def test_few_keys_get_tiles_that_end_with_them(seqlen_k, tile_n):
 )  # fmt: skip
 def test_blocks_in_pairs(head_dim, options, paired):
     made = problem(head_dim, **options)
-    config = select(made, HOPPER, "wgmma").config
+    choice = select(made, HOPPER, "wgmma")
+    config = choice.config
     assert config.paired == paired and config.cluster == 1 + paired
+    assert ("in clusters of 2" in str(Explanation.of(made, HOPPER, choice))) == paired
     rows = [tensor_map.box[1] for _, tensor_map in arguments.tensor_maps(config, made)[1:]]
     assert rows == [config.tile_n // config.cluster] * 2
     head_tiles = -(-made.seqlen_q // config.queries)
