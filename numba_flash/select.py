@@ -59,12 +59,6 @@ FEW_QUERIES = 1024
 # has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
 # 1.02; at 1k 1.01 and 1.05 beside 1.00 and 1.08; at 2k 1.01 and 1.10 beside 1.00 and 1.10.
 FEW_KEYS = 512
-# Blocks in pairs, each of which fetches half of K and V for both, to blocks by themselves, in turns (a prototype, two
-# runs; H200, float16, full, 2026-11-22): head_dim 256, seqlen 512 to 4k 1.016 to 1.020, 16k 1.00; 128, 1.00 to 1.015,
-# 16k 0.98; 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. Beside cuDNN, in bench_forward, the
-# gain is not seen: 1.075 after 1.074 at 256, 1.076 after 1.068 at 128. Beside so many tiles one that is left over is
-# thought not to matter (not measured):
-MANY_TILES = 64
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -273,11 +267,15 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
-    """Whether query tiles, of so many queries, are to be taken two at a time: both see the same keys, and hardly one is
-    left over, beside which a block would compute nothing."""
+    """Whether query tiles, of so many queries, are to be taken two at a time, so that two blocks fetch half of K and V
+    each for both: where both see the same keys, and none is left over, beside which a block would compute nothing."""
+    # In turns with blocks by themselves, two H200, float16, full, 2026-11-22: head_dim 256, seqlen 1k to 32k, 1.015
+    # to 1.027 (once 0.99), at 512 1.007; 128, from 2k on, 1.01 to 1.026 (once 0.98, once 0.99), below 0.995 to 1.007;
+    # 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. With one tile left over of 65 it is 0.992
+    # and 0.998, of 33 0.945 and 0.889.
     same_keys = problem.left is None and problem.right is None and not problem.has_seqlens_k
     tiles = -(-problem.seqlen_q // queries)
-    return same_keys and (tiles % 2 == 0 or tiles > MANY_TILES) and tiles > 0
+    return same_keys and tiles % 2 == 0 and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:

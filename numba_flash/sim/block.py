@@ -60,7 +60,7 @@ class Block:
         self.memory, self.dimensions, self.grid = turns.memory, turns.dimensions, turns.grid  # memory: GlobalMemory
         self.wait, self.wake, self.transfers = turns.wait, turns.wake, turns.transfers
         self.size = turns.size
-        self.shared = SharedMemory(shared_bytes, self.order)
+        self.shared = SharedMemory(shared_bytes, self.order, rank * self.size)
         self.mbarriers, self.barriers = {}, {}  # by address; by number
         self.registers = Registers()
         self.alive = self.size

@@ -22,9 +22,10 @@ GARBAGE = 0xFF  # what it holds at first: NaN in every float, so that nobody tak
 class SharedMemory:
     """What a kernel gets as `cuda.shared`, by way of turns.SharedOfBlock."""
 
-    def __init__(self, dynamic_bytes, order):
+    def __init__(self, dynamic_bytes, order, first_thread):
         self._dynamic_bytes = dynamic_bytes
         self.order = order
+        self._first_thread = first_thread  # the block's, in the cluster
         self._static = -(-(BASE + dynamic_bytes) // BASE) * BASE
         self._next_static = self._static
         self._arrays = {}
@@ -193,7 +194,8 @@ class SharedMemory:
             readers, epochs = self._reads[number]
             # Lanes that read together were all done when the first of them came to a barrier.
             if not (self.order.known[thread, readers] >= epochs).any():
-                who = f"thread {readers[0]}" if len(readers) == 1 else f"warp {readers[0] // 32}"
+                first = readers[0] - self._first_thread
+                who = f"thread {first}" if len(readers) == 1 else f"warp {first // 32}"
                 where = self._first(words, (numbers == number).any(axis=0))
                 raise Misuse(f"{where}, read by {who}, is written over with no barrier in between")
         self.readers[:, words] = 0
@@ -204,4 +206,4 @@ class SharedMemory:
         return f"shared address {4 * int(numbers[which].flat[0]):#x}"
 
     def _by(self, writer):
-        return f"thread {writer}" if writer < self.order.threads else "TMA"
+        return f"thread {writer - self._first_thread}" if writer < self.order.threads else "TMA"

@@ -193,8 +193,9 @@ class Turns(numba_kernel.BlockManager):
                 key = f"could run at {place(thread)}"
             else:
                 key = f"in {thread.waits_for} at {place(thread)}"
-            places.setdefault(key, []).append(thread.number)
-        return "\n".join(f"  {_ranges(numbers)}: {what}" for what, numbers in places.items())
+            block = f"block {tuple(thread.blockIdx)}, " if self.cluster > 1 else ""
+            places.setdefault((block, key), []).append(thread.thread_id)
+        return "\n".join(f"  {block}{_ranges(numbers)}: {what}" for (block, what), numbers in places.items())
 
 
 def _named(error, thread):

@@ -516,6 +516,34 @@ def test_what_is_forgotten_in_a_cluster_is_named(right, wrong, match):
         )
 
 
+def test_threads_of_a_cluster_are_named_by_their_block():
+    """They have one clock, and numbers in it that nobody else knows."""
+
+    def kernel(how):
+        i, at = cuda.threadIdx.x, shared.address(cuda.shared.array(0, np.dtype(np.uint32)))
+        if cluster.rank() == 1:
+            if i == 3:
+                ld_st.load_b32(at + 4)
+                ld_st.store_b32(at, 7)
+            if i == 5 and how[0] == 0:
+                ld_st.load_b32(at)
+            if i == 5 and how[0] == 1:
+                ld_st.store_b32(at + 4, 7)
+            if i == 5:
+                mbarrier.init(at + 8, 1)
+                mbarrier.wait(at + 8, 0)
+
+    options = dict(shared_bytes=64, blocks=4, in_cluster=2)
+    who = r"^block \(1, 0, 0\), thread 5 \(.*\n"
+    for how, match in (
+        (0, who + "shared address 0x400, written by thread 3, is read with no barrier in between"),
+        (1, who + "shared address 0x404, read by thread 3, is written over with no barrier in between"),
+        (2, r"\n  block \(1, 0, 0\), threads 5: in mbarrier.wait"),
+    ):
+        message = misuse(kernel, 6, np.full(1, how, np.uint32), match=match, **options)
+    assert "block (0, 0, 0), threads 0 to 5: have left" in message and "threads 0 to 4: have left" in message
+
+
 def test_a_block_that_has_left_its_cluster():
     def arrives(out):
         at = shared.address(cuda.shared.array(0, np.dtype(np.uint32)))

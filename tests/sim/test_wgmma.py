@@ -64,7 +64,7 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
     monkeypatch.setattr(api, "_decided", {})
     monkeypatch.setattr(select, "WGMMA_TILES", ((256, 64, 48, False, 1, 8),))
-    monkeypatch.setattr(select, "MANY_TILES", 2)
+    monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
     case = rung.problem(**shape, batch=1)
     assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
     rung.check(case)
