@@ -1,7 +1,6 @@
 """What the scripts that need a GPU share: which machine it is, kernels compiled ahead, exact rows, fair times."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ from importlib import metadata
 import numpy as np
 
 import numba_flash
-from numba_flash import api, compiled, launch
+from numba_flash import compiled
 
 VERSIONS = (
     "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",
@@ -83,14 +82,6 @@ def compile_ahead(jobs):
         for error in errors:
             print(f"     did not compile: {error}")
         print(f"     compiled {len(missing) - len(errors)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def with_config(change, q, k, v, out, **options):
-    """(Config, a function that runs attention with it): the Config that select makes, after `change` has seen it."""
-    given, (problem, target, choice, _) = api.understand_call(q, k, v, dict(options, out=out))
-    choice = dataclasses.replace(choice, config=change(choice.config))
-    ready = launch.prepare(choice, problem, target)
-    return choice.config, lambda: ready.run(given, 0)
 
 
 def job(arguments, kernel, **options):
