@@ -208,10 +208,12 @@ def understand(
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
+    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    # nearly always q, k and v are all, and what is not there need not be looked at one by one
+    others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key = (
-        q.layout, k.layout, v.layout, o and o.layout, lse and lse.layout, bias and bias.layout, mask and mask.layout,
-        alibi_slopes and alibi_slopes.layout, seqlens_k and seqlens_k.layout, offsets and offsets.layout, q_offset,
-        causal, window, scale, softcap, layout, return_lse, kernel, stream is not None, addresses % 16 == 0,
+        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
+        stream is not None, addresses % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
     )  # fmt: skip
@@ -225,21 +227,25 @@ def understand(
         if len(_decided) >= MOST_DECIDED:
             _decided.clear()
         decision = _decided[key] = decide(*key[:-5])
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
-    if addresses & 7 or given[3:] != _NO_MORE:  # nearly always q, k and v are all, and lie well
+    if others is not None or addresses & 7:
         check_memory(given, decision.problem)
     return given, decision
 
 
+_NO_OTHERS = [None] * (len(Operands._fields) - 3)
+
+
 def decide(
-    q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
-    mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None, q_offset: Any,
-    causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool,
-    aligned: bool,
+    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
+    scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool, aligned: bool,
 ) -> Decision:  # fmt: skip
-    """All that follows from layouts and options, so that a call seen before is decided by looking it up."""
+    """All that follows from layouts and options, so that a call seen before is decided by looking it up.
+
+    others: the layouts of Operands from o on; None for none at all.
+    """
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = others or _NO_OTHERS
     problem = Problem.of(
-        q, k, v, out, out_lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
         layout, return_lse, aligned,
     )  # fmt: skip
     target = Target.of(q.device)
@@ -247,12 +253,10 @@ def decide(
     return Decision(problem, target, choice, prepare(choice, problem, target))
 
 
-# What was decided before. It is looked up in each call: functools.lru_cache, which would type all twenty parts of the
-# key, takes twice as long.
+# What was decided before. It is looked up in each call: functools.lru_cache, which would type all parts of the key,
+# takes twice as long.
 _decided: dict[tuple[Any, ...], Decision] = {}
 MOST_DECIDED = 4096
-
-_NO_MORE = [None] * (len(Operands._fields) - 3)  # where a call has q, k and v only
 
 
 def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:

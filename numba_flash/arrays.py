@@ -114,13 +114,16 @@ class _Layouts(dict):
 
 
 class _TorchLayouts(_Layouts):
-    """(torch.device, shape, strides, torch dtype) -> Layout: a tensor is asked as few questions as can be."""
+    """(torch.device, shape, strides, torch dtype) -> Layout. Strides are None where a tensor is contiguous: it is asked
+    as little as can be, and that is the cheaper question.
+    """
 
     @staticmethod
     def facts(device: Any, shape: Any, strides: Any, dtype: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"a tensor on {device}")
         index = device.index if device.type == "cuda" else None
+        strides = strides or _contiguous_strides(tuple(shape), 1)
         return index, tuple(shape), strides, dtype.itemsize, _name(dtype), False
 
 
@@ -177,7 +180,8 @@ def _torch(x: Any) -> Array:
             "torch",
         )
     try:
-        return Array(x.data_ptr(), _torch_layouts[x.device, x.shape, x.stride(), x.dtype], x)
+        strides = None if x.is_contiguous() else x.stride()
+        return Array(x.data_ptr(), _torch_layouts[x.device, x.shape, strides, x.dtype], x)
     except RuntimeError as error:  # only a dense tensor has an address and strides
         if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
             raise

@@ -113,6 +113,21 @@ def test_outputs_are_new_contiguous_and_of_the_dtype():
         assert type(made) is np.ndarray and made.flags.c_contiguous and made.dtype.name == dtype
 
 
+def test_strides_of_torch_tensors():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    x = torch.zeros(2, 3, 4, 8)
+    for y in (
+        x, x.transpose(1, 2), x[:, :, 1:], x[:1], x[:, :0], x.flip(3), x[..., 3:4], x[:1, :1], torch.zeros(()),
+        x.as_strided((1, 3, 1, 8), (7, 8, 5, 1)), x[:, :1].expand(2, 3, 4, 8),
+    ):  # fmt: skip
+        layout = arrays.read("x", y).layout
+        assert layout.shape == tuple(y.shape)
+        pairs = zip(layout.strides, y.stride(), y.shape, strict=True)
+        assert y.numel() == 0 or all(mine == theirs for mine, theirs, extent in pairs if extent > 1)
+        assert layout.contiguous >= (0 not in y.shape and y.is_contiguous())
+        assert arrays.read("x", y.clone(memory_format=torch.contiguous_format)).layout.contiguous
+
+
 def test_torch_outputs_are_contiguous_whatever_q_is():
     torch = pytest.importorskip("torch", reason="needs torch")
     for q in (
