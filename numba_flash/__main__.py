@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kernel", default="auto", help="the one that would be asked for")
     add("--cc", type=capability, metavar="8.6", help="arrays on a GPU of this compute capability, not on this machine")
     add("--shared-kb", type=int, metavar="KB", help="with --cc: shared memory that a block can have there")
+    add("--multiprocessors", type=int, metavar="N", help="with --cc: how many it has; default: 132, as an H100 or H200")
     return parser
 
 
@@ -67,38 +68,20 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def explain(asked: argparse.Namespace) -> int:
-    """Print `explain` of a problem that is only described: no array of its size is made."""
-    import ml_dtypes  # noqa: F401 - tells NumPy what bfloat16 is
-    import numpy as np
-
+    """Print `explain` of a problem that is only described: there are no arrays."""
     from . import explaining, toolchain
     from .select import select
     from .target import Target
 
-    heads_kv, seqlen_k, head_dim_v = asked.heads_kv, asked.seqlen_k, asked.head_dim_v
-    heads_kv = asked.heads if heads_kv is None else heads_kv
-    seqlen_k = asked.seqlen_q if seqlen_k is None else seqlen_k
-    head_dim_v = asked.head_dim if head_dim_v is None else head_dim_v
-
-    def array(heads: int, seqlen: int, dim: int) -> Any:
-        inner = (heads, seqlen) if asked.layout == "bhsd" else (seqlen, heads)
-        return np.broadcast_to(np.zeros((), asked.dtype), (asked.batch, *inner, dim))
-
     try:
-        problem = explaining.explain(
-            array(asked.heads, asked.seqlen_q, asked.head_dim),
-            array(heads_kv, seqlen_k, asked.head_dim),
-            array(heads_kv, seqlen_k, head_dim_v),
-            causal=asked.causal,
-            window=asked.window and tuple(asked.window),
-            layout=asked.layout,
-            kernel="reference",  # runs anywhere; the choice is made below
-        ).problem
+        _check(asked)
         if asked.cc:
-            target = _made_up(asked.cc, asked.shared_kb)
+            target = _made_up(asked.cc, asked.shared_kb, asked.multiprocessors)
         else:
             target = Target.of(None if toolchain.simulated() or toolchain.unusable() else 0)
-        choice = select(problem, target, asked.kernel, "numpy" if target.arrays_on_host else "cupy")
+        family = "numpy" if target.arrays_on_host else "cupy"
+        problem = _problem(asked, family)
+        choice = select(problem, target, asked.kernel, family)
     except (TypeError, ValueError, NotImplementedError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
@@ -106,14 +89,52 @@ def explain(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _made_up(cc: tuple[int, int], shared_kb: int | None) -> Any:
+def _check(asked: argparse.Namespace) -> None:
+    for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        value = getattr(asked, name)
+        if value is not None and value < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative, and is {value}")
+    for name in ("shared_kb", "multiprocessors"):
+        if getattr(asked, name) is not None and not asked.cc:
+            raise ValueError(f"--{name.replace('_', '-')} says what the GPU of --cc has: give that, too")
+
+
+def _problem(asked: argparse.Namespace, family: str) -> Any:
+    """As of contiguous arrays."""
+    from .arrays import ITEM_SIZE, Layout
+    from .problem import LAYOUTS, Problem, contiguous_strides
+
+    heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
+    seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
+    head_dim_v = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
+
+    def layout(heads: int, seqlen: int, dim: int) -> Layout:
+        extents = (asked.batch, heads, seqlen, dim)
+        shape = tuple(extents[axis] for axis in LAYOUTS[asked.layout])
+        device = None if family == "numpy" else 0
+        return Layout(family, device, shape, contiguous_strides(shape), ITEM_SIZE[asked.dtype], asked.dtype, False)
+
+    q, k, v = (
+        layout(asked.heads, asked.seqlen_q, asked.head_dim),
+        *(layout(heads_kv, seqlen_k, dim) for dim in (asked.head_dim, head_dim_v)),
+    )
+    window = asked.window and tuple(asked.window)
+    return Problem.of(
+        q, k, v, out=None, out_lse=None, bias=None, mask=None, alibi_slopes=None, seqlens_k=None, q_offsets=None,
+        q_offset=None, causal=asked.causal, window=window, scale=None, softcap=None, layout=asked.layout,
+        return_lse=False,
+    )  # fmt: skip
+
+
+def _made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:
     from .target import Target
 
     name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
     kb = SHARED_KB.get(cc) if shared_kb is None else shared_kb
     if kb is None:
         raise ValueError(f"how much shared memory {name} has is not known here: say it with --shared-kb")
-    return Target(arrays_on_host=False, cc=cc, shared_bytes=kb * 1024, name=name)
+    count = 132 if multiprocessors is None else multiprocessors
+    return Target(arrays_on_host=False, cc=cc, shared_bytes=kb * 1024, multiprocessors=count, name=name)
 
 
 def info() -> int:

@@ -180,8 +180,13 @@ def _torch(x: Any) -> Array:
             "torch",
         )
     try:
-        strides = None if x.is_contiguous() else x.stride()
-        return Array(x.data_ptr(), _torch_layouts[x.device, x.shape, strides, x.dtype], x)
+        pointer, strides = x.data_ptr(), None if x.is_contiguous() else x.stride()
+        if x.is_neg() or (not pointer and x.numel()):
+            raise TypeError(
+                "a torch tensor must have its own numbers in memory, not those of another one, negated (pass "
+                "tensor.resolve_neg()), or none, as in torch.func.functionalize"
+            )
+        return Array(pointer, _torch_layouts[x.device, x.shape, strides, x.dtype], x)
     except RuntimeError as error:  # only a dense tensor has an address and strides
         if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
             raise

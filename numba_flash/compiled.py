@@ -1,4 +1,4 @@
-"""(kernel, Config, device) -> a loaded kernel: the only memo, over a disk cache of cubins.
+"""(kernel, Config, device) -> a loaded kernel: the only memo, over a disk cache of code.
 
 Numba compiles the Python function to PTX, nvJitLink assembles it, cuda.core loads it. Numba's own
 dispatcher and cache are not used: a launch through the dispatcher costs 185 us with four CuPy arrays
@@ -210,7 +210,7 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
         dispatcher.get_current_device = asked
 
 
-# The disk cache. An entry is a cubin followed by its SHA-256; tools that read cubins do not mind.
+# The disk cache. An entry is a cubin, or PTX, followed by its SHA-256; tools that read cubins do not mind.
 
 
 @functools.cache
@@ -268,9 +268,9 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     return bytes(entry[:-32])
 
 
-def write_cache(config: AnyConfig, arch: str, cubin: bytes) -> None:
+def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
     try:
-        _store(512 * 2**20).update({_key(config, arch): cubin + hashlib.sha256(cubin).digest()})
+        _store(512 * 2**20).update({_key(config, arch): code + hashlib.sha256(code).digest()})
     except Exception as error:
         _complain(error)
 

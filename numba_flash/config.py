@@ -262,8 +262,8 @@ class WgmmaConfig(TensorConfig):
         return self.REGISTERS[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and words, and the end
-        are.
+        """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and notices, and the
+        end are.
         """
         k_at = self.q_buffers * tile_bytes(self.tile_m, self.depth)
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)

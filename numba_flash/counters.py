@@ -12,34 +12,60 @@ from .arrays import Array
 WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; how many are made at a time
 _lock = threading.Lock()
 _unused: dict[int, list[int]] = {}  # device -> addresses
-_of_stream: dict[tuple[int, int], Array] = {}
+_of_default: dict[int, Array] = {}  # device -> that of the legacy default stream, which cannot be captured
+_of_stream: dict[tuple[int, int], Array] = {}  # (device, a stream's number); who was asked for last stands last
 
 
 def counter(like: Array, device: int, stream: int) -> Array:
     """The counter for a launch on `stream`, next to the array `like`."""
-    if stream > 2:  # else one of the default streams, which cannot be captured
-        from cuda.bindings import driver
-
-        _, status = driver.cuStreamIsCapturing(stream)
-        if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            return Array(_take(device), like.layout, None)
-    found = _of_stream.get((device, stream))
+    if stream > 1:
+        return _counter_of(like, device, stream)
+    found = _of_default.get(device)
     if found is None:
-        found = _of_stream[device, stream] = Array(_take(device), like.layout, None)
+        found = _of_default[device] = Array(_take(device), like.layout, None)
+    return found
+
+
+def _counter_of(like: Array, device: int, stream: int) -> Array:
+    from cuda.bindings import driver
+
+    _, status = driver.cuStreamIsCapturing(stream)
+    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return Array(_take(device), like.layout, None)
+    # Handles come back: that of a stream that was destroyed while its work goes on, and in each thread that of the
+    # thread's own default stream. Numbers do not.
+    key = device, int(_checked(driver.cuStreamGetId(stream)))
+    found = _of_stream.pop(key, None)
+    if found is None:
+        if len(_of_stream) >= SLAB:
+            _recycle()
+        found = Array(_take(device), like.layout, None)
+    _of_stream[key] = found
     return found
 
 
 def prepare(device: int) -> None:
-    """Have counters at hand: while a graph is captured no memory can be allocated."""
+    """Have counters at hand before the first launch, which may be captured."""
     with _lock:
-        if not _unused.get(device):
-            _unused[device] = _slab(device)
+        _fill(device)
 
 
 def _take(device: int) -> int:
-    prepare(device)
     with _lock:
+        _fill(device)
         return _unused[device].pop()
+
+
+def _fill(device: int) -> None:
+    if not _unused.get(device):
+        _unused[device] = _slab(device)
+
+
+def _recycle() -> None:
+    """Give back the counter of the stream that has had no launch for the longest time: thousands of others had."""
+    with _lock:
+        key = list(_of_stream)[0]  # noqa: RUF015 - next(iter()) fails where another thread asks for a counter
+        _unused[key[0]].insert(0, _of_stream.pop(key).pointer)
 
 
 def _slab(device: int) -> list[int]:
@@ -48,11 +74,17 @@ def _slab(device: int) -> list[int]:
 
     context = _checked(driver.cuDevicePrimaryCtxRetain(device))
     _checked(driver.cuCtxPushCurrent(context))
+    # A stream may be captured meanwhile, whose graph does not depend on this memory being made.
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
         memory = int(_checked(driver.cuMemAlloc(SLAB * SPACING)))
-        _checked(driver.cuMemsetD8(memory, 0, SLAB * SPACING))
-        _checked(driver.cuCtxSynchronize())
+        stream = _checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        _checked(driver.cuMemsetD8Async(memory, 0, SLAB * SPACING, stream))
+        _checked(driver.cuStreamSynchronize(stream))
+        _checked(driver.cuStreamDestroy(stream))
     finally:
+        _checked(driver.cuThreadExchangeStreamCaptureMode(before))
         _checked(driver.cuCtxPopCurrent())
     return [memory + SPACING * i for i in range(SLAB)]
 

@@ -352,7 +352,7 @@ def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) 
 def check_memory(given: list[Any], problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory.
 
-    given: an Array or None for each field of Operands. Every call comes here, so it hurries.
+    given: an Array or None for each field of Operands. Calls that have more than q, k and v come here, so it hurries.
     """
     _, _, _, o, lse, *_ = given
     arrays = [array for array in given if array is not None]

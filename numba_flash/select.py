@@ -143,7 +143,16 @@ def _not_asked(name: str, kernel: str, target: Target) -> str:
             if name in TENSOR
             else "v2 comes first"
         )
+    if target.cc is None:
+        return no_gpu(target)
     return "the arrays are in host memory; it runs when named, with copies to the GPU and back"
+
+
+def no_gpu(target: Target) -> str:
+    return (
+        f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set NUMBA_ENABLE_CUDASIM=1 before "
+        "Python starts"
+    )
 
 
 def refusal(name: str, problem: Problem, target: Target) -> str | None:
@@ -151,10 +160,7 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:
-        return (
-            f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set "
-            "NUMBA_ENABLE_CUDASIM=1 before Python starts"
-        )
+        return no_gpu(target)
     if name in TENSOR:
         reason = no_tensor_cores(name, problem, target.cc, target.name)
         if reason is not None:

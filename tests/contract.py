@@ -467,6 +467,16 @@ def check_where_fetched(rung, case, how, **options):
         rung.check(case, **options)
 
 
+# Wider than what a block of mma computes: two have the columns of a row between them, and these do not end where panels
+# of 64 columns do. With NaN in the last key, rows that do not see it are computed again.
+@pytest.mark.parametrize("head_dim_v", [264, 320, 400])
+@pytest.mark.parametrize("last", [0, np.nan])
+def test_wide_rows_of_v(rung, head_dim_v, last):
+    case = rung.problem(5, 12, batch=1, heads=1, head_dim=8, head_dim_v=head_dim_v, causal=True, window=(3, 0))
+    case.v[:, :, 11] = last
+    rung.check(case)
+
+
 # Every unusual stride that the testing kit knows, for all three arrays at once.
 @pytest.mark.parametrize("how", testing.STRIDES)
 def test_any_strides(rung, how):

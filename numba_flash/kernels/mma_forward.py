@@ -22,7 +22,7 @@ from .steps import async_tiles, elements, fragment_scores, fragment_softmax, not
 from .steps import repair_rows as repair_rows_step
 from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
-from .steps.plain import first_column_of, first_row_of, key_tiles, panel_offset, row_keys
+from .steps.plain import chunk_pair, first_column_of, first_row_of, key_tiles, panel_offset, row_keys
 
 
 def make(config):
@@ -70,11 +70,6 @@ def make(config):
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
-
-    @inlined
-    def chunk_pair(lane_address, pair, panel):
-        """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
-        return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
@@ -281,7 +276,6 @@ def make(config):
                 )  # fmt: skip
                 j = int32(j - 1)
 
-        # One division, then O in 16 bits to shared memory; in each row's pad whether it is finite, and its lse.
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)

@@ -14,18 +14,23 @@ class GlobalMemory:
 
     def __init__(self, operands, tensor_maps=()):
         self.operands = operands
-        self._extents = [
-            (begin, begin + data.size, data) for begin, data in (p.bytes() for p in operands if p is not None)
-        ]
+        self._extents = []
+        for pointer in operands:
+            if pointer is not None:
+                begin, data = pointer.bytes()
+                self._extents.append((begin, begin + data.size, data, pointer))
         self.tensors = [(tensor_map, self._tensor(operands[i], tensor_map)) for i, tensor_map in tensor_maps]
 
-    def bytes_at(self, address, count, alignment, writing=False):
+    def bytes_at(self, address, count, alignment, writing=False, atomic=False):
         """A view of `count` bytes, checked for bounds, alignment and being written."""
         address = int(address)
         if address % alignment:
             raise Misuse(f"global address {address:#x} is no multiple of {alignment}")
-        for begin, end, data in self._extents:
+        for begin, end, data, pointer in self._extents:
             if begin <= address and address + count <= end and (data.flags.writeable or not writing):
+                if writing and not atomic:
+                    item = pointer.array.itemsize
+                    pointer.store((address - begin) // item, max(count // item, 1))
                 return data[address - begin : address - begin + count]
         raise Misuse(f"{count} bytes at global address {address:#x} {self._why_not(address, count)}")
 

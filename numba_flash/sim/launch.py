@@ -16,17 +16,25 @@ from ..problem import Problem
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
 
+def _misuse(text: str) -> Exception:
+    from .errors import Misuse  # Numba comes in with it
+
+    return Misuse(text)
+
+
 class Pointer:
     """What a kernel sees of an array: an address that can be indexed, like a C pointer, but checked.
 
     Index 0 is the array's first element; with negative strides the others lie before it. bfloat16
-    is shown as its 16 bits, as it is to the compiled kernel.
+    is shown as its 16 bits, as it is to the compiled kernel. Blocks have no order, so what one has stored no other
+    may store, even if it is the same number.
     """
 
-    __slots__ = ("_first", "_flat", "array")
+    __slots__ = ("_first", "_flat", "_stored_by", "array")
 
     def __init__(self, array: np.ndarray):
         self.array = array  # for a person in the debugger
+        self._stored_by: dict[int, int] = {}  # element -> block, or the first of its cluster
         if array.dtype.name == "bfloat16":
             array = array.view(np.uint16)
         elif array.dtype == bool:
@@ -43,7 +51,20 @@ class Pointer:
         return self._flat[self._checked(index)]
 
     def __setitem__(self, index: int, value: Any) -> None:
-        self._flat[self._checked(index)] = value
+        position = self._checked(index)
+        self.store(position, 1)
+        self._flat[position] = value
+
+    def store(self, position: int, count: int) -> None:
+        """The running thread stores so many elements, from the position-th from the lowest on."""
+        turns = getattr(threading.current_thread(), "turns", None)
+        if turns is None:  # in Numba's own simulator
+            return
+        for stored in range(position, position + count):
+            other = self._stored_by.setdefault(stored, turns.first_block)
+            if other != turns.first_block:
+                where = f"element {stored - self._first} of an array of shape {self.array.shape}"
+                raise _misuse(f"{where} was stored by block {other}, and blocks have no order")
 
     def _checked(self, index: int) -> int:
         position = int(index) + self._first

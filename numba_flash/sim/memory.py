@@ -27,7 +27,7 @@ def store_v4(address, values, at):
 
 
 def add(address, value):
-    place = _at(address, 4, 4).view(np.uint32)
+    place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
     place[0] = u32(int(before) + int(value))
     _let_others_run()  # kernels may ask in a loop
@@ -35,15 +35,15 @@ def add(address, value):
 
 
 def exchange(address, value):
-    place = _at(address, 4, 4).view(np.uint32)
+    place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
     place[0] = u32(value)
     _let_others_run()
     return before
 
 
-def _at(address, count, alignment, writing=True):
-    return current().block.memory.bytes_at(address, count, alignment, writing=writing)
+def _at(address, count, alignment, writing=True, atomic=False):
+    return current().block.memory.bytes_at(address, count, alignment, writing, atomic)
 
 
 def _let_others_run():

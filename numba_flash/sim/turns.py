@@ -51,6 +51,7 @@ class Turns(numba_kernel.BlockManager):
         def body():
             self._f(*arguments)
 
+        self.first_block = block_index[0]
         x, y, z = self.dimensions
         self.size = x * y * z
         module = numba_kernel._get_kernel_context()

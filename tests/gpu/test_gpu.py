@@ -1,11 +1,13 @@
 """What only a GPU can show: streams, graphs, array families, copies by name, and the softmax kernels."""
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 from contract import problem, same_bits
 
 import numba_flash
-from numba_flash import select, testing
+from numba_flash import counters, select, testing
 
 GPU_KERNELS = [name for name in select.KERNELS if name not in ("reference", "cpu")]
 
@@ -73,6 +75,49 @@ def test_a_graph_replays_with_new_inputs(cupy, kernel):
         case.q, case.k, case.v = q.get(), k.get(), v.get()
         testing.check(case, out.get())
         testing.check(case, o.get(), lse.get())
+
+
+@pytest.mark.parametrize("how", ["dropped", "of each thread"])
+def test_launches_beside_each_other_do_not_disturb_each_other(cupy, how):
+    """On streams that are dropped while they work, whose handles come back; and on each thread's own default stream."""
+    case = problem(1024, 1024, batch=2, heads=8, head_dim=64, dtype="float16", causal=True)
+    q, k, v = on_gpu(cupy, case)
+    expected = numba_flash.attention(q, k, v, causal=True)
+    outs = [cupy.zeros_like(q) for _ in range(48)]
+    cupy.cuda.Device().synchronize()
+
+    def fill(some, stream):
+        for out in some:
+            numba_flash.attention(q, k, v, causal=True, out=out, stream=stream)
+
+    if how == "dropped":
+        for out in outs:
+            fill([out], cupy.cuda.Stream(non_blocking=True))
+    else:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(fill, [outs[i::4] for i in range(4)], [cupy.cuda.Stream.ptds] * 4))
+    cupy.cuda.Device().synchronize()
+    assert all(bool((out == expected).all()) for out in outs)
+
+
+def test_more_captured_launches_than_counters_are_at_hand(cupy, monkeypatch):
+    """Memory for more of them is made while the stream is captured."""
+    case = problem(40, 40, head_dim=64, dtype="float16")
+    q, k, v = on_gpu(cupy, case)
+    outs = [cupy.zeros_like(q) for _ in range(12)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        expected = numba_flash.attention(q, k, v)
+        stream.synchronize()
+        monkeypatch.setattr(counters, "SLAB", 5)
+        monkeypatch.setattr(counters, "_unused", {})
+        stream.begin_capture()
+        for out in outs:
+            numba_flash.attention(q, k, v, out=out)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert all(bool((out == expected).all()) for out in outs)
 
 
 def test_numpy_arrays_go_to_a_kernel_that_is_named_and_come_back(cupy):

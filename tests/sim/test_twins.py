@@ -1180,6 +1180,30 @@ def test_a_number_is_written_over_when_everyone_has_read_it():
     misuse(kernel, 6, match="read by thread 3, is written over with no barrier", thread=5, shared_bytes=64)
 
 
+# As elements and by address; what blocks add up or exchange in turns is for all of them.
+@pytest.mark.parametrize("how", ["element", "store_b32", "store_v4", "add"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_blocks_do_not_store_the_same_element(how, apart):
+    def kernel(out):
+        at = (8 if apart else 4) * cuda.blockIdx.x + 4 * cuda.threadIdx.x
+        words = cuda.local.array(4, np.dtype(np.uint32))
+        if how == "element":
+            out[at] = 1
+        elif how == "store_v4":
+            memory.store_v4(memory.address(out, at), words, 0)
+        else:
+            getattr(memory, how)(memory.address(out, at), 1)
+
+    out = np.zeros(16, np.uint32)
+    if apart or how == "add":
+        launch(kernel, 2, out, blocks=2)
+    else:
+        message = misuse(
+            kernel, 2, out, blocks=2, match=r"element 4 of an array of shape \(16,\) was stored by block 0"
+        )
+        assert message.startswith("block (1, 0, 0), thread 0 (")
+
+
 @pytest.mark.parametrize(
     ("attempt", "match"),
     [

@@ -128,6 +128,16 @@ def test_strides_of_torch_tensors():
         assert arrays.read("x", y.clone(memory_format=torch.contiguous_format)).layout.contiguous
 
 
+def test_torch_tensors_whose_numbers_are_not_in_their_memory():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    z = torch.randn(1, 1, 4, 8, dtype=torch.complex64)
+    for strange in (z.conj().imag, torch._neg_view(torch.ones(1, 1, 4, 8)), torch._efficientzerotensor(2, 3)):
+        with pytest.raises(TypeError, match="k: a torch tensor must have its own numbers"):
+            arrays.read("k", strange)
+    assert arrays.read("k", z.conj().imag.resolve_neg()).layout.shape == (1, 1, 4, 8)
+    assert arrays.read("k", torch.empty(0, 3)).layout.shape == (0, 3)
+
+
 def test_torch_outputs_are_contiguous_whatever_q_is():
     torch = pytest.importorskip("torch", reason="needs torch")
     for q in (

@@ -81,10 +81,30 @@ def test_explain_for_another_machine_and_a_problem_larger_than_memory(capsys):
     options = ("--cc", "8.6", "--seqlen-q", "1000000000", "--heads", "128")
     status, printed = run(capsys, "explain", *options)
     assert status == 0
-    assert printed.out.startswith("kernel 'v2' on a GPU of compute capability 8.6\n")
+    assert printed.out.startswith("kernel 'mma' on a GPU of compute capability 8.6\n")
     assert f"of {99 * 1024} bytes of shared memory" in printed.out
     _, printed = run(capsys, "explain", *options, "--shared-kb", "64")
     assert f"of {64 * 1024} bytes of shared memory" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        (("--cc", "9.0"), "wgmma"), (("--cc", "9.0", "--layout", "bshd", "--heads-kv", "2"), "wgmma"),
+        (("--cc", "8.0"), "mma"), (("--cc", "12.0", "--dtype", "bfloat16"), "mma"), (("--cc", "7.5"), "v2"),
+        (("--cc", "9.0", "--dtype", "float32"), "v2"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
+    ],
+)  # fmt: skip
+def test_explain_names_what_contiguous_arrays_get(capsys, options, kernel):
+    status, printed = run(capsys, "explain", *options)
+    assert status == 0 and printed.out.startswith(f"kernel {kernel!r} on a GPU")
+
+
+def test_explain_with_the_multiprocessors_of_another_machine(capsys):
+    _, printed = run(capsys, "explain", "--cc", "9.0", "--batch", "64")
+    assert "grid: 132 blocks" in printed.out
+    _, printed = run(capsys, "explain", "--cc", "9.0", "--batch", "64", "--multiprocessors", "78")
+    assert "grid: 78 blocks" in printed.out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +112,9 @@ def test_explain_for_another_machine_and_a_problem_larger_than_memory(capsys):
     [
         (("--heads", "3", "--heads-kv", "2"), "must be a multiple"),
         (("--kernel", "v7"), "kernel must be one of auto"),
-        (("--batch", "-1"), "negative"),
+        (("--batch", "-1"), "--batch must not be negative, and is -1"),
+        (("--seqlen-q", "-5"), "--seqlen-q must not be negative"),
+        (("--shared-kb", "64"), "--cc"),
         (("--window", "-5", "none"), "window"),
         (("--cc", "6.1"), "--shared-kb"),
         (("--cc", "9.0", "--kernel", "cpu"), "it computes in host memory"),

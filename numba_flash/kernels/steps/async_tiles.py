@@ -44,9 +44,8 @@ def loader(rows, columns, threads, group=1):
             left = int32(int32(rows_left) - row)
             count = min(max(2 * columns_left - 16 * chunk, 0), 16)
             for step in range(steps):
-                first = (
-                    step * rows_a_step
-                )  # the target is a multiple of 1024, so the swizzle's bits in `to` are its own
+                # The target is a multiple of 1024, so the swizzle's bits in `to` are its own.
+                first = step * rows_a_step
                 if total % threads == 0 or row < int32(rows - first):
                     copy16(
                         (to ^ int32((first & 7) << 4)) + int32(first * 128), place, count if left > int32(first) else 0

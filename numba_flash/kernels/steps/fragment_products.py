@@ -11,13 +11,7 @@ from numba import int32
 
 from ...ptx import ld_st, ldmatrix, mma
 from .inlined import inlined
-from .plain import first_column_of, first_row_of, panel_offset
-
-
-@inlined
-def chunk_pair(lane_address, pair, panel):
-    """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
-    return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
+from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 
 def make(config):

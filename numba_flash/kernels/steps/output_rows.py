@@ -28,7 +28,8 @@ def make(config, warp_rows, columns, own_place=False):
         # piece after the other would take as long as two tiles of keys.
         words = cuda.local.array(word_count, uint32)
         queries_left = int32(min(seqlen_q - first_query, queries))
-        columns_left = int32(head_dim_v - part * columns) - ((lane & 7) << 3)
+        # The last panel may reach past this part, and what lies there is the next part's.
+        columns_left = int32(min(head_dim_v - part * columns, columns)) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
         o_base = b * o_strides[0] + (part * columns + ((lane & 7) << 3)) * o_strides[3]
         top = address(o, o_base + h * o_strides[1] + (first_query + top_row) * o_strides[2])

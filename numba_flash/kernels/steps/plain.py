@@ -10,3 +10,9 @@ from .inlined import inlined
 row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)
 first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
 panel_offset = inlined(fragments.panel_offset)
+
+
+@inlined
+def chunk_pair(lane_address, pair, panel):
+    """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
+    return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel

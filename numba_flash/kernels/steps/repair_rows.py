@@ -37,7 +37,7 @@ def make(config, warp_rows, score):
         q, k, v, o = pointers
         q_strides, k_strides, v_strides, o_strides = strides
         queries_left = int32(min(seqlen_q - first_query, queries))
-        columns_left = int32(head_dim_v - part * width)
+        columns_left = int32(min(head_dim_v - part * width, width))  # what lies behind them is another block's
         row_o = cuda.local.array(columns, float32)
         for row in range(first_row, first_row + warp_rows):
             query, member = row // group, row % group
