@@ -134,7 +134,7 @@ def attention(
             keywords["q_offset"] = q_offset
         copies.through_gpu(attention, Operands(*given), keywords)
     else:
-        launch.run(given, arrays.stream_of(like, stream))
+        launch.run(given, arrays.stream_of(given, stream))
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))

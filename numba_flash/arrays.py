@@ -9,7 +9,7 @@ import ctypes
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -54,6 +54,7 @@ class Array:
     layout: Layout
     owner: Any  # the object that came in; keeps the memory alive
     view: Any = None  # a view of it that NumPy or cuda.core made, where one was needed
+    after: int | None = None  # the stream on which its producer still may be at work
 
 
 class Operands(NamedTuple):
@@ -231,7 +232,9 @@ def _cuda_interface(x: Any, family: str = "foreign") -> Array:
     if strides is None:
         strides = _contiguous_strides(shape, dtype.itemsize)
     dtype = np.dtype(getattr(x, "dtype", dtype))  # typestr cannot say bfloat16, a dtype can
-    return Array(pointer, _layouts[family][_device_of(pointer), shape, tuple(strides), 1, dtype, readonly], x)
+    facts = _layouts[family][_device_of(pointer), shape, tuple(strides), 1, dtype, readonly]
+    after = None if family == "jax" else interface.get("stream")  # XLA calls back when all is ready
+    return Array(pointer, facts, x, after=after)
 
 
 def _numba(x: Any) -> Array:
@@ -245,12 +248,12 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
         return Array(_host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(x, stream_ptr=1)  # the producer's work is waited for on the default stream
+    view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_DEFAULT)  # which then waits for the producer
     dtype = np.dtype(view.dtype)
     strides = view.strides or _contiguous_strides(tuple(view.shape), 1)
     readonly = view.readonly or family == "jax"
     facts = _layouts[family][view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly]
-    return Array(view.ptr, facts, x, view)
+    return Array(view.ptr, facts, x, view, LEGACY_DEFAULT)
 
 
 def _contiguous_strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -448,21 +451,33 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and not isinstance(x, np.generic)
 
 
-def stream_of(like: Array, stream: Any) -> int:
-    """The address of the stream to work on: the given one, or the one like's family is working on.
+LEGACY_DEFAULT = 1  # the address of this stream, which is also called 0
 
-    0 is the legacy default stream; arrays in host memory have no stream.
+
+def stream_of(given: Sequence[Array | None], stream: Any) -> int:
+    """The address of the stream to work on: the given one, or the one that the first array's family is working on.
+
+    It waits for the producers of all these arrays. 0 is the legacy default stream; arrays in host memory have none.
     """
+    like = given[0]
+    assert like is not None
     if like.layout.device is None:
         return 0
-    if stream is None:
-        return _current_stream(like)
-    address = _stream_address(stream)
-    if like.view is not None and address > 2:  # came by DLPack, ordered on the default stream
+    address = _current_stream(like) if stream is None else _stream_address(stream)
+    if like.layout.family not in ("cupy", "torch"):  # whose own work is on the current stream
+        _wait_for_producers(given, address or LEGACY_DEFAULT)
+    return address
+
+
+def _wait_for_producers(given: Sequence[Array | None], address: int) -> None:
+    streams = {array.after or LEGACY_DEFAULT for array in given if array is not None and array.after is not None}
+    for other in sorted(streams - {address}):
         from cuda.core import LEGACY_DEFAULT_STREAM, Stream
 
-        Stream.from_handle(address).wait(LEGACY_DEFAULT_STREAM)
-    return address
+        ours, theirs = (
+            LEGACY_DEFAULT_STREAM if x == LEGACY_DEFAULT else Stream.from_handle(x) for x in (address, other)
+        )
+        ours.wait(theirs)
 
 
 def _current_stream(like: Array) -> int:
@@ -471,9 +486,7 @@ def _current_stream(like: Array) -> int:
         return sys.modules["cupy"].cuda.get_current_stream(device).ptr
     if family == "torch":
         return sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without making a Stream of it
-    if family in ("numba", "foreign") and hasattr(like.owner, "__cuda_array_interface__"):
-        return like.owner.__cuda_array_interface__.get("stream") or 0
-    return 0
+    return like.after or 0
 
 
 def _stream_address(stream: Any) -> int:

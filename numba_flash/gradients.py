@@ -112,7 +112,7 @@ def attention_backward(
         arrays.empty(like, shape, str(dtype)) if name in problem.wanted else None
         for name, shape, dtype in zip(AttentionGradients._fields, problem.shapes, dtypes, strict=True)
     ]
-    launch.run([*given, *results], arrays.stream_of(like, stream))
+    launch.run([*given, *results], arrays.stream_of(given, stream))
     return AttentionGradients(*(None if array is None else arrays.give(like, array) for array in results))
 
 

@@ -48,7 +48,7 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
             raise NotImplementedError("kernel='reference' computes in host memory; copy x there first")
         _reference(given, y)
     else:
-        _run(kernel, given, y, target, arrays.stream_of(given, stream))
+        _run(kernel, given, y, target, arrays.stream_of((given, y), stream))
     return arrays.give(given, y) if out is None else out
 
 

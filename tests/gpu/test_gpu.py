@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, graphs, array families, copies by name, and the softmax kernels."""
 
 import concurrent.futures
+import types
 
 import numpy as np
 import pytest
@@ -98,6 +99,30 @@ def test_launches_beside_each_other_do_not_disturb_each_other(cupy, how):
             list(pool.map(fill, [outs[i::4] for i in range(4)], [cupy.cuda.Stream.ptds] * 4))
     cupy.cuda.Device().synchronize()
     assert all(bool((out == expected).all()) for out in outs)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_producers_of_all_arrays_are_waited_for(cupy, named):
+    """By the CUDA Array Interface each array says on which stream it is still being written."""
+    case = problem(64, 64, head_dim=16)
+    expected = numba_flash.attention(*on_gpu(cupy, case)).get()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    slow = cupy.ones((4096, 4096), cupy.float32)
+    out = cupy.zeros(case.q.shape, cupy.float32)
+    given, kept = [], []
+    for stream, x in zip(streams, on_gpu(cupy, case), strict=False):
+        y = cupy.zeros_like(x)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            for _ in range(20):
+                kept.append(slow @ slow)
+            y[...] = x
+        interface = dict(y.__cuda_array_interface__, stream=stream.ptr)
+        given.append(types.SimpleNamespace(__cuda_array_interface__=interface))
+    result = types.SimpleNamespace(__cuda_array_interface__=dict(out.__cuda_array_interface__, stream=None))
+    numba_flash.attention(*given, out=result, stream=streams[3] if named else None)
+    cupy.cuda.Device().synchronize()
+    assert same_bits(out.get(), expected)
 
 
 def test_more_captured_launches_than_counters_are_at_hand(cupy, monkeypatch):

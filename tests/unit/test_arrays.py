@@ -1,5 +1,7 @@
 """Array families on the host: what comes in is read in place, and the same kind goes out."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -234,6 +236,42 @@ class Stream:
 )
 def test_streams_are_addresses(stream):
     assert arrays._stream_address(stream) == 7
+
+
+# Which streams the one that is worked on waits for: those of all producers, but for itself and for nothing twice.
+@pytest.mark.parametrize(
+    ("streams", "stream", "expected"),
+    [
+        ((None, None), None, (0, [])), ((7, None), None, (7, [])), ((7, 8), None, (7, [(7, 8)])),
+        ((None, 8), None, (0, [(1, 8)])), ((1, 8), None, (1, [(1, 8)])), ((7, 7), 9, (9, [(9, 7)])),
+        ((1, 9), 9, (9, [(9, 1)])), ((8, 7), 0, (0, [(1, 7), (1, 8)])),
+    ],
+)  # fmt: skip
+def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
+    waited = []
+
+    class CoreStream:
+        def __init__(self, address):
+            self.address = address
+
+        @staticmethod
+        def from_handle(address):
+            assert address > 1
+            return CoreStream(address)
+
+        def wait(self, other):
+            waited.append((self.address, other.address))
+
+    core = Stream(Stream=CoreStream, LEGACY_DEFAULT_STREAM=CoreStream(1))
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(arrays, "_device_of", lambda pointer: 0)
+
+    def array(after):
+        interface = dict(data=(4096, False), typestr="<f4", shape=(2, 3), version=3, stream=after)
+        return arrays.read("x", Stream(__cuda_array_interface__=interface))
+
+    given = [array(streams[0]), None, array(streams[1])]
+    assert (arrays.stream_of(given, stream), waited) == expected
 
 
 def test_what_is_no_stream_is_refused():
