@@ -266,6 +266,7 @@ def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, 
     if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
         return
     given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)
-    names = [name for name, value in given.items() if value is not None]
-    names += ["aux"] * (not no_aux) + ["dropout_p"] * (not no_dropout)
-    raise NotImplementedError(f"{', '.join(names)}: not implemented yet; leave out, or pass the default")
+    wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
+    wrong += ["aux must be (), its default"] * (not no_aux)
+    wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
+    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")

@@ -25,6 +25,8 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
     """
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
+    if any(isinstance(x, tuple) for x in partial):
+        raise TypeError("merge takes o1, lse1, o2, lse2, ..., not pairs: merge(*one, *other) for results of attention")
     if len(partial) < 2 or len(partial) % 2:
         raise ValueError(f"merge takes pairs o1, lse1, o2, lse2, ..., not {len(partial)} arrays")
     try:
@@ -61,10 +63,10 @@ def _check(xp: Any, outputs: tuple[Any, ...], lses: tuple[Any, ...], layout: str
     if len(shape) != 4:
         raise ValueError(f"o1 must have 4 dimensions, not shape {shape}")
     rows = shape[:3] if layout == "bhsd" else (shape[0], shape[2], shape[1])
+    if lses[0].dtype not in (xp.float32, xp.float64):
+        raise TypeError(f"lse1 must be float32 or float64, not {lses[0].dtype}")
     for number, (o, lse) in enumerate(zip(outputs, lses, strict=True), 1):
         if tuple(o.shape) != shape or o.dtype != outputs[0].dtype:
             raise ValueError(f"o{number} must be {outputs[0].dtype} {shape} like o1, not {o.dtype} {tuple(o.shape)}")
         if tuple(lse.shape) != rows or lse.dtype != lses[0].dtype:
             raise ValueError(f"lse{number} must be {lses[0].dtype} {rows}, not {lse.dtype} {tuple(lse.shape)}")
-    if lses[0].dtype not in (xp.float32, xp.float64):
-        raise TypeError(f"lse must be float32 or float64, not {lses[0].dtype}")

@@ -104,8 +104,8 @@ class Problem:
 
         if q.dtype not in DTYPES:
             raise TypeError(
-                f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as "
-                "with q.astype('float32')"
+                f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as with "
+                + ("q.float()" if q.family == "torch" else "q.astype('float32')")
             )
         for name, other in (("k", k), ("v", v)):
             if other.dtype != q.dtype:
@@ -179,13 +179,13 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
     batch_v, heads_v, seqlen_v, head_dim_v = (v.shape[axis] for axis in order)
     shapes = f"q has shape {q.shape}, k {k.shape}, v {v.shape} in layout {layout!r}"
     for what, of_q, of_k, of_v in (
-        ("batch", batch, batch_k, batch_v),
-        ("head_dim", head_dim, head_dim_k, head_dim),
+        ("batch of q, k and v", batch, batch_k, batch_v),
+        ("head_dim of q and k", head_dim, head_dim_k, head_dim),
         ("heads of k and v", heads_kv, heads_kv, heads_v),
         ("seqlen of k and v", seqlen_k, seqlen_k, seqlen_v),
     ):
         if not of_q == of_k == of_v:
-            raise ValueError(f"{what} must be the same in all, but {shapes}")
+            raise ValueError(f"{what} must be the same, but {shapes}")
     if heads % heads_kv if heads_kv else heads:
         raise ValueError(
             f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}"
@@ -242,7 +242,8 @@ def _check_output(name: str, out: Layout, shape: tuple[int, ...], dtype: str, wh
     if out.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, not {out.dtype}")
     if out.readonly:
-        raise ValueError(f"{name} is read-only; pass an array that can be written")
+        reason = "JAX arrays cannot be written; leave it out" if out.family == "jax" else "pass one that can be written"
+        raise ValueError(f"{name} is read-only: {reason}")
     if 0 in shape:
         return  # no element to hit twice; what strides an empty array has is its library's affair
     reach = 1  # how far the smaller dimensions reach; a stride below that would hit an element twice
@@ -258,10 +259,11 @@ def window_sides(window: Any) -> Window:
         return None, None
     if isinstance(window, int | np.integer | float):
         raise ValueError(
-            f"window must be a pair (left, right), not {window!r}: a bare number means three things. A query at "
-            "position p sees keys p-left to p+right, both included, so flash-attn's (w, w) and Mistral's "
-            f"'w tokens' in Transformers are window=({window}, 0) and ({window} - 1, 0) with causal, and JAX's "
-            f"symmetric local window is ({window}, {window}); None is unbounded"
+            f"window must be a pair (left, right), not {window!r}: a bare number means different things elsewhere. A "
+            "query at position p sees keys p - left to p + right, both included; None is unbounded. The last "
+            f"{window} keys with its own, Mistral's sliding_window, are window=({window} - 1, 0); {window} before its "
+            f"own, flash-attn's ({window}, 0), are ({window}, 0); {window} on either side, JAX's local_window_size, "
+            f"are ({window}, {window})"
         )
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"window must be a pair (left, right), not {window!r}")

@@ -5,7 +5,10 @@ import bdb
 import inspect
 import io
 import pdb
+import re
 import threading
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +126,33 @@ def test_next_over_a_barrier_shows_what_other_threads_wrote():
     assert "syncthreads" in session.answers[0] and "syncthreads" not in session.answers[1]
     (tile,) = session.values()
     np.testing.assert_array_equal(np.reshape(tile, (16, 4)), k[0, 0, :16])  # one thread writes 4 of these 64
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+STOPS = re.findall(r'stop_at\("(\w+)", "([^"]+)"(?:, thread=(\d+))?(?:, block=(\d+))?', README)
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
+def test_the_stops_that_readme_names_are_reached(stop):
+    kernel, line, thread, block = stop
+    session = Session(*["c"] * 99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with stop_at(kernel, line, int(thread or 0), int(block or 0), debugger=session):
+            if kernel.startswith("v2_"):
+                differentiate("v2")
+            else:
+                operands = (q, k, v) if kernel == "v2" else half
+                numba_flash.attention(*operands, causal=True, kernel=kernel)
+    assert line in session.answers[0]
+
+
+def test_readme_names_the_lines_where_it_stops():
+    named = re.findall(r"> (numba_flash/\S+)\((\d+)\)\w+\(\)\n-> (.*)\n", README)
+    assert {"v2", "v2_dkdv", "mma", "wgmma"} <= {stop[0] for stop in STOPS} and len(named) >= 3
+    for file, number, text in named:
+        lines = (Path(__file__).resolve().parents[2] / file).read_text().splitlines()
+        assert lines[int(number) - 1].strip() == text
 
 
 def test_quitting_gives_the_launch_up():
