@@ -1,6 +1,7 @@
 """The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
 
 import inspect
+import sys
 from typing import Any, NamedTuple
 
 from . import arrays, copies
@@ -173,12 +174,27 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
 
 def understand_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], Decision]:
-    """`understand` for what a caller would hand to `attention`."""
-    bound = inspect.signature(attention).bind(q, k, v, **options)
+    """`understand` for what a caller would hand to `attention`; what autograd would run, where torch records."""
+    arguments = bound_to(attention, dict(options, q=q, k=k, v=v))
+    try:
+        return understand(**arguments)
+    except arrays.Recorded as recorded:
+        if recorded.family != "torch":
+            raise
+    with sys.modules["torch"].no_grad():
+        return understand(**arguments | dict(return_lse=True))  # which the backward reads
+
+
+def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the defaults of `function`, without those that later versions fill."""
+    try:
+        bound = inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
     to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
     refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
-    return understand(**bound.arguments)
+    return bound.arguments
 
 
 def understand(

@@ -1,11 +1,10 @@
 """attention_backward: the gradients of attention(), along the same straight line."""
 
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 from . import arrays
-from .api import refuse_what_is_to_come
+from .api import bound_to, refuse_what_is_to_come
 from .arrays import Array, Layout
 from .backward_problem import BackwardProblem
 from .launch import Launch
@@ -118,11 +117,7 @@ def attention_backward(
 
 def understand_call(arguments: dict[str, Any]) -> tuple[list[Array | None], Decision]:
     """`understand` for what a caller would hand to `attention_backward`, by name."""
-    bound = inspect.signature(attention_backward).bind(**arguments)
-    bound.apply_defaults()
-    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
-    refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
-    return understand(**bound.arguments)
+    return understand(**bound_to(attention_backward, arguments))
 
 
 def understand(

@@ -90,8 +90,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 
 def check_request(kernel: str, target: Target, family: str, stream: bool) -> None:
     """What is wrong with a call whatever its problem is."""
-    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
+    check_name(kernel)
     if stream and target.arrays_on_host:
         raise ValueError("stream was given, but the arrays are in host memory, where there are no streams")
     if target.simulated and family != "numpy" and kernel not in ("cpu", "reference"):
@@ -99,6 +98,11 @@ def check_request(kernel: str, target: Target, family: str, stream: bool) -> Non
             f"the simulator (NUMBA_ENABLE_CUDASIM) takes NumPy arrays only, and {family} arrays were given; "
             "unset NUMBA_ENABLE_CUDASIM, or pass NumPy arrays"
         )
+
+
+def check_name(kernel: str) -> None:
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
 
 
 Refused = tuple[tuple[str, str], ...]

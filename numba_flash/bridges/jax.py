@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import api, arrays, gradients, problem, select_backward
+from .. import api, arrays, gradients, problem, select, select_backward
 from ..api import AttentionOutput
 from ..arrays import Layout
 
@@ -87,6 +87,11 @@ def attention(
     for name, array in operands.items():
         if not isinstance(array, jax.Array) and (array is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(array).__name__} beside JAX arrays")
+    known = dict(causal=causal, window=window, q_offset=q_offset, scale=scale, softcap=softcap, return_lse=return_lse)
+    for name, value in known.items():
+        if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
+            raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
+    select.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     o, lse = _attention(options, {name: array for name, array in operands.items() if array is not None})

@@ -1,5 +1,6 @@
 """attention() under jit, grad and vmap."""
 
+import functools
 import sys
 
 import numpy as np
@@ -130,13 +131,27 @@ def test_lengths_and_offsets_may_be_traced_too():
         (dict(mask=MASK), TypeError, "mask is ndarray"),
         (dict(softcap=-1.0), ValueError, "softcap"),
         (dict(window=4), ValueError, "window"),
-        (dict(kernel="v3"), jax.errors.JaxRuntimeError, "kernel must be one of"),
+        (dict(kernel="v3"), ValueError, "kernel must be one of"),
+        (dict(kernel="mma"), jax.errors.JaxRuntimeError, "cannot run this problem here"),
     ],
 )
 def test_mistakes_are_named(options, error, words):
     q, k, v = arrays(Q, K, V)
     with pytest.raises(error, match=words):
         jax.block_until_ready(jax.jit(lambda q: numba_flash.attention(q, k, v, **options))(q))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "causal", "window"])
+def test_options_are_not_traced(name):
+    q, k, v = arrays(Q, K, V)
+
+    def function(q, value):
+        return numba_flash.attention(q, k, v, **{name: (value, None) if name == "window" else value})
+
+    with pytest.raises(TypeError, match=f"{name} must be known when JAX traces"):
+        jax.jit(function)(q, 1)
+    with pytest.raises(TypeError, match=f"{name}.* must be .*Tracer"):  # an array that is there, an option that is not
+        jax.jit(functools.partial(function, q))(1)
 
 
 def test_forward_mode_and_second_derivatives_are_refused():

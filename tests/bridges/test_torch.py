@@ -193,7 +193,7 @@ def test_compiled_for_any_length():
 
 def test_compiled_options_are_checked():
     q, k, v = tensors(Q, K, V)
-    with pytest.raises(Exception, match="a bare number means three things"):
+    with pytest.raises(Exception, match="a bare number means different things"):
         compiled(lambda q, k, v: numba_flash.attention(q, k, v, window=3))(q, k, v)
 
 
@@ -264,3 +264,14 @@ def test_mistakes_are_named_as_without_gradients(options, error, words):
     q, k, v = tensors(Q, K, V)
     with pytest.raises(error, match=words):
         numba_flash.attention(q, k, v, **options)
+
+
+def test_what_autograd_runs_can_be_explained_and_warmed_up():
+    q, k, v = tensors(Q, K, V)
+    assert q.requires_grad
+    explanation = numba_flash.explain(q, k, v, causal=True)
+    assert explanation.kernel == "cpu" and explanation.problem.return_lse
+    assert not numba_flash.explain(q.detach(), k.detach(), v.detach(), causal=True).problem.return_lse
+    numba_flash.warmup(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="softcap"):
+        numba_flash.explain(q, k, v, softcap=-1.0)
