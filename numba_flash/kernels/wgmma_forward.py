@@ -83,7 +83,10 @@ def make(config):
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
     address, shared_address = memory.address, shared.address
 
-    places, stage_of, phase_of, notice_of = wgmma_places.make(config)
+    places, notice_of = wgmma_places.make(config)
+    stage_of, phase_of = wgmma_places.ring(config.stages)
+    buffer_of, q_phase_of = wgmma_places.ring(q_buffers)
+    notice_place_of, notice_phase_of = wgmma_places.ring(wgmma_places.NOTICES)
     Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     set_up, schedule, produce = wgmma_supply.make(config)
     seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, 1)
@@ -128,6 +131,14 @@ def make(config):
         commit()
 
     @inlined
+    def wait_for_notice(base, i):
+        wait(base + NOTICE_FULL + 8 * notice_place_of(i), notice_phase_of(i))
+
+    @inlined
+    def wait_for_q(base, i):
+        wait(base + Q_FULL + 8 * buffer_of(i), q_phase_of(i))
+
+    @inlined
     def wait_for_k(base, n):
         wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
@@ -165,7 +176,7 @@ def make(config):
         """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
         give_back(base, K_EMPTY, n, elected)
         if o_place != "q":
-            arrive_if(base + Q_EMPTY + 8 * (seen & (q_buffers - 1)), elected & last)
+            arrive_if(base + Q_EMPTY + 8 * buffer_of(seen), elected & last)
 
     @inlined
     def scores_are_there(base, elected, acc_s, last, n, seen):
@@ -236,8 +247,8 @@ def make(config):
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
-        wait(base + NOTICE_FULL, 0)
-        wait(base + Q_FULL, 0)
+        wait_for_notice(base, seen)
+        wait_for_q(base, seen)
         wait_for_k(base, taken)
         take_turn(me)
         issue_scores(base, q_desc, acc_s, taken)
@@ -306,11 +317,11 @@ def make(config):
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
             seen = int32(seen + 1)
-            wait(base + NOTICE_FULL + 8 * (seen & 3), (seen >> 2) & 1)
+            wait_for_notice(base, seen)
             take_turn(me)
             issue_outputs(base, acc_o, p_frag, taken - 1)
-            q_desc = describe_k(base + (seen & (q_buffers - 1)) * q_bytes + me * (64 * 128))
-            wait(base + Q_FULL + 8 * (seen & (q_buffers - 1)), (seen >> (q_buffers - 1)) & 1)
+            q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
+            wait_for_q(base, seen)
             wait_for_k(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pass_turn(following)
@@ -348,7 +359,7 @@ def make(config):
                         row_head = h + row - query * group
                         lse[(b * heads + row_head) * seqlen_q + first_query + query] = lse_log2[r] * ln_2
             if o_place == "q":
-                o_smem = base + ((seen - 1) & 1) * q_bytes
+                o_smem = base + buffer_of(seen - 1) * q_bytes
             else:
                 o_smem = base + o_at + (first_row >> 4) * o_bytes
             if o_place:
@@ -379,8 +390,8 @@ def make(config):
                 )  # fmt: skip
             warp_sync()  # all lanes have read the notice, the notes, and what was staged
             if o_place == "q":
-                arrive_if(base + Q_EMPTY + 8 * ((seen - 1) & 1), lane == 0)
-            arrive_if(base + NOTICE_EMPTY + 8 * ((seen - 1) & 3), lane == 0)
+                arrive_if(base + Q_EMPTY + 8 * buffer_of(seen - 1), lane == 0)
+            arrive_if(base + NOTICE_EMPTY + 8 * notice_place_of(seen - 1), lane == 0)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do

@@ -10,7 +10,7 @@ from . import scores, wgmma_places
 from .inlined import inlined
 from .integers import divide
 from .plain import key_tiles, row_keys
-from .wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+from .wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, NOTICES, POS_HIGH, POS_LOW, STOP, WORK, B, H
 
 
 def make(config):
@@ -24,7 +24,10 @@ def make(config):
     k_panels, v_panels = -(-config.depth // 64), -(-config.width // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
-    places, stage_of, phase_of, notice_of = wgmma_places.make(config)
+    places, notice_of = wgmma_places.make(config)
+    stage_of, phase_of = wgmma_places.ring(stages)
+    buffer_of, q_phase_of = wgmma_places.ring(q_buffers)
+    notice_place_of, notice_phase_of = wgmma_places.ring(NOTICES)
     Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     maps_address = tma.parameter("numba_flash_wgmma")
     load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
@@ -43,7 +46,7 @@ def make(config):
             init(base + Q_FULL + 8 * i, 1)
             init(base + Q_EMPTY + 8 * i, 4 * consumers)
         init(base + ASKED, 1)
-        for i in range(4):
+        for i in range(NOTICES):
             init(base + NOTICE_FULL + 8 * i, 1)
             init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
         for stage in range(stages):
@@ -91,9 +94,9 @@ def make(config):
     @inlined
     def load_q(base, i, h, first_query, b):
         """Q of the i-th query tile."""
-        buffer = i & (q_buffers - 1)
+        buffer = buffer_of(i)
         full = base + Q_FULL + 8 * buffer
-        wait(base + Q_EMPTY + 8 * buffer, ((i >> (q_buffers - 1)) & 1) ^ 1)
+        wait(base + Q_EMPTY + 8 * buffer, q_phase_of(i) ^ 1)
         expect(full, q_bytes)
         for panel in range(k_panels):
             to = base + buffer * q_bytes + panel * q_panel
@@ -135,7 +138,7 @@ def make(config):
     def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
         """To the producer and the consumers."""
         at = notice_of(base, i)
-        wait(base + NOTICE_EMPTY + 8 * (i & 3), ((i >> 2) & 1) ^ 1)
+        wait(base + NOTICE_EMPTY + 8 * notice_place_of(i), notice_phase_of(i) ^ 1)
         store_shared(at + WORK, uint32(work))
         store_shared(at + B, uint32(b))
         store_shared(at + H, uint32(h))
@@ -148,7 +151,7 @@ def make(config):
         store_shared(at + STOP, uint32(stop))
         store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
-        arrive(base + NOTICE_FULL + 8 * (i & 3))
+        arrive(base + NOTICE_FULL + 8 * notice_place_of(i))
 
     @inlined
     def take(base, i, t, sizes):
@@ -219,7 +222,7 @@ def make(config):
                 arrive_if(base + ASKED, j == ask_at)
                 source, next_j = notice, int32(j - 1)
                 if j == begin:
-                    wait(base + NOTICE_FULL + 8 * ((i + 1) & 3), ((i + 1) >> 2) & 1)
+                    wait(base + NOTICE_FULL + 8 * notice_place_of(i + 1), notice_phase_of(i + 1))
                     source, next_j = following, int32(noted(following + STOP) - 1)
                 # The next K, if need be of the next query tile, before this V: in the order of the products.
                 load_k(base, int32(n + 1), next_j, noted(source + H_KV), noted(source + B))
