@@ -1,5 +1,6 @@
 """The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
 
+import functools
 import inspect
 import sys
 from typing import Any, NamedTuple
@@ -125,17 +126,19 @@ def attention(
             stream=stream, kernel=kernel,
         )  # fmt: skip
     like, o, lse = given[0], given[O], given[LSE]
+    work_on = arrays.stream_of(given, stream)
+    empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
     if o is None:
-        o = given[O] = arrays.empty(like, problem.o_shape, problem.dtype)
+        o = given[O] = empty(like, problem.o_shape, problem.dtype)
     if lse is None and return_lse:
-        lse = given[LSE] = arrays.empty(like, problem.lse_shape, problem.compute_dtype)
+        lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     if choice.copies:
         keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
         if problem.q_offset_source != "array":
             keywords["q_offset"] = q_offset
         copies.through_gpu(attention, Operands(*given), keywords)
     else:
-        launch.run(given, arrays.stream_of(given, stream))
+        launch.run(given, work_on)
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))

@@ -5,11 +5,12 @@ waiting for the device. No framework is imported here that the caller did not im
 type names its family, and the family's module is then in sys.modules already. No attention words.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -353,11 +354,23 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     )
 
 
+def empty_for(stream: int, like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """`empty` for work on this stream. CuPy and torch hand memory out for work on their current stream, which it may
+    still serve, and hand it out again as soon as nobody holds it."""
+    layout = like.layout
+    if layout.device is None or layout.family not in ("cupy", "torch"):
+        return empty(like, shape, dtype)
+    if (stream or LEGACY_DEFAULT) == (_current_stream(like) or LEGACY_DEFAULT):
+        return empty(like, shape, dtype)
+    with _library_on(like, stream):
+        return empty(like, shape, dtype)
+
+
 def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) -> Array:
     """New memory beside `like` that no caller gets to see as such: any family has it. `stream` is where it is used, and
     what is enqueued there is done before another gets the memory."""
     if like.layout.family in ("numpy", "cupy", "torch"):
-        return empty(like, shape, dtype)
+        return empty_for(stream, like, shape, dtype)
     from cuda.core import LEGACY_DEFAULT_STREAM, Device, Stream
     from cuda.core.utils import StridedMemoryView
 
@@ -370,6 +383,21 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
     buffer = device.allocate(max(size, 1), stream=order)  # also the stream that frees it
     view = StridedMemoryView.from_buffer(buffer, shape, itemsize=numpy_dtype.itemsize, dtype=numpy_dtype)
     return Array(int(buffer.handle), like.layout, buffer, view)
+
+
+@contextlib.contextmanager
+def _library_on(like: Array, stream: int) -> Iterator[None]:
+    """With this one as the current stream of CuPy or torch."""
+    device = like.layout.device
+    if like.layout.family == "cupy":
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(device), cuda.ExternalStream(stream) if stream > LEGACY_DEFAULT else cuda.Stream.null:
+            yield
+    else:
+        cuda = sys.modules["torch"].cuda
+        known = cuda.ExternalStream(stream, device) if stream > LEGACY_DEFAULT else cuda.default_stream(device)
+        with cuda.stream(known):
+            yield
 
 
 def give(like: Array, array: Array) -> Any:

@@ -107,11 +107,12 @@ def attention_backward(
     like = given[0]
     assert like is not None
     dtypes = (problem.forward.dtype,) * 3 + (problem.forward.bias_dtype, problem.forward.alibi_dtype)
+    work_on = arrays.stream_of(given, stream)
     results = [
-        arrays.empty(like, shape, str(dtype)) if name in problem.wanted else None
+        arrays.empty_for(work_on, like, shape, str(dtype)) if name in problem.wanted else None
         for name, shape, dtype in zip(AttentionGradients._fields, problem.shapes, dtypes, strict=True)
     ]
-    launch.run([*given, *results], arrays.stream_of(given, stream))
+    launch.run([*given, *results], work_on)
     return AttentionGradients(*(None if array is None else arrays.give(like, array) for array in results))
 
 

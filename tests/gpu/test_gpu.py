@@ -125,6 +125,35 @@ def test_the_producers_of_all_arrays_are_waited_for(cupy, named):
     assert same_bits(out.get(), expected)
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_streams_that_are_named_share_no_workspace(cupy, library):
+    """A backward's own memory is not given to the next one while it is in use, whatever stream is current."""
+    torch = pytest.importorskip("torch", reason="needs torch") if library == "torch" else None
+    if torch is not None and not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    case = problem(1024, 1024, batch=2, heads=8, head_dim=64, dtype="float16", causal=True)
+    move = cupy.asarray if torch is None else lambda x: torch.from_numpy(x).cuda()
+    q, k, v = (move(x) for x in (case.q, case.k, case.v))
+    inputs = [(q, k, v), (k[:, :1] * 0 + q, k, v * 2)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in inputs]
+    forward = [numba_flash.attention(*x, causal=True, return_lse=True) for x in inputs]
+
+    def gradients(number, stream):
+        o, lse = forward[number]
+        return numba_flash.attention_backward(o, *inputs[number], o, lse, causal=True, stream=stream)[:3]
+
+    cupy.cuda.Device().synchronize()
+    expected = []
+    for number in range(2):
+        expected.append(gradients(number, None))
+        cupy.cuda.Device().synchronize()
+    found = [[gradients(number, streams[number]) for number in range(2)] for _ in range(20)]
+    cupy.cuda.Device().synchronize()
+    for turn in found:
+        for mine, right in zip(turn, expected, strict=True):
+            assert all(bool((x == y).all()) for x, y in zip(mine, right, strict=True))
+
+
 def test_more_captured_launches_than_counters_are_at_hand(cupy, monkeypatch):
     """Memory for more of them is made while the stream is captured."""
     case = problem(40, 40, head_dim=64, dtype="float16")
