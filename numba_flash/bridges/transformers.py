@@ -125,15 +125,18 @@ def visible(
 ) -> Any:
     """What Transformers asks for once in a model's forward: which keys are seen, without a matrix wherever that can be.
 
-    Returns None for all keys or all before; Visible for windows and padding; and for every other mask_function,
-    and for queries that do not stand at the end of the keys, the whole mask in bool, as for torch's attention.
+    Returns None for all keys or all before; Visible for windows and padding; and for every other mask_function, for
+    queries that do not stand at the end of the keys, and where allow_is_causal_skip is refused, the whole mask in
+    bool, as for torch's attention.
     Padding on the right becomes lengths, which every kernel takes; to see that, one number is read from the device.
     """
     if isinstance(attention_mask, Visible):  # made ahead
         return attention_mask
     sides = _sides(mask_function, local_size)
     at_the_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if sides is None or not (at_the_end or sides == (None, None)):
+    # Some models read the mask themselves, and say that there must be one.
+    read = sides == (None, 0) and not others.get("allow_is_causal_skip", True)
+    if sides is None or read or not (at_the_end or sides == (None, None)):
         others |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size, **others

@@ -272,3 +272,10 @@ def test_training_follows_the_loss_of_eager_attention(device):
     error = (losses(model, OURS, torch.float32) - golden).abs().max()
     assert golden[-20:].mean() < 0.1 * golden[0]
     assert error <= 2 * yardstick
+
+
+def test_a_model_that_reads_its_mask_gets_one():
+    """Doge adds to it: without a mask it would see what comes later."""
+    made = bridge.visible(2, 5, 5, allow_is_causal_skip=False)
+    assert made.dtype is torch.bool and torch.equal(made.expand(2, 1, 5, 5)[1, 0], torch.ones(5, 5).tril().bool())
+    assert bridge.visible(2, 5, 5) is None
