@@ -371,7 +371,7 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
     what is enqueued there is done before another gets the memory."""
     if like.layout.family in ("numpy", "cupy", "torch"):
         return empty_for(stream, like, shape, dtype)
-    from cuda.core import LEGACY_DEFAULT_STREAM, Device, Stream
+    from cuda.core import Device
     from cuda.core.utils import StridedMemoryView
 
     device = Device(like.layout.device or 0)
@@ -379,8 +379,7 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
     # cuda.core exports no bfloat16 by DLPack: there it is called int16, which no array here is, until _Handover says so
     numpy_dtype = _numpy_dtype("int16" if dtype == "bfloat16" else dtype)
     size = math.prod(shape) * numpy_dtype.itemsize
-    order = Stream.from_handle(stream) if stream else LEGACY_DEFAULT_STREAM
-    buffer = device.allocate(max(size, 1), stream=order)  # also the stream that frees it
+    buffer = device.allocate(max(size, 1), stream=_core_stream(stream))  # also the stream that frees it
     view = StridedMemoryView.from_buffer(buffer, shape, itemsize=numpy_dtype.itemsize, dtype=numpy_dtype)
     return Array(int(buffer.handle), like.layout, buffer, view)
 
@@ -500,12 +499,14 @@ def stream_of(given: Sequence[Array | None], stream: Any) -> int:
 def _wait_for_producers(given: Sequence[Array | None], address: int) -> None:
     streams = {array.after or LEGACY_DEFAULT for array in given if array is not None and array.after is not None}
     for other in sorted(streams - {address}):
-        from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+        _core_stream(address).wait(_core_stream(other))
 
-        ours, theirs = (
-            LEGACY_DEFAULT_STREAM if x == LEGACY_DEFAULT else Stream.from_handle(x) for x in (address, other)
-        )
-        ours.wait(theirs)
+
+def _core_stream(address: int) -> Any:
+    """The stream as cuda.core knows it."""
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    return Stream.from_handle(address) if address > LEGACY_DEFAULT else LEGACY_DEFAULT_STREAM
 
 
 def _current_stream(like: Array) -> int:

@@ -22,7 +22,8 @@ def counter(like: Array, device: int, stream: int) -> Array:
         return _counter_of(like, device, stream)
     found = _of_default.get(device)
     if found is None:
-        found = _of_default[device] = Array(_take(device), like.layout, None)
+        with _lock:
+            found = _of_default[device] = Array(_take(device), like.layout, None)
     return found
 
 
@@ -31,16 +32,18 @@ def _counter_of(like: Array, device: int, stream: int) -> Array:
 
     _, status = driver.cuStreamIsCapturing(stream)
     if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-        return Array(_take(device), like.layout, None)
+        with _lock:
+            return Array(_take(device), like.layout, None)
     # Handles come back: that of a stream that was destroyed while its work goes on, and in each thread that of the
     # thread's own default stream. Numbers do not.
     key = device, int(_checked(driver.cuStreamGetId(stream)))
-    found = _of_stream.pop(key, None)
-    if found is None:
-        if len(_of_stream) >= SLAB:
-            _recycle()
-        found = Array(_take(device), like.layout, None)
-    _of_stream[key] = found
+    with _lock:  # or two threads that work on one stream would take a new counter now and then
+        found = _of_stream.pop(key, None)
+        if found is None:
+            if len(_of_stream) >= SLAB:
+                _recycle()
+            found = Array(_take(device), like.layout, None)
+        _of_stream[key] = found
     return found
 
 
@@ -50,10 +53,12 @@ def prepare(device: int) -> None:
         _fill(device)
 
 
+# These are called with the lock held.
+
+
 def _take(device: int) -> int:
-    with _lock:
-        _fill(device)
-        return _unused[device].pop()
+    _fill(device)
+    return _unused[device].pop()
 
 
 def _fill(device: int) -> None:
@@ -63,9 +68,8 @@ def _fill(device: int) -> None:
 
 def _recycle() -> None:
     """Give back the counter of the stream that has had no launch for the longest time: thousands of others had."""
-    with _lock:
-        key = list(_of_stream)[0]  # noqa: RUF015 - next(iter()) fails where another thread asks for a counter
-        _unused[key[0]].insert(0, _of_stream.pop(key).pointer)
+    key = next(iter(_of_stream))
+    _unused[key[0]].insert(0, _of_stream.pop(key).pointer)
 
 
 def _slab(device: int) -> list[int]:

@@ -363,7 +363,8 @@ def make(config):
             else:
                 o_smem = base + o_at + (first_row >> 4) * o_bytes
             if o_place:
-                # In Q's place a warp writes over the 16 rows that only its own quarter of each product has read.
+                # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
+                # hardware does it; PTX does not say so.
                 stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 0)
                 if o_place == "q":
                     fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here

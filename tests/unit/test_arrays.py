@@ -1,5 +1,6 @@
 """Array families on the host: what comes in is read in place, and the same kind goes out."""
 
+import contextlib
 import sys
 
 import ml_dtypes
@@ -272,6 +273,38 @@ def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
 
     given = [array(streams[0]), None, array(streams[1])]
     assert (arrays.stream_of(given, stream), waited) == expected
+
+
+# (CuPy's current stream, the one to work on, what is current while memory is taken)
+@pytest.mark.parametrize(
+    ("current", "stream", "while_taken"),
+    [(0, 0, []), (0, 1, []), (7, 7, []), (0, 7, [0, 7]), (7, 0, [0, "null"]), (7, 9, [0, 9])],
+)
+@pytest.mark.parametrize("take", ["empty_for", "scratch"])
+def test_memory_is_taken_for_the_stream_that_is_worked_on(current, stream, while_taken, take, monkeypatch):
+    entered, seen = [], []
+
+    @contextlib.contextmanager
+    def current_as(what):
+        entered.append(what)
+        yield
+        entered.pop()
+
+    def ndarray(shape, dtype):
+        seen.append(list(entered))
+        return Stream(data=Stream(ptr=64))
+
+    cuda = Stream(
+        Device=current_as, ExternalStream=current_as, Stream=Stream(null=current_as("null")),
+        runtime=Stream(getDevice=lambda: 0), get_current_stream=lambda device: Stream(ptr=current),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", Stream(cuda=cuda, ndarray=ndarray))
+    like = arrays.Array(4096, arrays.Layout("cupy", 0, (3,), (4,), 1, "float32", False), None)
+    if take == "scratch":
+        arrays.scratch(like, (2,), "float32", stream)
+    else:
+        arrays.empty_for(stream, like, (2,), "float32")
+    assert seen == [while_taken] and not entered
 
 
 def test_what_is_no_stream_is_refused():
