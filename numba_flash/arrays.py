@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from . import context
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -390,13 +392,23 @@ def _library_on(like: Array, stream: int) -> Iterator[None]:
     device = like.layout.device
     if like.layout.family == "cupy":
         cuda = sys.modules["cupy"].cuda
-        with cuda.Device(device), cuda.ExternalStream(stream) if stream > LEGACY_DEFAULT else cuda.Stream.null:
+        with cuda.Device(device), _cupy_stream(stream) if stream > LEGACY_DEFAULT else cuda.Stream.null:
             yield
     else:
         cuda = sys.modules["torch"].cuda
         known = cuda.ExternalStream(stream, device) if stream > LEGACY_DEFAULT else cuda.default_stream(device)
         with cuda.stream(known):
             yield
+
+
+def _cupy_stream(address: int) -> Any:
+    """CuPy's object for a stream that belongs to somebody else."""
+    # Past ExternalStream's own __init__, which warns since CuPy 14 that Stream.from_external is to be used: what that
+    # gives is a Stream, whose end is that of the stream in some versions.
+    external = sys.modules["cupy"].cuda.ExternalStream
+    made = external.__new__(external)
+    super(external, made).__init__(address, -1)  # of the device that is current
+    return made
 
 
 def give(like: Array, array: Array) -> Any:
@@ -492,13 +504,16 @@ def stream_of(given: Sequence[Array | None], stream: Any) -> int:
         return 0
     address = _current_stream(like) if stream is None else _stream_address(stream)
     if like.layout.family not in ("cupy", "torch"):  # whose own work is on the current stream
-        _wait_for_producers(given, address or LEGACY_DEFAULT)
+        _wait_for_producers(given, like.layout.device, address or LEGACY_DEFAULT)
     return address
 
 
-def _wait_for_producers(given: Sequence[Array | None], address: int) -> None:
+def _wait_for_producers(given: Sequence[Array | None], device: int, address: int) -> None:
     streams = {array.after or LEGACY_DEFAULT for array in given if array is not None and array.after is not None}
-    for other in sorted(streams - {address}):
+    others = sorted(streams - {address})
+    if others:
+        context.ensure(device)
+    for other in others:
         _core_stream(address).wait(_core_stream(other))
 
 

@@ -7,6 +7,7 @@ own. A launch that is captured in a graph gets one for itself, because a replay 
 import threading
 from typing import Any
 
+from . import context
 from .arrays import Array
 
 WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; how many are made at a time
@@ -30,7 +31,10 @@ def counter(like: Array, device: int, stream: int) -> Array:
 def _counter_of(like: Array, device: int, stream: int) -> Array:
     from cuda.bindings import driver
 
-    _, status = driver.cuStreamIsCapturing(stream)
+    error, status = driver.cuStreamIsCapturing(stream)
+    if error:  # this may be the first that the thread asks of CUDA
+        context.ensure(device)
+        status = _checked(driver.cuStreamIsCapturing(stream))
     if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         with _lock:
             return Array(_take(device), like.layout, None)
@@ -95,5 +99,5 @@ def _slab(device: int) -> list[int]:
 
 def _checked(result: tuple[Any, ...]) -> Any:
     if result[0]:
-        raise RuntimeError(f"the tile counters could not be allocated: {result[0].name}")
+        raise RuntimeError(f"this launch gets no tile counter: {result[0].name}")
     return result[1] if len(result) > 1 else None

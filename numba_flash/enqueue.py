@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from . import context
 from .tensor_maps import SIZE as MAP_SIZE
 from .tensor_maps import TensorMap, encode
 
@@ -46,11 +47,7 @@ class Enqueuer:
         self._threads, self._shared_bytes = threads, shared_bytes
         # where there is one device, the current context need not be asked for in each launch
         self._several_devices = driver.cuDeviceGetCount()[1] != 1
-        no_context, _ = driver.cuCtxGetDevice()
-        if no_context:  # in a thread of its own, as torch runs a backward
-            from cuda.core import Device
-
-            Device(device).set_current()
+        context.ensure(device)
         # a kernel passes as a function, in whichever context is current
         self._function = driver.CUfunction(int(kernel.handle))
         error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)

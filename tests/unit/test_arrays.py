@@ -263,6 +263,12 @@ def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
         def wait(self, other):
             waited.append((self.address, other.address))
 
+    def ensure(device):
+        assert device == 0 and not waited
+        ensured.append(device)
+
+    ensured = []
+    monkeypatch.setattr(arrays.context, "ensure", ensure)
     core = Stream(Stream=CoreStream, LEGACY_DEFAULT_STREAM=CoreStream(1))
     monkeypatch.setitem(sys.modules, "cuda.core", core)
     monkeypatch.setattr(arrays, "_device_of", lambda pointer: 0)
@@ -273,6 +279,7 @@ def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
 
     given = [array(streams[0]), None, array(streams[1])]
     assert (arrays.stream_of(given, stream), waited) == expected
+    assert bool(ensured) == bool(waited)
 
 
 # (CuPy's current stream, the one to work on, what is current while memory is taken)
@@ -294,8 +301,23 @@ def test_memory_is_taken_for_the_stream_that_is_worked_on(current, stream, while
         seen.append(list(entered))
         return Stream(data=Stream(ptr=64))
 
+    class BaseStream:
+        def __init__(self, address, device):
+            assert device == -1
+            self.address = address
+
+        def __enter__(self):
+            entered.append(self.address)
+
+        def __exit__(self, *error):
+            entered.pop()
+
+    class ExternalStream(BaseStream):
+        def __init__(self, address):
+            raise DeprecationWarning("as CuPy 14 says it")
+
     cuda = Stream(
-        Device=current_as, ExternalStream=current_as, Stream=Stream(null=current_as("null")),
+        Device=current_as, ExternalStream=ExternalStream, Stream=Stream(null=current_as("null")),
         runtime=Stream(getDevice=lambda: 0), get_current_stream=lambda device: Stream(ptr=current),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", Stream(cuda=cuda, ndarray=ndarray))

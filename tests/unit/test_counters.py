@@ -17,13 +17,16 @@ class Driver(types.SimpleNamespace):
     CUstreamCaptureStatus = types.SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=ACTIVE)
 
     def __init__(self):
-        super().__init__(numbers={}, capturing=set())
+        super().__init__(numbers={}, capturing=set(), contexts=[0])
 
     def cuStreamIsCapturing(self, stream):
-        return 0, ACTIVE if stream in self.capturing else NONE
+        return self.answer(ACTIVE if stream in self.capturing else NONE)
 
     def cuStreamGetId(self, stream):
-        return 0, self.numbers[stream]
+        return self.answer(self.numbers[stream])
+
+    def answer(self, value):
+        return (0, value) if self.contexts else (types.SimpleNamespace(name="CUDA_ERROR_INVALID_CONTEXT"), None)
 
 
 @pytest.fixture
@@ -36,6 +39,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(counters, name, {})
     slabs = iter(range(1000, 10**6, 1000))
     monkeypatch.setattr(counters, "SLAB", 4)
+    monkeypatch.setattr(counters.context, "ensure", made.contexts.append)
     monkeypatch.setattr(counters, "_slab", lambda device: [next(slabs) + i for i in range(counters.SLAB)])
     return made
 
@@ -68,6 +72,17 @@ def test_every_captured_launch_has_its_own(driver):
     assert len({mine, *(pointer(700) for _ in range(9))}) == 10, "more than a slab"
     driver.capturing = set()
     assert pointer(700) == mine
+
+
+def test_a_thread_that_has_had_no_call_of_cuda_yet(driver):
+    driver.numbers = {2: 11, 700: 12}
+    here = pointer(2)
+    driver.contexts.clear()
+    driver.numbers[2] = 13
+    assert pointer(2) != here and driver.contexts == [0]
+    driver.contexts.clear()
+    driver.capturing = {700}
+    assert pointer(700) != pointer(700) and driver.contexts == [0]
 
 
 def test_streams_without_end_take_memory_with_an_end(driver):
