@@ -39,7 +39,10 @@ MMA_TILES = (
 )
 # (largest head_dim, tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k tokens,
 # 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356, 472, 433.
-# head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 80 477, 717, 673; two buffers of Q do not fit there.
+# head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 64 510, 750, 707; two buffers of Q do not fit there.
+# 128 x 80 instead, in turns, 2026-11-22: 512 to 16k, full and causal, 0.990, least 0.967 (2k causal), most 1.008 (8k).
+# head_dim 192, v 192, 1k to 16k: 128 x 96 1.012 of 128 x 64, with two buffers of Q and 80 1.010; v 128: 128 x 128
+# 1.081, 128 x 112 1.044, with two buffers and 96 1.044; head_dim 160: 128 x 96 1.044, 128 x 112 1.045.
 # Before Q had two buffers and a thread of its own fetched it: head_dim 64 without ping-pong 316, 484, 413 beside 351,
 # 529, 457; head_dim 128: 128 x 176 395, 620, 590 and 128 x 112, three stages, 408, 615 beside 459, 650, 598, without
 # ping-pong 401, 614, 559; head_dim 256: 128 x 64 483, 691 beside 467, 706, without ping-pong 429, 691. 1 to 16 MB of K
@@ -49,16 +52,13 @@ MMA_TILES = (
 WGMMA_TILES = (
     (64, 192, 128, True, 2, 8),
     (128, 128, 128, True, 2, 8),
-    (256, 128, 80, True, 1, 8),
-    (256, 64, 64, False, 1, 8),
+    (192, 128, 128, True, 1, 8),
+    (192, 128, 96, True, 1, 8),
+    (256, 128, 64, True, 1, 8),
 )
 # Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
 # 253 TFLOP/s, and with 128 queries 292. They are short, too: lag costs 1 % there.
 FEW_QUERIES = 1024
-# And up to so many keys, under a causal mask twice as many, tiles of 80 reach too far past the last one, and with 64 O
-# has a place of its own: head_dim 256, seqlen 512, 0.95 and 0.96 of cuDNN, full and causal, and with 64 keys 1.01 and
-# 1.02; at 1k 1.01 and 1.05 beside 1.00 and 1.08; at 2k 1.01 and 1.10 beside 1.00 and 1.10.
-FEW_KEYS = 512
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -266,13 +266,12 @@ def _wgmma_candidates(problem: Problem) -> list[Config]:
             if tile_m == 192 and (few or _tensor_features(problem, group)["scaled"]) and 128 % group == 0:
                 tile_m, lag = 128, 0 if few else lag
             tile_m = _rows(problem, group, tile_m, 64)
-            if tile_n == 80 and problem.seqlen_k <= FEW_KEYS * (1 if problem.right is None else 2):
-                tile_n = 64
             features = _features("wgmma", problem) | _tensor_features(problem, group) | dict(lag=lag)
             tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
-            tile["o_buffer"] = tile_n == 64 and features["wide_o"]  # there is room
             tile["paired"] = widest > 64 and _in_pairs(problem, tile_m // group)
-            configs.append(WgmmaConfig(**features, **tile))
+            # A place for O, where no buffer of Q is free for it and there is room.
+            places = (True, False) if q_buffers == 1 and features["wide_o"] else (False,)
+            configs += [WgmmaConfig(**features, **tile, o_buffer=o_buffer) for o_buffer in places]
     return configs
 
 

@@ -73,11 +73,15 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
 # O goes to global memory by way of Q's second buffer, of a place of its own, or of neither. A row of a mask of 144
 # columns takes more than one word of bits.
 @pytest.mark.parametrize(
-    ("row", "head_dim_v", "place"),
-    [((64, 144, False, 2, 8), 72, "q"), ((128, 64, True, 1, 8), 136, "own"), ((64, 32, True, 1, 0), 40, "")],
+    ("row", "head_dim_v", "kilobytes", "place"),
+    [
+        ((64, 144, False, 2, 8), 72, 227, "q"),
+        ((128, 64, True, 1, 8), 136, 227, "own"),
+        ((64, 32, True, 1, 0), 40, 48, ""),
+    ],
 )
-def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, place, monkeypatch):
-    machine = dataclasses.replace(Target.of(None), multiprocessors=1)
+def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=1, shared_bytes=kilobytes * 1024)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
     monkeypatch.setattr(api, "_decided", {})
     monkeypatch.setattr(select, "WGMMA_TILES", ((256, *row),))

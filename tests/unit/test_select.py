@@ -175,12 +175,19 @@ def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
     assert config.queries * config.group == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
 
 
-@pytest.mark.parametrize(("seqlen_k", "tile_n"), [(80, 64), (512, 64), (513, 80), (16384, 80)])
-def test_few_keys_get_tiles_that_end_with_them(seqlen_k, tile_n):
-    config = select(problem(256, seqlen_k=seqlen_k), HOPPER, "wgmma").config
-    assert config.tile_n == tile_n and config.o_place == ("own" if tile_n == 64 else "")
-    causal = select(problem(256, seqlen_k=2 * seqlen_k, causal=True), HOPPER, "wgmma").config
-    assert causal.tile_n == tile_n
+# As many keys as there is room for, and then a place for O: in Q's second buffer, of its own, or none.
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "tile_n", "place"),
+    [
+        (64, 64, 128, "q"), (128, 128, 128, "q"), (129, 128, 128, ""), (192, 128, 128, ""), (128, 192, 128, "own"),
+        (192, 129, 96, ""), (136, 136, 96, "own"), (192, 192, 96, "own"), (193, 193, 64, ""), (200, 200, 64, "own"),
+        (256, 256, 64, "own"), (256, 250, 64, ""), (256, 8, 64, "own"),
+    ],
+)  # fmt: skip
+def test_room_goes_to_keys_and_then_to_o(head_dim, head_dim_v, tile_n, place):
+    q, k, v = (strided(2**24, 2**22, 256, 1, dim=columns) for columns in (head_dim, head_dim, head_dim_v))
+    config = select(problem(q=q, k=k, v=v), HOPPER, "wgmma").config
+    assert (config.tile_n, config.o_place) == (tile_n, place)
 
 
 # Blocks fetch K and V for each other where two query tiles see the same keys and no block is left without one.
