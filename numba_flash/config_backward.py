@@ -130,6 +130,12 @@ class MmaDkdvConfig(MmaBackwardConfig):
         if self.column_groups > 1 and not (self.of_dk and self.of_dv):
             raise ValueError("column_groups need of_dk and of_dv")
         super().__post_init__()
+        shared_out = self.column_groups > 1
+        if shared_out and any(-(-columns // 64) % (self.group_columns // 64) for columns in (self.depth, self.width)):
+            raise ValueError(
+                f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
+                f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's"
+            )
 
     @property
     def own_rows(self) -> int:

@@ -277,6 +277,17 @@ def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
     assert any(struck) and not np.isnan(gradients.dq).all()
 
 
+def test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck(rung):
+    """Its score of -inf says that its weight is 0, whatever else the row sees and its lse has become."""
+    case = rung.problem(5, 9, batch=1, heads=1, head_dim=7, causal=True)
+    last = case.k.shape[2] - 1
+    case.q[:, :, -2:, 0] = 1
+    case.k[:, :, last - 1, 0], case.k[:, :, last] = -np.inf, np.nan
+    gradients = rung.check(case, incoming(case))
+    assert not gradients.dk[:, :, last - 1].any() and not gradients.dv[:, :, last - 1].any()
+    assert np.isnan(gradients.dk[:, :, 0]).any() and np.isnan(gradients.dv[:, :, last]).any()
+
+
 # Each alone, pairs as an optimiser with frozen layers asks for, and in another order.
 @pytest.mark.parametrize(
     "wanted",

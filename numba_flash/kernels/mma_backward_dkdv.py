@@ -78,7 +78,7 @@ def make(config):
     head, _ = scores.make(config)
     _, one_score, _, _, _ = fragment_scores.make(config, strips)
     columns_within = fragment_scores.columns_within
-    weight, through_softcap = score_gradients.make(config, one_score)
+    weight, sure_weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_k_frag, load_v_frag = load_own(depth), load_own(width)
@@ -87,7 +87,7 @@ def make(config):
     stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
-    repair_keys = repair_keys_step.make(config, weight, through_softcap)
+    repair_keys = repair_keys_step.make(config, sure_weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
     load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32

@@ -62,7 +62,7 @@ def make(config):
     head, _ = scores.make(config)
     _, one_score, _, _, _ = fragment_scores.make(config, strips)
     columns_within = fragment_scores.columns_within
-    weight, through_softcap = score_gradients.make(config, one_score)
+    weight, sure_weight, through_softcap = score_gradients.make(config, one_score)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_q_frag, load_do_frag = load_own(depth), load_own(width)
@@ -71,7 +71,7 @@ def make(config):
     stage_dq, store_dq = gradient_rows.make(
         config.dtype, tile_m, warp_rows, head_dim if groups == 1 else columns, head_dim % 8 == 0
     )
-    repair_queries = repair_queries_step.make(config, weight, through_softcap)
+    repair_queries = repair_queries_step.make(config, sure_weight, through_softcap)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
     load_v4, load_b32, store_shared = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
     bar_sync = bar.sync

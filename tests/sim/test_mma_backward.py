@@ -8,6 +8,7 @@ import pytest
 from contract_backward import (  # noqa: F401
     Rung,
     incoming,
+    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
     test_a_kv_head_gets_the_sum_of_its_group,
     test_all_options_at_once,
     test_any_strides,

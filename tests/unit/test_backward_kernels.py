@@ -201,7 +201,7 @@ def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
 def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
-    config = kind("mma_dkdv", "float16", head_dim, 64, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
+    config = kind("mma_dkdv", "float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
     offsets = config.shared_offsets()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
@@ -238,6 +238,11 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, bias_dtype="float32"), "no bias"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
+        (
+            lambda: MmaDkdvConfig("mma_dkdv", "float16", 192, 192, 64, 64, column_groups=2),
+            "than are left of head_dim 192",
+        ),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
         (lambda: MmaDqConfig("mma_dq", "float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),

@@ -15,8 +15,8 @@ from .integers import divide
 from .plain import key_queries
 
 
-def make(config, weight, through_softcap):
-    """-> repair_keys, a device function. weight, through_softcap: of steps/score_gradients."""
+def make(config, sure_weight, through_softcap):
+    """-> repair_keys, a device function. sure_weight, through_softcap: of steps/score_gradients."""
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     of_dk, of_dv, has_softcap = config.of_dk, config.of_dv, config.softcap
     has_alibi, parts, parts_v = config.alibi_dtype is not None, -(-head_dim // 32), -(-head_dim_v // 32)
@@ -77,7 +77,7 @@ def make(config, weight, through_softcap):
                         p = float32(0)
                         if lse_log2 != inf:
                             away = float32(query + q_start - key)
-                            p = weight(product, slope, away, scale, softcap, lse_log2)
+                            p = sure_weight(product, slope, away, scale, softcap, lse_log2)
                         if p != 0:
                             ds = float32(0)
                             if of_dk:

@@ -10,8 +10,8 @@ from .inlined import inlined
 from .plain import row_keys
 
 
-def make(config, weight, through_softcap):
-    """-> repair_queries, a device function. weight, through_softcap: of steps/score_gradients."""
+def make(config, sure_weight, through_softcap):
+    """-> repair_queries, a device function. sure_weight, through_softcap: of steps/score_gradients."""
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     has_softcap, parts, parts_v = config.softcap, -(-head_dim // 32), -(-head_dim_v // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
@@ -58,7 +58,7 @@ def make(config, weight, through_softcap):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
                     away = float32(query + q_start - key)
-                    p = weight(product, slope, away, scale, softcap, lse_log2)
+                    p = sure_weight(product, slope, away, scale, softcap, lse_log2)
                     ds = p * (dp + minus_delta) * scale
                     if has_softcap:
                         ds *= through_softcap(product, scale, softcap)
