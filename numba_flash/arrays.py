@@ -403,8 +403,8 @@ def _library_on(like: Array, stream: int) -> Iterator[None]:
 
 def _cupy_stream(address: int) -> Any:
     """CuPy's object for a stream that belongs to somebody else."""
-    # Past ExternalStream's own __init__, which warns since CuPy 14 that Stream.from_external is to be used: what that
-    # gives is a Stream, whose end is that of the stream in some versions.
+    # Past ExternalStream's own __init__, which warns since CuPy 14 that Stream.from_external is to be used: CuPy 13 has
+    # no such thing, and it gives an object of the class that destroys its stream.
     external = sys.modules["cupy"].cuda.ExternalStream
     made = external.__new__(external)
     super(external, made).__init__(address, -1)  # of the device that is current
