@@ -19,7 +19,7 @@ def pointer_types(config: Config) -> tuple[str, ...]:
     )  # fmt: skip
     if config.kernel == "v1":
         types += (config.compute_dtype,) * 3  # its workspace: O before rounding, l and m
-    if config.kernel == "wgmma":
+    if config.counted:
         types += ("uint32",)  # its tile counter
     return types
 

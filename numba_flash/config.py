@@ -14,8 +14,17 @@ def tile_bytes(rows: int, columns: int) -> int:
     return rows * 128 * -(-columns // 64)
 
 
+class LaunchFacts:
+    """What a launch asks of a Config, and most kernels answer alike."""
+
+    tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
+    whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
+    cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
+    counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers (counters.py)
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(LaunchFacts):
     """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
     tile_m query rows by tile_n keys is what a block works on at a time.
@@ -36,10 +45,6 @@ class Config:
     q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
     blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
     shared_bytes: int = field(init=False)
-
-    tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
-    whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
-    cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
 
     @property
     def compute_dtype(self) -> str:
@@ -211,6 +216,7 @@ class WgmmaConfig(TensorConfig):
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
@@ -274,16 +280,13 @@ class WgmmaConfig(TensorConfig):
 
 
 @dataclass(frozen=True)
-class SoftmaxConfig:
+class SoftmaxConfig(LaunchFacts):
     """The compile-time facts of one softmax kernel: one thread per row, or one block per row for "blocked"."""
 
     kernel: str  # "safe", "online" or "blocked"
     dtype: str
     threads: int
 
-    tensor_maps: ClassVar[int] = 0
-    whole_program: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     @property

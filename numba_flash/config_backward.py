@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .config import Config, tile_bytes
+from .config import Config, LaunchFacts, tile_bytes
 from .config_seed_backward import DalibiConfig, DeltaConfig
 
 
 @dataclass(frozen=True)
-class MmaRowsConfig:
+class MmaRowsConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes."""
 
     dtype: str
@@ -21,9 +21,6 @@ class MmaRowsConfig:
     kernel: ClassVar[str] = "mma_rows"
     compute_dtype: ClassVar[str] = "float32"
     shared_bytes: ClassVar[int] = 0
-    tensor_maps: ClassVar[int] = 0
-    whole_program: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

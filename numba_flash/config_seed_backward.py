@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .config import ITEM_SIZE, Config
+from .config import ITEM_SIZE, Config, LaunchFacts
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(LaunchFacts):
     """Of delta: `lanes` threads share a row, so that a warp reads whole sectors of memory."""
 
     dtype: str
@@ -17,9 +17,6 @@ class DeltaConfig:
     lanes: int = 16
 
     kernel: ClassVar[str] = "delta"
-    tensor_maps: ClassVar[int] = 0
-    whole_program: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -131,7 +128,7 @@ class DbiasConfig(DqConfig):
 
 
 @dataclass(frozen=True)
-class DalibiConfig:
+class DalibiConfig(LaunchFacts):
     """Of v2_dalibi, which adds up what v2_dq found in each row. batch_summed: the slopes are those of all entries."""
 
     dtype: str
@@ -140,9 +137,6 @@ class DalibiConfig:
     threads: int = 256
 
     kernel: ClassVar[str] = "v2_dalibi"
-    tensor_maps: ClassVar[int] = 0
-    whole_program: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
     blocks_per_sm: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

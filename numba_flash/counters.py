@@ -8,27 +8,26 @@ import threading
 from typing import Any
 
 from . import context
-from .arrays import Array
 
 WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; how many are made at a time
 _lock = threading.Lock()
 _unused: dict[int, list[int]] = {}  # device -> addresses
-_of_default: dict[int, Array] = {}  # device -> that of the legacy default stream, which cannot be captured
-_of_stream: dict[tuple[int, int], Array] = {}  # (device, a stream's number); who was asked for last stands last
+_of_default: dict[int, int] = {}  # device -> that of the legacy default stream, which cannot be captured
+_of_stream: dict[tuple[int, int], int] = {}  # (device, a stream's number); who was asked for last stands last
 
 
-def counter(like: Array, device: int, stream: int) -> Array:
-    """The counter for a launch on `stream`, next to the array `like`."""
+def counter(device: int, stream: int) -> int:
+    """The address of the counter for a launch on `stream`."""
     if stream > 1:
-        return _counter_of(like, device, stream)
+        return _counter_of(device, stream)
     found = _of_default.get(device)
     if found is None:
         with _lock:
-            found = _of_default[device] = Array(_take(device), like.layout, None)
+            found = _of_default[device] = _take(device)
     return found
 
 
-def _counter_of(like: Array, device: int, stream: int) -> Array:
+def _counter_of(device: int, stream: int) -> int:
     from cuda.bindings import driver
 
     error, status = driver.cuStreamIsCapturing(stream)
@@ -37,7 +36,7 @@ def _counter_of(like: Array, device: int, stream: int) -> Array:
         status = _checked(driver.cuStreamIsCapturing(stream))
     if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         with _lock:
-            return Array(_take(device), like.layout, None)
+            return _take(device)
     # Handles come back: that of a stream that was destroyed while its work goes on, and in each thread that of the
     # thread's own default stream. Numbers do not.
     key = device, int(_checked(driver.cuStreamGetId(stream)))
@@ -46,7 +45,7 @@ def _counter_of(like: Array, device: int, stream: int) -> Array:
         if found is None:
             if len(_of_stream) >= SLAB:
                 _recycle()
-            found = Array(_take(device), like.layout, None)
+            found = _take(device)
         _of_stream[key] = found
     return found
 
@@ -73,7 +72,7 @@ def _fill(device: int) -> None:
 def _recycle() -> None:
     """Give back the counter of the stream that has had no launch for the longest time: thousands of others had."""
     key = next(iter(_of_stream))
-    _unused[key[0]].insert(0, _of_stream.pop(key).pointer)
+    _unused[key[0]].insert(0, _of_stream.pop(key))
 
 
 def _slab(device: int) -> list[int]:

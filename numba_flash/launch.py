@@ -51,8 +51,6 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     ready = on_gpu(config, target, blocks, len(pointer_types(config)), scalars(problem), maps)
     if choice.kernel == "v1":
         ready = _WithWorkspace(problem, ready)
-    if choice.kernel == "wgmma":
-        ready = _WithCounter(target, ready)
     return Announced(problem, ready) if target.simulated else ready
 
 
@@ -84,25 +82,32 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, pointers: int, scalar
 
 
 class _OnGpu(Launch):
-    __slots__ = ("_blocks", "_config", "_constants", "_enqueuer", "_maps", "_pointers", "_prepared", "_target")
+    __slots__ = (
+        "_blocks", "_config", "_constants", "_counted", "_enqueuer", "_maps", "_pointers", "_prepared", "_target",
+    )  # fmt: skip
 
     def __init__(
         self, config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps
     ) -> None:
         self._config, self._target, self._blocks, self._pointers, self._maps = config, target, blocks, pointers, maps
-        self._constants = packed(scalars)
+        self._constants, self._counted = packed(scalars), config.counted
         self._enqueuer: Enqueuer | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
         self._prepared: dict[tuple[int, ...], Any] = {}
 
     def load(self) -> Enqueuer:
+        if self._counted:
+            counters.prepare(self._target.device)
         # one for all problems of this kernel
         self._enqueuer = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
         return self._enqueuer
 
     def run(self, operands: Given, stream: int) -> None:
         enqueuer = self._enqueuer or self.load()
-        addresses = tuple([0 if array is None else array.pointer for array in operands])
+        pointers = [0 if array is None else array.pointer for array in operands]
+        if self._counted:
+            pointers.append(counters.counter(self._target.device, stream))
+        addresses = tuple(pointers)
         parameters = self._prepared.get(addresses)
         if parameters is None:
             if len(self._prepared) >= PREPARED:
@@ -131,6 +136,12 @@ class _Simulated(Launch):
         from .sim.launch import run
 
         config, (blocks, scalars, maps) = self._config, self._arguments
+        if config.counted:
+            q = operands[0]
+            assert q is not None
+            counter = arrays.scratch(q, (counters.WORDS,), "uint32")
+            arrays.host_view(counter)[...] = 0
+            operands = (*operands, counter)
         run(
             lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps),
             config.cluster,
@@ -153,30 +164,6 @@ class Announced(Launch):
 
         warn_if_long(self._problem, self._times)
         self._ready.run(operands, stream)
-
-
-class _WithCounter(Launch):
-    """wgmma with the counter by which its blocks take query tiles."""
-
-    __slots__ = ("_ready", "_target")
-
-    def __init__(self, target: Target, ready: Launch) -> None:
-        self._target, self._ready = target, ready
-
-    def load(self) -> object:
-        if not self._target.simulated:
-            counters.prepare(self._target.device)
-        return self._ready.load()
-
-    def run(self, operands: Given, stream: int) -> None:
-        q = operands[0]
-        assert q is not None
-        if self._target.simulated:
-            counter = arrays.scratch(q, (counters.WORDS,), "uint32")
-            arrays.host_view(counter)[...] = 0
-        else:
-            counter = counters.counter(q, self._target.device, stream)
-        self._ready.run((*operands, counter), stream)
 
 
 class _WithWorkspace(Launch):

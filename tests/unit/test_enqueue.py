@@ -78,10 +78,29 @@ def test_threads_do_not_share_a_buffer(launches):
     assert all(parameters == struct.pack("<QQq", stream, stream, 1) for *_, stream, parameters in launches)
 
 
-def test_parameters_of_arrays_seen_before_are_not_made_again(launches, monkeypatch):
-    config = types.SimpleNamespace(kernel="v2", threads=64, shared_bytes=1024)
+@pytest.fixture
+def config(monkeypatch):
+    """Of a kernel that counts as compiled."""
     monkeypatch.setattr(launch, "compiled", lambda config, device, cc: KERNEL)
     monkeypatch.setattr(launch, "_loaded", launch._loaded.__wrapped__)  # a namespace cannot be a key
+    return types.SimpleNamespace(kernel="v2", threads=64, shared_bytes=1024, counted=False)
+
+
+def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):
+    config.counted = True
+    prepared = []
+    monkeypatch.setattr(launch.counters, "prepare", prepared.append)
+    monkeypatch.setattr(launch.counters, "counter", lambda device, stream: 1000 * device + stream)
+    ready = launch.on_gpu(config, Target(False, device=3, cc=(9, 0)), 7, 3, (5,))
+    for stream in (8, 9, 8):
+        ready.run([Array(16, None, None), None], stream)
+    assert [parameters for *_, parameters in launches] == [
+        struct.pack("<QQQq", 16, 0, 3000 + stream, 5) for stream in (8, 9, 8)
+    ]
+    assert prepared == [3], "before the first launch, which may be captured"
+
+
+def test_parameters_of_arrays_seen_before_are_not_made_again(launches, config, monkeypatch):
     made = []
     original = enqueue.Enqueuer.parameters
     monkeypatch.setattr(
