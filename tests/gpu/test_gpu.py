@@ -117,6 +117,7 @@ def test_the_producers_of_all_arrays_are_waited_for(cupy, named):
             for _ in range(20):
                 kept.append(slow @ slow)
             y[...] = x
+        kept.append(y)  # the interface alone would not, and the next array would lie in its memory
         interface = dict(y.__cuda_array_interface__, stream=stream.ptr)
         given.append(types.SimpleNamespace(__cuda_array_interface__=interface))
     result = types.SimpleNamespace(__cuda_array_interface__=dict(out.__cuda_array_interface__, stream=None))
