@@ -76,7 +76,8 @@ def run_task(task, frame, scratch, zero):
     q_blocks = dq + tile_m * head_dim * size
     do_blocks = q_blocks + tile_m * ((head_dim + across - 1) // across) * across * size
     shift = do_blocks + tile_m * ((head_dim_v + across - 1) // across) * across * size
-    delta = shift + tile_m * size
+    base = shift + tile_m * size
+    delta = base + tile_m * size
     ones = delta + tile_m * size
     alibi = ones + across * size
     slopes = alibi + 2 * across * size
@@ -92,7 +93,7 @@ def run_task(task, frame, scratch, zero):
     q_start, do_start = load(pointers, 0, INT), load(pointers, at.DO, INT)
     take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
     take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
-    take_statistics(shift, delta, row, plan, pointers, b, kv_head, row0, rows, zero)
+    take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
     # 0 times NaN must not count: a key adds nothing to a row that gives it no weight, nor a row to such a key.
     q_guarded = not all_finite(q, tile_m * head_dim * size, tile_m * head_dim, 1, zero)
     do_guarded = not all_finite(do, tile_m * head_dim_v * size, tile_m * head_dim_v, 1, zero)
@@ -126,8 +127,9 @@ def run_task(task, frame, scratch, zero):
             of_panel = panel * across * size
             panel_gradients(
                 p + here, ds + here, slopes, alibi, k + skip * head_dim * size, v + skip * head_dim_v * size,
-                q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, delta + of_panel, first, keys,
-                is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2, what, plan, pointers, zero,
+                q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
+                delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2,
+                what, plan, pointers, zero,
             )  # fmt: skip
             if wants_dq and k_guarded:
                 k_first = k + skip * head_dim * size

@@ -8,6 +8,7 @@ from .cpu_elements import INT, compiled, copy_in, fill, gather, row_address
 from .cpu_panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
 from .simd import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .simd_backward import call_for_nothing, key_rows, load_acquire, score_gradients
+from .simd_panel import subtract_base
 from .simd_row import dot_rows
 from .simd_scores import copy_row
 
@@ -57,11 +58,12 @@ def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, 
 
 
 @compiled
-def take_statistics(shift, delta, row, plan, pointers, b, kv_head, row0, rows, zero):
+def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
     """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is room for two rows.
 
     A row that sees no key has lse = -inf: a shift of -inf as well leaves each of its keys without weight. So it is
-    with rows that there are not.
+    with rows that there are not. base is 0, and where lse in powers of 2 leaves the range of numbers it is lse in
+    units of the scores, from which it is to be taken, and shift is 0 (as in simd_panel.exponents).
     """
     kind, size = type(zero), size_of(zero)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -72,13 +74,18 @@ def take_statistics(shift, delta, row, plan, pointers, b, kv_head, row0, rows, z
         load(plan, slot.TILE_M, INT),
     )
     fill(shift, tile_m, kind(-INFINITY))
+    fill(base, tile_m, zero)
     fill(delta, tile_m, zero)
     other = row + head_dim_v * size
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
         lse = load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero)
         if lse != -INFINITY:
-            store(shift, r, kind(-float(lse) * LOG2_E))
+            in_log2 = kind(-float(lse) * LOG2_E)
+            if abs(in_log2) == INFINITY and lse != INFINITY:
+                in_log2 = zero
+                store(base, r, kind(float(lse) * (LOG2_E / float(scale_log2))))
+            store(shift, r, in_log2)
         o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
         do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
         gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
@@ -94,7 +101,7 @@ WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 @compiled
 def panel_gradients(
-    p, ds, slopes, alibi, k, v, q, do, shift, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
+    p, ds, slopes, alibi, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
     scale_log2, what, plan, pointers, zero,
 ):  # fmt: skip
     """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
@@ -111,6 +118,7 @@ def panel_gradients(
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
         hide(p, first, first + keys, row0, rows, across, group, offset, left, right, valid, zero)
+    subtract_base(p, keys, base, zero)
     if what == WEIGHTS:
         score_weights(p, ds, slopes, keys, scale_log2, shift, delta, zero)
         return

@@ -76,7 +76,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     sums = tuple(keys * n if name in problem.wanted else 0 for name, n in (("dk", columns), ("dv", columns_v)))
     # Of a query tile q, do and dq, q and do again by rows; of both p and dS; K, V, and K packed.
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
-    of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 2)
+    of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
@@ -103,6 +103,6 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     extents = (p.batch, p.heads_kv, tiles, int(numbers[KEY_TILES]))
     numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
     size = 8 if p.dtype == "float64" else 4
-    of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 2), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
+    of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
     return numbers, -(-scratch // 64) * 64

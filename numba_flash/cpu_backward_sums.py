@@ -104,7 +104,8 @@ def run_task(task, frame, scratch, zero):
     q = ds + tile_n * across * size
     do = q + tile_m * head_dim * size
     shift = do + tile_m * head_dim_v * size
-    delta = shift + tile_m * size
+    base = shift + tile_m * size
+    delta = base + tile_m * size
     alibi = delta + tile_m * size
     k = alibi + 2 * across * size
     v = k + tile_n * head_dim * size
@@ -128,7 +129,7 @@ def run_task(task, frame, scratch, zero):
             continue
         take_rows(q, 0, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
         take_rows(do, 0, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
-        take_statistics(shift, delta, row, plan, pointers, b, kv_head, row0, rows, zero)
+        take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
         k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
         v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
         for key_tile in range(begin, end):
@@ -145,8 +146,9 @@ def run_task(task, frame, scratch, zero):
                 of_panel = panel * across * size
                 panel_gradients(
                     p, ds, 0, alibi, k + skip * head_dim * size, v + skip * head_dim_v * size, q + of_panel * head_dim,
-                    do + of_panel * head_dim_v, shift + of_panel, delta + of_panel, first, keys, is_cut, panel_row0,
-                    panel_rows, kv_head, b, valid, offset, scale_log2, GRADIENTS, plan, pointers, zero,
+                    do + of_panel * head_dim_v, shift + of_panel, base + of_panel, delta + of_panel, first, keys,
+                    is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2, GRADIENTS, plan, pointers,
+                    zero,
                 )  # fmt: skip
                 add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)
     row0 = tile0 * tile_rows

@@ -200,7 +200,11 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
         copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
         if load(plan, slot.RETURN_LSE, INT):
             # In the units the exponentials were taken in, so that both have the same rounding of m.
-            lse = float(load(m, r, zero) * scale_log2) * math.log(2.0) + math.log(float(total))
+            best = load(m, r, zero)
+            in_log2 = float(best * scale_log2)
+            lse = in_log2 * math.log(2.0) + math.log(float(total))
+            if abs(in_log2) == INFINITY and abs(best) != INFINITY:  # so were they then
+                lse = float(best) * (float(scale_log2) * math.log(2.0)) + math.log(float(total))
             if total == 0:
                 lse = -INFINITY
             store(load(pointers, 4, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
@@ -223,7 +227,10 @@ def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, 
             m = load(part, at_m + r, zero)
             weight = zero
             if m != -INFINITY:
-                weight = type(zero)(2.0 ** (float(m * scale_log2) - float(best * scale_log2)))
+                away = float(m * scale_log2) - float(best * scale_log2)
+                if away != away:  # both beyond the range of numbers, where m and best need not be
+                    away = (float(m) - float(best)) * float(scale_log2)
+                weight = type(zero)(2.0**away)
             total += weight * load(part, at_m + panels * width + r, zero)
             if chunk == 0:
                 for d in range(head_dim_v):

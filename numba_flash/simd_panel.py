@@ -111,6 +111,54 @@ def pack_rows(rows):
     return vector_function("iiiii")(build)
 
 
+def exponents(b, shape, m_old, m_new, scale):
+    """-> (base, shift, rescale) of each pair of vectors: p = exp2(scale * (s - base) - shift), and rescale before exp2.
+
+    base is 0 but where scale * m_new leaves the range of numbers, though m_new does not: then it is m_new, and has to
+    be taken from the scores (take_base). So it is where a mask was written as the lowest number there is.
+    """
+    zero, infinity = shape.const(0.0), shape.const(float("-inf"))
+
+    def is_finite(x):
+        return b.fcmp_ordered("==", b.fmul(x, zero), zero)
+
+    bases, shifts, rescales = [], [], []
+    for old, new in zip(m_old, m_new, strict=True):
+        shift = b.select(b.fcmp_ordered("==", new, infinity), zero, b.fmul(new, scale))
+        beyond = b.and_(is_finite(new), b.not_(is_finite(shift)))
+        bases.append(b.select(beyond, new, zero))
+        shifts.append(b.select(beyond, zero, shift))
+        rescale = b.fsub(b.fmul(old, scale), shift)
+        rescales.append(b.select(beyond, b.fmul(b.fsub(old, new), scale), rescale))
+    return bases, shifts, rescales
+
+
+def take_base(b, shape, s, at, end, step, bases):
+    """s -= base in rows `step` apart up to `end`, vectors `at` of each; where all bases are 0 nothing is done."""
+    zero = shape.const(0.0)
+    used = bases[0]
+    for base in bases[1:]:
+        used = b.select(b.fcmp_unordered("!=", base, zero), base, used)
+    squares = b.select(b.fcmp_unordered("!=", used, zero), shape.const(1.0), zero)
+    any_used = b.fcmp_ordered("!=", shape.across(b, "fadd", squares), ir.Constant(shape.scalar, 0.0))
+
+    def row(i, _):
+        for x, base in zip(at, bases, strict=True):
+            place = b.add(i, x)
+            shape.store(b, b.fsub(shape.load(b, s, place), base), s, place)
+        return []
+
+    loop(b, I64(0), b.select(any_used, end, I64(0)), step, [], row)
+
+
+@vector_function("iii")
+def subtract_base(b, shape, s, keys, base):
+    """s (keys, lanes) -= base (lanes,), which is nearly always 0."""
+    s, base = shape.pointer(b, s), shape.pointer(b, base)
+    at, step = [I64(v * shape.width) for v in range(PANEL_VECTORS)], I64(shape.lanes)
+    take_base(b, shape, s, at, b.mul(keys, step), step, [shape.load(b, base, x) for x in at])
+
+
 @vector_function("iixiii")
 def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
     """One online softmax step over scores s (keys, lanes), in place: s becomes p = exp2(c * (s - m)).
@@ -121,7 +169,6 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
     """
     s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))
     scale = shape.splat(b, scale_log2)
-    infinity = shape.const(float("-inf"))
     at = [I64(v * shape.width) for v in range(PANEL_VECTORS)]
     m_old = [shape.load(b, m, x) for x in at]
     end = b.mul(keys, I64(shape.lanes))
@@ -135,12 +182,9 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
         m_old,
         lambda i, best: [shape.max(b, shape.load(b, s, b.add(i, x)), y) for x, y in zip(at, best, strict=True)],
     )
-    shifts, rescales = [], []
-    for old, new in zip(m_old, m_new, strict=True):
-        shift = b.select(b.fcmp_ordered("==", new, infinity), shape.const(0.0), b.fmul(new, scale))
-        shifts.append(b.fneg(shift))
-        rescales.append(b.fsub(b.fmul(old, scale), shift))
-    rescales = exp2_vectors(b, shape, rescales)
+    bases, shifts, rescales = exponents(b, shape, m_old, m_new, scale)
+    take_base(b, shape, s, at, end, step, bases)
+    shifts, rescales = [b.fneg(shift) for shift in shifts], exp2_vectors(b, shape, rescales)
     for x, new, rescale in zip(at, m_new, rescales, strict=True):
         shape.store(b, rescale, alpha, x)
         shape.store(b, new, m, x)

@@ -8,6 +8,7 @@ For a few rows (decoding) a panel would be mostly empty; here nothing is, and K 
 from llvmlite import ir
 
 from .simd import I64, exp2_vectors, loop, vector_function
+from .simd_panel import exponents, take_base
 
 
 def dot_rows(rows):
@@ -44,8 +45,6 @@ def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
     Owed by the caller: -inf in s behind the last key, up to a whole vector.
     """
     s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))
-    infinity = ir.Constant(shape.scalar, float("-inf"))
-    zero = ir.Constant(shape.scalar, 0.0)
     m_old = b.load(m)
     (best,) = loop(
         b,
@@ -56,9 +55,10 @@ def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
         lambda i, t: [shape.max(b, shape.load(b, s, i), t[0])],
     )
     m_new = shape.across(b, "fmax", best)
-    shift = b.select(b.fcmp_ordered("==", m_new, infinity), zero, b.fmul(m_new, scale_log2))
-    scale, shifts = shape.splat(b, scale_log2), shape.splat(b, b.fneg(shift))
-    (rescale,) = exp2_vectors(b, shape, [shape.splat(b, b.fsub(b.fmul(m_old, scale_log2), shift))])
+    scale = shape.splat(b, scale_log2)
+    bases, (shift,), rescales = exponents(b, shape, [shape.splat(b, m_old)], [shape.splat(b, m_new)], scale)
+    take_base(b, shape, s, [I64(0)], keys, I64(shape.width), bases)
+    shifts, (rescale,) = b.fneg(shift), exp2_vectors(b, shape, rescales)
     rescale = b.extract_element(rescale, ir.IntType(32)(0))
 
     def weights(i, t):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -222,6 +223,34 @@ def test_a_row_that_sees_no_key_is_zero(rung, how, value):
     assert (o[~visible] == 0).all() and (lse[~visible] == -np.inf).all()
     assert np.array_equal(o[visible], np.full_like(o[visible], value), equal_nan=True) or value == 1.0
     assert np.isfinite(lse[visible]).all()
+
+
+def at_the_end_of_the_range(rung, dtype, sign, seqlen_q=6, seqlen_k=150, **options):
+    """A problem whose bias is the lowest or the highest number there is: for all keys of row 0, for the first or the
+    last of others, beside less of it, and beside -inf."""
+    end = ml_dtypes.finfo(dtype).max if sign > 0 else ml_dtypes.finfo(dtype).min
+    bias = np.zeros((1, 1, 6, seqlen_k), dtype)
+    bias[..., 0, :], bias[..., 1, :70], bias[..., 2, 70:], bias[..., 3, :] = end, end, end, end * type(end)(0.75)
+    bias[..., 3, 5], bias[..., 4, :], bias[..., 4, 3:9] = end, -np.inf, end
+    bias = bias[..., :seqlen_q, :]
+    return rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=7, dtype=dtype, bias=bias, **options)
+
+
+# What frameworks write for a key that is not to be seen. It is no -inf: a row of nothing else is the mean of v.
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "how", [dict(), dict(seqlen_q=1), dict(seqlen_q=4, seqlen_k=2100), dict(scale=0.0), dict(softcap=1.0)], ids=str
+)
+def test_the_lowest_number_is_a_score_like_others(rung, dtype, sign, how):
+    if "bias" not in rung.features:
+        pytest.skip("it takes no bias")
+    case = at_the_end_of_the_range(rung, dtype, sign, **how)
+    o, lse = rung(case)
+    testing.check(case, o, lse, rung.kernel)
+    mean = case.v.astype(np.float64).mean(axis=2)
+    assert np.abs(o[:, :, 0].astype(np.float64) - mean).max() < 0.01
+    assert (np.abs(lse[:, :, 0]) > 1e38).all() and np.isfinite(lse).all()
 
 
 # What hides key 13 from some queries, from all of the 20, or from one batch entry.

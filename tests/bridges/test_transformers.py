@@ -279,3 +279,18 @@ def test_a_model_that_reads_its_mask_gets_one():
     made = bridge.visible(2, 5, 5, allow_is_causal_skip=False)
     assert made.dtype is torch.bool and torch.equal(made.expand(2, 1, 5, 5)[1, 0], torch.ones(5, 5).tril().bool())
     assert bridge.visible(2, 5, 5) is None
+
+
+def test_what_a_model_makes_of_its_mask_may_be_the_lowest_number():
+    """Doge again: rows of padding see nothing but that, and must not strike others by their gradients."""
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**DECODER, keep_window_size=8))
+    tokens, mask = torch.randint(3, TOKENS, (3, LENGTH)), padding_mask("left", "cpu")
+    found = []
+    for how in ("eager", OURS):
+        model.set_attn_implementation(how)
+        model.zero_grad()
+        logits = model(tokens, attention_mask=mask).logits[mask.bool()]
+        logits.square().mean().backward()
+        found.append((logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)))
+    for eager, ours in zip(*found, strict=True):
+        assert torch.allclose(eager, ours, rtol=1e-4, atol=1e-4 * float(eager.detach().abs().max()))
