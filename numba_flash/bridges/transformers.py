@@ -49,8 +49,8 @@ def register(name: str = NAME) -> str:
 
     Forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks, position
     bias, padding on either side, and decoding with a cache. What is not built raises NotImplementedError and is
-    named: dropout, attention sinks, paged caches, and attention weights as a result. In a model that torch.compile
-    traces as a whole, a window becomes a mask of seqlen_q x seqlen_k.
+    named: dropout, attention sinks, paged caches, keys that a model chooses by their indices, and attention weights
+    as a result. In a model that torch.compile traces as a whole, a window becomes a mask of seqlen_q x seqlen_k.
     """
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", by which Transformers knows its own kernels, but is {name!r}')
@@ -97,7 +97,9 @@ def attention(
 
 def _refuse(attention_mask: Any, seqlen_k: int, dropout: float, others: dict[str, Any]) -> None:
     asked = dict(dropout=dropout != 0.0, output_attentions=bool(others.get("output_attentions")))
-    asked |= {name: others.get(name) is not None for name in ("s_aux", "cache")}
+    # Attention sinks under both their names, a paged cache, and the keys that a sparse attention has chosen.
+    chosen = ("s_aux", "sinks", "cache", "indices", "block_indices")
+    asked |= {name: others.get(name) is not None for name in chosen}
     names = [name for name, wanted in asked.items() if wanted]
     if names:
         raise NotImplementedError(f"{', '.join(names)}: not implemented yet; leave out, or take another attention")

@@ -193,6 +193,9 @@ def attend(**options):
     [
         (dict(dropout=0.1), "dropout"),
         (dict(s_aux=torch.zeros(4)), "s_aux"),
+        (dict(sinks=torch.zeros(4)), "sinks"),
+        (dict(indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "indices"),
+        (dict(block_indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "block_indices"),
         (dict(output_attentions=True), "output_attentions"),
         (dict(cache=object()), "cache"),
         (dict(sliding_window=3), "register"),
