@@ -8,6 +8,7 @@ is told of a problem in cpu_plan.py; where compiled code is kept in cpu_cache.py
 # mypy: ignore-errors
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,6 +69,21 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
 
 
 launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
+threads_lost = False  # in a process forked off one in which they had run; GNU's OpenMP ends it when they are asked for
+
+
+def _in_a_forked_process():
+    global launch_lock, threads_lost
+    launch_lock = threading.Lock()  # who held the old one is not here
+    try:
+        threads_lost = numba.threading_layer() == "omp"
+    except ValueError:  # none has run
+        threads_lost = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_process)
+
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
 SERIAL_SECONDS = 0.3e-3
@@ -107,7 +123,7 @@ def forward(problem: Problem, pointers: Sequence[int]) -> None:
     plan = _plan(problem)
     if plan.nothing:
         return
-    if plan.serial:
+    if plan.serial or threads_lost:
         run_serial(plan.kernel, plan.address, *pointers)
         return
     with launch_lock:
@@ -119,7 +135,7 @@ def warm_up(problem: Problem) -> None:
     plan = _plan(problem)
     if plan.nothing:
         return
-    if plan.serial:
+    if plan.serial or threads_lost:
         run_serial.compile((numba.int64,) * 12)
     else:
         run_parallel.compile((numba.int64,) * 13)

@@ -15,10 +15,11 @@ import numba
 import numpy as np
 from numba import njit, prange
 
+from . import cpu
 from . import cpu_backward_plan as at
 from .arrays import ITEM_SIZE
 from .backward_problem import GRADIENTS, BackwardProblem
-from .cpu import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, launch_lock
+from .cpu import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
 from .cpu_backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
 from .cpu_backward_sums import run_sums_float32, run_sums_float64
 from .cpu_cache import c_function, cached
@@ -129,16 +130,16 @@ def backward(problem: BackwardProblem, pointers: list[int]) -> None:
 
 
 def _run(one, frame, serial):
-    if serial:
+    if serial or cpu.threads_lost:
         run_serial(one.kernel, frame, one.phase, one.scratch_bytes)
         return
-    with launch_lock:
+    with cpu.launch_lock:
         run_parallel(numba.get_num_threads(), one.kernel, frame, one.phase, one.scratch_bytes)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `backward` would run, or load it from the cache, and run nothing."""
-    if _launch(problem).serial:
+    if _launch(problem).serial or cpu.threads_lost:
         run_serial.compile((numba.int64,) * 4)
     else:
         run_parallel.compile((numba.int64,) * 5)

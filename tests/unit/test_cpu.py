@@ -358,3 +358,30 @@ def test_compiling_is_announced_on_a_terminal(folder, monkeypatch, terminal):
 
 def test_the_kernels_are_cached(folder):
     assert isinstance(cpu.run_serial._cache, cpu_cache.Cache) and isinstance(cpu.run_parallel._cache, cpu_cache.Cache)
+
+
+FORKS = """
+import os, sys, numpy as np, numba, numba_flash
+from numba_flash import cpu
+numba.set_num_threads(2)
+x = np.random.default_rng(0).standard_normal((2, 4, 256, 64)).astype("float32")
+def work():
+    o, lse = numba_flash.attention(x, x, x, return_lse=True)
+    return o, *numba_flash.attention_backward(x, x, x, x, o, lse)[:3]
+work()
+assert not cpu.threads_lost
+cpu.launch_lock.acquire()  # another thread is at work while this one forks
+child = os.fork()
+if child == 0:
+    work()
+    os._exit(0 if cpu.threads_lost == (numba.threading_layer() == "omp") else 3)
+cpu.launch_lock.release()
+print(numba.threading_layer(), os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_computes_too():
+    """As torch's data loaders are: the threads are not in it, and GNU's OpenMP would end it."""
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stdout.split()[-1] == "0", (ended.stdout, ended.stderr)

@@ -20,7 +20,7 @@ ORDER = """
     gradients api copies launch_backward launch enqueue counters
     sim.launch
     cpu_backward cpu cpu_backward_kernel cpu_backward_sums cpu_kernel cpu_backward_panel cpu_panel cpu_elements
-    simd_panel simd_row simd_backward simd_scores simd cpu_cache cpu_backward_plan cpu_plan
+    simd_row simd_panel simd_backward simd_scores simd cpu_cache cpu_backward_plan cpu_plan
     compiled assembler
     kernels.v2_backward_dkdv kernels.v2_backward_dq kernels.v2_backward_dbias kernels.v2_backward_dalibi kernels.delta
     kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_rows
