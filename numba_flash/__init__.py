@@ -7,6 +7,8 @@ that needs them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import forked as _forked  # noqa: F401 - is told of forks from now on
+
 __version__ = "0.1.0"
 
 # name -> module that defines it

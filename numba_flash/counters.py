@@ -79,8 +79,8 @@ def _slab(device: int) -> list[int]:
     """Addresses of zeroed counters. They are never freed: a stream or a graph may use them at any time."""
     from cuda.bindings import driver
 
-    context = _checked(driver.cuDevicePrimaryCtxRetain(device))
-    _checked(driver.cuCtxPushCurrent(context))
+    primary = _checked(driver.cuDevicePrimaryCtxRetain(device))
+    _checked(driver.cuCtxPushCurrent(primary))
     # A stream may be captured meanwhile, whose graph does not depend on this memory being made.
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))

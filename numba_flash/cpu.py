@@ -8,8 +8,6 @@ is told of a problem in cpu_plan.py; where compiled code is kept in cpu_cache.py
 # mypy: ignore-errors
 
 import functools
-import os
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from . import cpu_plan as slot
+from . import forked
 from .arrays import ITEM_SIZE
 from .cpu_cache import c_function, cached
 from .cpu_elements import INT
@@ -68,22 +67,6 @@ def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slope
     memory[0] = 0  # keeps it alive until here
 
 
-launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
-threads_lost = False  # in a process forked off one in which they had run; GNU's OpenMP ends it when they are asked for
-
-
-def _in_a_forked_process():
-    global launch_lock, threads_lost
-    launch_lock = threading.Lock()  # who held the old one is not here
-    try:
-        threads_lost = numba.threading_layer() == "omp"
-    except ValueError:  # none has run
-        threads_lost = False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_a_forked_process)
-
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
 SERIAL_SECONDS = 0.3e-3
@@ -123,10 +106,10 @@ def forward(problem: Problem, pointers: Sequence[int]) -> None:
     plan = _plan(problem)
     if plan.nothing:
         return
-    if plan.serial or threads_lost:
+    if plan.serial or forked.threads_lost:
         run_serial(plan.kernel, plan.address, *pointers)
         return
-    with launch_lock:
+    with forked.launch_lock:
         run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)
 
 
@@ -135,7 +118,7 @@ def warm_up(problem: Problem) -> None:
     plan = _plan(problem)
     if plan.nothing:
         return
-    if plan.serial or threads_lost:
+    if plan.serial or forked.threads_lost:
         run_serial.compile((numba.int64,) * 12)
     else:
         run_parallel.compile((numba.int64,) * 13)

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 from numba import njit, prange
 
-from . import cpu
 from . import cpu_backward_plan as at
+from . import forked
 from .arrays import ITEM_SIZE
 from .backward_problem import GRADIENTS, BackwardProblem
 from .cpu import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
@@ -130,16 +130,16 @@ def backward(problem: BackwardProblem, pointers: list[int]) -> None:
 
 
 def _run(one, frame, serial):
-    if serial or cpu.threads_lost:
+    if serial or forked.threads_lost:
         run_serial(one.kernel, frame, one.phase, one.scratch_bytes)
         return
-    with cpu.launch_lock:
+    with forked.launch_lock:
         run_parallel(numba.get_num_threads(), one.kernel, frame, one.phase, one.scratch_bytes)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `backward` would run, or load it from the cache, and run nothing."""
-    if _launch(problem).serial or cpu.threads_lost:
+    if _launch(problem).serial or forked.threads_lost:
         run_serial.compile((numba.int64,) * 4)
     else:
         run_parallel.compile((numba.int64,) * 5)

@@ -19,6 +19,7 @@ score_weights, score_gradients_plain, score_gradients_capped = (
     score_gradients(what) for what in ("weights", "plain", "capped")
 )
 dot_row = dot_rows(1)
+FAR_LSE = 2.0**10  # in powers of 2; rounding it, as a shift, is off by 2^-14 there, and so is p
 
 
 @compiled
@@ -62,8 +63,8 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is room for two rows.
 
     A row that sees no key has lse = -inf: a shift of -inf as well leaves each of its keys without weight. So it is
-    with rows that there are not. base is 0, and where lse in powers of 2 leaves the range of numbers it is lse in
-    units of the scores, from which it is to be taken, and shift is 0 (as in simd_panel.exponents).
+    with rows that there are not. base is 0, and where lse is far from 0 it is lse in units of the scores, from which
+    it is to be taken, and shift is 0 (as in simd_panel.exponents).
     """
     kind, size = type(zero), size_of(zero)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -82,7 +83,7 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
         lse = load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero)
         if lse != -INFINITY:
             in_log2 = kind(-float(lse) * LOG2_E)
-            if abs(in_log2) == INFINITY and lse != INFINITY:
+            if abs(in_log2) >= FAR_LSE and lse != INFINITY:
                 in_log2 = zero
                 store(base, r, kind(float(lse) * (LOG2_E / float(scale_log2))))
             store(shift, r, in_log2)

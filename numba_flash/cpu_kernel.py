@@ -37,12 +37,13 @@ from .cpu_panel import (
     values_of_row,
 )
 from .simd import fetch_add, lanes, load, size_of, store
-from .simd_panel import all_finite, softmax_panel
+from .simd_panel import FAR, all_finite, softmax_panel
 from .simd_row import softmax_row
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
 # kernel that everything else is inlined into.
 inlined = njit(error_model="numpy", inline="always")
+double = np.float64
 PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
 
 
@@ -191,6 +192,8 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
     width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
     panels = (rows + width - 1) // width
     m = state + panels * head_dim_v * width * size
+    scale = load(plan, slot.SCALE, 0.0)
+    natural = 1.0 if is_featured(plan) or scale == 0 else abs(scale)  # scale_log2 in powers of e, and not rounded
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
         total = load(m, panels * width + r, zero)
@@ -201,10 +204,10 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
         if load(plan, slot.RETURN_LSE, INT):
             # In the units the exponentials were taken in, so that both have the same rounding of m.
             best = load(m, r, zero)
-            in_log2 = float(best * scale_log2)
-            lse = in_log2 * math.log(2.0) + math.log(float(total))
-            if abs(in_log2) == INFINITY and abs(best) != INFINITY:  # so were they then
-                lse = float(best) * (float(scale_log2) * math.log(2.0)) + math.log(float(total))
+            in_log2 = double(best * scale_log2)
+            lse = in_log2 * math.log(2.0) + math.log(double(total))
+            if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
+                lse = double(best) * natural + math.log(double(total))
             if total == 0:
                 lse = -INFINITY
             store(load(pointers, 4, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
@@ -217,7 +220,7 @@ def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, 
     for r in range(rows):
         best = load(parts, at_m + r, zero)
         for chunk in range(1, chunks):
-            best = max(best, load(parts + chunk * part_size, at_m + r, zero))
+            best = type(zero)(max(best, load(parts + chunk * part_size, at_m + r, zero)))
         if best == -INFINITY:
             continue
         total = zero
@@ -227,9 +230,13 @@ def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, 
             m = load(part, at_m + r, zero)
             weight = zero
             if m != -INFINITY:
-                away = float(m * scale_log2) - float(best * scale_log2)
-                if away != away:  # both beyond the range of numbers, where m and best need not be
-                    away = (float(m) - float(best)) * float(scale_log2)
+                # Numba's float() leaves float32 as it is.
+                m_log2, best_log2, unit = double(m * scale_log2), double(best * scale_log2), double(scale_log2)
+                m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was taken from m itself
+                best_far = abs(best_log2) >= FAR and abs(best) != INFINITY
+                m_log2 = double(m) * unit if m_far else m_log2
+                best_log2 = double(best) * unit if best_far else best_log2
+                away = (double(m) - double(best)) * unit if m_far and best_far else m_log2 - best_log2
                 weight = type(zero)(2.0**away)
             total += weight * load(part, at_m + panels * width + r, zero)
             if chunk == 0:

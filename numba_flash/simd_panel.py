@@ -10,6 +10,7 @@ from llvmlite import ir
 
 from .simd import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
 
+FAR = 2.0**24  # powers of 2, from where on float32 counts in steps of 2
 TOGETHER = 2  # keys that softmax takes at once: two chains of operations a vector hide each other's latency
 
 
@@ -114,22 +115,27 @@ def pack_rows(rows):
 def exponents(b, shape, m_old, m_new, scale):
     """-> (base, shift, rescale) of each pair of vectors: p = exp2(scale * (s - base) - shift), and rescale before exp2.
 
-    base is 0 but where scale * m_new leaves the range of numbers, though m_new does not: then it is m_new, and has to
-    be taken from the scores (take_base). So it is where a mask was written as the lowest number there is.
+    base is 0 and shift scale * m_new, which costs one operation a score, but where that is FAR from 0: its rounding
+    would be all that is left in the exponent. There base is m_new, which has to be taken from the scores (take_base).
+    So it is where a mask was written as the lowest number there is. rescale leads from one kind to the other exactly.
     """
     zero, infinity = shape.const(0.0), shape.const(float("-inf"))
-
-    def is_finite(x):
-        return b.fcmp_ordered("==", b.fmul(x, zero), zero)
-
+    low, high = shape.const(-FAR), shape.const(FAR)
     bases, shifts, rescales = [], [], []
     for old, new in zip(m_old, m_new, strict=True):
-        shift = b.select(b.fcmp_ordered("==", new, infinity), zero, b.fmul(new, scale))
-        beyond = b.and_(is_finite(new), b.not_(is_finite(shift)))
-        bases.append(b.select(beyond, new, zero))
-        shifts.append(b.select(beyond, zero, shift))
-        rescale = b.fsub(b.fmul(old, scale), shift)
-        rescales.append(b.select(beyond, b.fmul(b.fsub(old, new), scale), rescale))
+        of_old, of_new = b.fmul(old, scale), b.fmul(new, scale)
+        finite_old, finite_new = (b.fcmp_ordered("==", b.fmul(x, zero), zero) for x in (old, new))
+        near_old, near_new = (
+            b.and_(b.fcmp_ordered("<", low, x), b.fcmp_ordered("<", x, high)) for x in (of_old, of_new)
+        )
+        far_old, far_new = b.and_(finite_old, b.not_(near_old)), b.and_(finite_new, b.not_(near_new))
+        shift = b.select(b.or_(far_new, b.fcmp_ordered("==", new, infinity)), zero, of_new)
+        to_shift = b.select(far_old, shape.fma(b, old, scale, b.fneg(shift)), b.fsub(of_old, shift))
+        rounding = b.select(b.and_(finite_old, near_old), shape.fma(b, old, scale, b.fneg(of_old)), zero)
+        to_base = b.fsub(b.fmul(b.fsub(old, new), scale), rounding)
+        bases.append(b.select(far_new, new, zero))
+        shifts.append(shift)
+        rescales.append(b.select(far_new, to_base, to_shift))
     return bases, shifts, rescales
 
 

@@ -225,32 +225,44 @@ def test_a_row_that_sees_no_key_is_zero(rung, how, value):
     assert np.isfinite(lse[visible]).all()
 
 
-def at_the_end_of_the_range(rung, dtype, sign, seqlen_q=6, seqlen_k=150, **options):
-    """A problem whose bias is the lowest or the highest number there is: for all keys of row 0, for the first or the
-    last of others, beside less of it, and beside -inf."""
-    end = ml_dtypes.finfo(dtype).max if sign > 0 else ml_dtypes.finfo(dtype).min
+# Scores of a size that others do not reach: the lowest and the highest number of a dtype, which frameworks write for
+# keys that are not to be seen and which is no -inf, half of it, less, and where the CPU begins to count otherwise.
+LEVELS = ("max", "max / 2", 1e12, 11629080.0)
+
+
+def at_a_level(rung, dtype, level, sign, seqlen_k=60, heads=1, **options):
+    """A problem with a bias of that size: for all keys of row 0; beside 0, first and last; beside less of it; beside
+    -inf; and beside its neighbour among the numbers, the larger one last."""
+    number = ml_dtypes.finfo(dtype).max
+    if level != "max":
+        number = number / type(number)(2) if level == "max / 2" else type(number)(level)
+    end, half = number if sign > 0 else -number, seqlen_k * 0.52
+    first = np.arange(seqlen_k) < half
     bias = np.zeros((1, 1, 6, seqlen_k), dtype)
-    bias[..., 0, :], bias[..., 1, :70], bias[..., 2, 70:], bias[..., 3, :] = end, end, end, end * type(end)(0.75)
+    bias[..., 0, :], bias[..., 1, first], bias[..., 2, ~first], bias[..., 3, :] = end, end, end, end * type(end)(0.75)
     bias[..., 3, 5], bias[..., 4, :], bias[..., 4, 3:9] = end, -np.inf, end
-    bias = bias[..., :seqlen_q, :]
-    return rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=7, dtype=dtype, bias=bias, **options)
+    bias[..., 5, :] = np.where(first, *sorted((end, np.nextafter(end, type(end)(0)))))
+    return rung.problem(6, seqlen_k, batch=1, heads=heads, head_dim=7, dtype=dtype, bias=bias, **options)
 
 
-# What frameworks write for a key that is not to be seen. It is no -inf: a row of nothing else is the mean of v.
-@pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(
-    "how", [dict(), dict(seqlen_q=1), dict(seqlen_q=4, seqlen_k=2100), dict(scale=0.0), dict(softcap=1.0)], ids=str
-)
-def test_the_lowest_number_is_a_score_like_others(rung, dtype, sign, how):
-    if "bias" not in rung.features:
-        pytest.skip("it takes no bias")
-    case = at_the_end_of_the_range(rung, dtype, sign, **how)
+def check_at_a_level(rung, *level, **options):
+    """Scores without a rounding of their own (scale 0) are held to more than the bound, which is in units of them."""
+    case = at_a_level(rung, *level, scale=0.0, **options)
     o, lse = rung(case)
     testing.check(case, o, lse, rung.kernel)
-    mean = case.v.astype(np.float64).mean(axis=2)
-    assert np.abs(o[:, :, 0].astype(np.float64) - mean).max() < 0.01
-    assert (np.abs(lse[:, :, 0]) > 1e38).all() and np.isfinite(lse).all()
+    right, right_lse = testing.oracle(case)
+    assert np.abs(o - right).max() <= 8 * testing.EPS[case.dtype] * np.abs(right).max()
+    assert (np.abs(lse - right_lse) <= 2 * testing.EPS[str(lse.dtype)] * np.abs(right_lse)).all()
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_scores_of_any_size(rung, dtype, level, sign, softcap):
+    if "bias" not in rung.features:
+        pytest.skip("it takes no bias")
+    check_at_a_level(rung, dtype, level, sign, **({} if softcap is None else dict(softcap=softcap)))
 
 
 # What hides key 13 from some queries, from all of the 20, or from one batch entry.

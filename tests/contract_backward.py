@@ -290,16 +290,17 @@ def test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck(rung):
 
 # The bound of check_gradients is in units of the largest lse, and would let everything pass.
 @pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("level", contract.LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("how", [dict(), dict(softcap=1.0)], ids=str)
-def test_the_lowest_number_is_a_score_like_others(rung, dtype, sign, how):
+@pytest.mark.parametrize("how", [dict(scale=0.0), dict(softcap=1.0, scale=0.0)], ids=str)
+def test_scores_of_any_size(rung, dtype, level, sign, how):
     if "bias" not in rung.features:
         pytest.skip("it takes no bias")
-    case = contract.at_the_end_of_the_range(rung, dtype, sign, **how)
+    case = contract.at_a_level(rung, dtype, level, sign, **how)
     given = incoming(case)
     found, expected = rung(case, given), testing.oracle_gradients(case, *given)
-    eps = 2.0**-8 if dtype == "bfloat16" else 1e-4
-    for name in ("dq", "dk", "dv", "dbias"):
+    eps = 2.0**-7 if dtype == "bfloat16" else 1e-4
+    for name in ("dv", "dbias"):
         got, right = getattr(found, name).astype(np.float64), getattr(expected, name)
         assert np.abs(got - right).max() <= eps * np.abs(right).max() and right.any(), name
 

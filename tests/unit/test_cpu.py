@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import contract
 import ml_dtypes
 import numba
 import numpy as np
@@ -360,28 +361,41 @@ def test_the_kernels_are_cached(folder):
     assert isinstance(cpu.run_serial._cache, cpu_cache.Cache) and isinstance(cpu.run_parallel._cache, cpu_cache.Cache)
 
 
+# Rows by themselves and in panels, in one chunk of keys and in several, each of more than one tile.
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("level", contract.LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("seqlen_k", [600, 2100])
+def test_scores_of_any_size_over_tiles_and_chunks(dtype, level, sign, heads, seqlen_k):
+    assert tile_keys(7, 7, 4) < 300 and CHUNK_KEYS < 2100 and 6 <= MAX_ROWS_ALONE < 12 <= MAX_ROWS_SPLIT
+    contract.check_at_a_level(contract.Rung("cpu"), dtype, level, sign, seqlen_k=seqlen_k, heads=heads, heads_kv=1)
+
+
 FORKS = """
 import os, sys, numpy as np, numba, numba_flash
-from numba_flash import cpu
-numba.set_num_threads(2)
+from numba_flash import forked
 x = np.random.default_rng(0).standard_normal((2, 4, 256, 64)).astype("float32")
 def work():
     o, lse = numba_flash.attention(x, x, x, return_lse=True)
     return o, *numba_flash.attention_backward(x, x, x, x, o, lse)[:3]
-work()
-assert not cpu.threads_lost
-cpu.launch_lock.acquire()  # another thread is at work while this one forks
+work() if sys.argv[1] == "ours" else numba.set_num_threads(2)
+assert not forked.threads_lost
+forked.launch_lock.acquire()  # another thread is at work while this one forks
 child = os.fork()
 if child == 0:
     work()
-    os._exit(0 if cpu.threads_lost == (numba.threading_layer() == "omp") else 3)
-cpu.launch_lock.release()
+    os._exit(0 if forked.threads_lost == (numba.threading_layer() == "omp") else 3)
+forked.launch_lock.release()
 print(numba.threading_layer(), os.waitpid(child, 0)[1])
 """
 
 
+# After a call of ours, and where the parent's own program had started Numba's threads.
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_computes_too():
+@pytest.mark.parametrize("whose", ["ours", "its own"])
+def test_a_forked_process_computes_too(whose):
     """As torch's data loaders are: the threads are not in it, and GNU's OpenMP would end it."""
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    command, threads = [sys.executable, "-c", FORKS, whose], dict(os.environ, NUMBA_NUM_THREADS="2")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=threads)
     assert ended.returncode == 0 and ended.stdout.split()[-1] == "0", (ended.stdout, ended.stderr)

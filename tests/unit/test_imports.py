@@ -42,7 +42,8 @@ ORDER = """
     sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select arguments_backward arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps context cache_folder
+    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps
+    context forked cache_folder
 """.split()
 
 # Imports that point up: an array of a framework that records asks for its bridge, in the middle of a call.
