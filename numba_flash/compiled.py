@@ -7,7 +7,6 @@ against 7 us (H200), and its cache's key leaves out most of what shapes the code
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
 import re
@@ -234,11 +233,8 @@ def _fingerprint() -> str:
     files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
     files += sorted([*package.glob("config*.py"), *package.glob("arguments*.py")])
     files += [package / name for name in ("ranges.py", "assembler.py", "compiled.py")]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
-    digest.update(repr(_compilers()).encode())
-    return digest.hexdigest()
+    sources = b"".join(file.name.encode() + file.read_bytes() for file in files)
+    return _sha256(sources + repr(_compilers()).encode()).hex()
 
 
 def _compilers() -> list[str]:
@@ -253,8 +249,14 @@ def _compilers() -> list[str]:
     return found
 
 
+def _sha256(data: bytes) -> bytes:
+    import hashlib  # loads OpenSSL, 3 to 13 ms, which a call on the host does without
+
+    return hashlib.sha256(data).digest()
+
+
 def _key(config: AnyConfig, arch: str) -> bytes:
-    return hashlib.sha256(f"{_fingerprint()} {arch} {config!r}".encode()).digest()
+    return _sha256(f"{_fingerprint()} {arch} {config!r}".encode())
 
 
 def read_cache(config: AnyConfig, arch: str) -> bytes | None:
@@ -263,14 +265,14 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
         _complain(error)
         return None
-    if not entry or hashlib.sha256(entry[:-32]).digest() != entry[-32:]:
+    if not entry or _sha256(entry[:-32]) != entry[-32:]:
         return None  # absent, cut short or overwritten
     return bytes(entry[:-32])
 
 
 def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
     try:
-        _store(512 * 2**20).update({_key(config, arch): code + hashlib.sha256(code).digest()})
+        _store(512 * 2**20).update({_key(config, arch): code + _sha256(code)})
     except Exception as error:
         _complain(error)
 

@@ -1,6 +1,7 @@
 """What importing costs, and that a module imports only what lies below it."""
 
 import ast
+import os
 import statistics
 import subprocess
 import sys
@@ -124,8 +125,11 @@ def test_ptx_knows_nothing_of_attention():
         assert not [name for name in names if any(word in name.lower() for word in words)], path
 
 
-def python(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
+def python(*arguments, **environment):
+    run = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, env=os.environ | environment
+    )
+    return run.stdout
 
 
 def test_importing_loads_nothing_heavy():
@@ -143,13 +147,17 @@ def test_host_calls_load_no_cuda_and_no_framework():
     assert python("-c", code).strip() == "[]"
 
 
-def test_importing_takes_less_than_a_tenth_of_a_second():
+def test_importing_takes_less_than_a_tenth_of_a_second(tmp_path):
     # processor time, which does not count what else a busy machine does meanwhile
     code = (
         "import numpy, time; start = time.process_time(); import numba_flash; "
         "numba_flash.attention; print(time.process_time() - start)"
     )
-    assert statistics.median(float(python("-c", code)) for _ in range(5)) < 0.1
+    # and with bytecode at hand, as installers and Python itself leave it, also where this run is told to write none
+    bytecode = dict(PYTHONPYCACHEPREFIX=str(tmp_path), PYTHONDONTWRITEBYTECODE="")
+    first, *others = [float(python("-c", code, **bytecode)) for _ in range(6)]
+    assert list(tmp_path.rglob("api.*.pyc")), "no bytecode was written, so that compiling is what was measured"
+    assert statistics.median(others) < 0.1, (first, others)
 
 
 def test_the_public_names_are_there():
