@@ -104,15 +104,17 @@ class _OnGpu(Launch):
 
     def run(self, operands: Given, stream: int) -> None:
         enqueuer = self._enqueuer or self.load()
-        pointers = [0 if array is None else array.pointer for array in operands]
+        given = [array.pointer for array in operands if array is not None]  # which are None never changes
         if self._counted:
-            pointers.append(counters.counter(self._target.device, stream))
-        addresses = tuple(pointers)
-        parameters = self._prepared.get(addresses)
+            given.append(counters.counter(self._target.device, stream))
+        key = tuple(given)
+        parameters = self._prepared.get(key)
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            parameters = self._prepared[addresses] = enqueuer.parameters(addresses, self._maps, self._constants)
+            pointers = [0 if array is None else array.pointer for array in operands]
+            addresses = pointers + given[-1:] if self._counted else pointers
+            parameters = self._prepared[key] = enqueuer.parameters(addresses, self._maps, self._constants)
         enqueuer.launch(parameters, stream, self._blocks)
 
 
