@@ -112,8 +112,9 @@ class _OnGpu(Launch):
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            pointers = [0 if array is None else array.pointer for array in operands]
-            addresses = pointers + given[-1:] if self._counted else pointers
+            addresses = tuple([0 if array is None else array.pointer for array in operands])
+            if self._counted:
+                addresses += key[-1:]
             parameters = self._prepared[key] = enqueuer.parameters(addresses, self._maps, self._constants)
         enqueuer.launch(parameters, stream, self._blocks)
 

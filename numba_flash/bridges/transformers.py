@@ -43,6 +43,14 @@ class Visible(NamedTuple):
     def contiguous(self) -> "Visible":
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        # Models whose decoder reads the mask say so, in the newest Transformers, and get a tensor.
+        raise AttributeError(
+            f"the attention mask's {name!r} was asked for: this model reads its mask itself, but was given "
+            "numba_flash's description of one. Take a newer Transformers, in which it asks for a whole mask, or "
+            "another attention"
+        )
+
 
 def register(name: str = NAME) -> str:
     """Make numba_flash known to Transformers under `name`, which is returned.
