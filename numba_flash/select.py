@@ -3,13 +3,15 @@
 Nothing here touches CUDA or Numba, so every choice can be tested for machines that are not there.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .arguments import tensor_maps
 from .config import Config, MmaConfig, SeedConfig, WgmmaConfig
+from .makespan import makespan
 from .problem import Problem, Strides
 from .target import Target
 from .tensor_maps import fits
@@ -37,10 +39,11 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1, 0),
     (512, 32, 32, 16, False, 1, 0),
 )
-# (largest head_dim, tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k tokens,
-# 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356, 472, 433.
-# head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 64 510, 750, 707; two buffers of Q do not fit there.
-# 128 x 80 instead, in turns, 2026-11-22: 512 to 16k, full and causal, 0.990, least 0.967 (2k causal), most 1.008 (8k).
+# (largest head_dim, largest tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k
+# tokens, 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356,
+# 472, 433. head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 64 510, 750, 707; two buffers of Q do not fit
+# there. 128 x 80 instead, in turns, 2026-11-22: 512 to 16k, full and causal, 0.990, least 0.967 (2k causal), most
+# 1.008 (8k).
 # head_dim 192, v 192, 1k to 16k: 128 x 96 1.012 of 128 x 64, with two buffers of Q and 80 1.010; v 128: 128 x 128
 # 1.081, 128 x 112 1.044, with two buffers and 96 1.044; head_dim 160: 128 x 96 1.044, 128 x 112 1.045.
 # Before Q had two buffers and a thread of its own fetched it: head_dim 64 without ping-pong 316, 484, 413 beside 351,
@@ -56,9 +59,11 @@ WGMMA_TILES = (
     (192, 128, 96, True, 1, 8),
     (256, 128, 64, True, 1, 8),
 )
-# Up to so many queries under a causal mask, tiles of 192 waste too much beside the diagonal: head_dim 64, seqlen 1k,
-# 253 TFLOP/s, and with 128 queries 292. They are short, too: lag costs 1 % there.
-FEW_QUERIES = 1024
+# Query rows of a tile, up to those of the row: what a block takes for a tile of keys with them. H200, float16, head_dim
+# 64, 128 and 256, 51 shapes of 1 to 64 batch entries, 8 to 32 heads and 128 to 8k tokens, full and causal, 2026-11-22:
+# by these and makespan() the fastest is taken but for 0.1 % on the average, at most 3 %; the row's rows alone (64: 128
+# for up to 1024 causal queries) are 8 % slower on the average and up to 42 %. Bits are the same.
+WGMMA_PACES = {64: 0.75, 128: 1.0, 192: 1.3}
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
 
@@ -166,12 +171,11 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     if target.cc is None:
         return no_gpu(target)
     if name in TENSOR:
-        reason = no_tensor_cores(name, problem, target.cc, target.name)
+        reason = no_tensor_cores(name, problem, target)
         if reason is not None:
             return reason
-    candidates = _candidates(name, problem, target)
-    if not any(config.shared_bytes <= target.shared_bytes for config in candidates):
-        smallest = min(config.shared_bytes for config in candidates)
+    if _fitting(name, problem, target) is None:
+        smallest = min(config.shared_bytes for config in _candidates(name, problem, target))
         return (
             f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {smallest} bytes of "
             f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
@@ -179,8 +183,10 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) -> str | None:
-    """Why a tensor-core kernel does not take the problem, apart from shared memory."""
+def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
+    """Why a tensor-core kernel does not take the problem on this GPU, apart from shared memory."""
+    cc, gpu = target.cc, target.name
+    assert cc is not None
     if name == "wgmma" and cc != (9, 0):
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
@@ -200,7 +206,7 @@ def no_tensor_cores(name: str, problem: Problem, cc: tuple[int, int], gpu: str) 
         if reason is not None:
             return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
-        for index, tensor_map in tensor_maps(_wgmma_candidates(problem)[0], problem):
+        for index, tensor_map in tensor_maps(next(_wgmma_candidates(problem)), problem):
             reason = fits(tensor_map)
             if reason is not None:
                 return f"{'qkv'[index]} cannot be fetched by TMA: {reason}"
@@ -224,55 +230,69 @@ def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
 
 
 def _config(name: str, problem: Problem, target: Target) -> Config | None:
+    config = _fitting(name, problem, target)
+    return _with_fastest_rows(config, problem, target) if isinstance(config, WgmmaConfig) else config
+
+
+def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
     return next((c for c in _candidates(name, problem, target) if c.shared_bytes <= target.shared_bytes), None)
 
 
-def _candidates(name: str, problem: Problem, target: Target) -> list[Config]:
-    """Configs to choose from, the best first; the last needs the least shared memory."""
+def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
+    """Configs to choose from, the best first; the last needs the least shared memory. Nearly always the first does."""
     if name == "mma":
         return _mma_candidates(problem)
     if name == "wgmma":
         return _wgmma_candidates(problem)
+    return _seed_candidates(name, problem, target)
+
+
+def _seed_candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
     tiles = SIMULATOR_TILES if target.simulated else SEED_TILES
-    # not mostly past the last query
-    fitting = [tile for tile in tiles if tile[0] <= 32 or tile[0] < 2 * problem.seqlen_q]
-    return [SeedConfig(**_features(name, problem), tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in fitting]
+    for tile_m, tile_n in tiles:
+        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
+            yield SeedConfig(**_features(name, problem), tile_m=tile_m, tile_n=tile_n)
 
 
-def _mma_candidates(problem: Problem) -> list[Config]:
-    configs: list[Config] = []
+def _mma_candidates(problem: Problem) -> Iterator[Config]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in MMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
             tile_m = _rows(problem, group, tile_m, warp_rows)
-            configs.append(
-                MmaConfig(
-                    **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
-                    warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
-                )
+            yield MmaConfig(
+                **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
+                warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
             )  # fmt: skip
-    return configs
 
 
-def _wgmma_candidates(problem: Problem) -> list[Config]:
-    configs: list[Config] = []
+def _wgmma_candidates(problem: Problem) -> Iterator[Config]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     for widest, tile_m, tile_n, ping_pong, q_buffers, lag in WGMMA_TILES:
         if head_dim <= widest:
             group = _group(problem, tile_m)
-            few = problem.right is not None and problem.seqlen_q <= FEW_QUERIES
-            # Three consumers have no registers left for scores that are finished before the softmax.
-            if tile_m == 192 and (few or _tensor_features(problem, group)["scaled"]) and 128 % group == 0:
-                tile_m, lag = 128, 0 if few else lag
-            tile_m = _rows(problem, group, tile_m, 64)
-            features = _features("wgmma", problem) | _tensor_features(problem, group) | dict(lag=lag)
-            tile: dict[str, Any] = dict(tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers)
-            tile["paired"] = widest > 64 and _in_pairs(problem, tile_m // group)
+            features = _features("wgmma", problem) | _tensor_features(problem, group)
+            if tile_m == 192 and features["scaled"] and 128 % group == 0:
+                tile_m = 128  # three consumers have no registers left for scores that are finished before the softmax
             # A place for O, where no buffer of Q is free for it and there is room.
-            places = (True, False) if q_buffers == 1 and features["wide_o"] else (False,)
-            configs += [WgmmaConfig(**features, **tile, o_buffer=o_buffer) for o_buffer in places]
-    return configs
+            for o_buffer in (True, False) if q_buffers == 1 and features["wide_o"] else (False,):
+                yield WgmmaConfig(
+                    **features, tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers, lag=lag,
+                    o_buffer=o_buffer,
+                )  # fmt: skip
+
+
+def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:
+    """With tiles of fewer query rows, where that is sooner done; nothing else changes with them, so neither do bits,
+    which must not depend on how many heads and batch entries there are."""
+
+    def time(rows: int) -> float:
+        queries = rows // config.group
+        return WGMMA_PACES[rows] * makespan(problem, config.group, queries, config.tile_n, target.multiprocessors)
+
+    rows = min([rows for rows in WGMMA_PACES if rows <= config.tile_m and rows % config.group == 0], key=time)
+    paired = max(config.depth, config.width) > 64 and _in_pairs(problem, rows // config.group)
+    return dataclasses.replace(config, tile_m=rows, paired=paired)
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:

@@ -154,7 +154,7 @@ def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None
-    reason = no_tensor_cores("mma", forward, target.cc, target.name)
+    reason = no_tensor_cores("mma", forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v)
     return reason

@@ -109,9 +109,13 @@ def gates():
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
-    configs["wgmma-256-250"] = select.select(problem(256, v=v), HOPPER, "wgmma").config  # rows of o that are not wide
-    for head_dim in (128, 192, 256):
-        configs[f"wgmma-{head_dim}-causal"] = select.select(problem(head_dim, causal=True), HOPPER, "wgmma").config
+    configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
+    for row in TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
+        whole = of_row("wgmma", row)
+        for rows in (rows for rows in select.WGMMA_PACES if rows < row[1]):
+            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
+        if row[0] > 64:
+            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-paired"] = dataclasses.replace(whole, paired=True)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():

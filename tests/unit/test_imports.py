@@ -42,7 +42,7 @@ ORDER = """
     sim.mbarrier sim.cluster sim.turns sim.block sim.warp sim.global_memory sim.shared_memory sim.order
     sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
-    select_backward select arguments_backward arguments target backward_problem problem
+    select_backward select makespan arguments_backward arguments target backward_problem problem
     arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps
     context forked cache_folder
 """.split()
