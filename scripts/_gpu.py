@@ -1,6 +1,7 @@
 """What the scripts that need a GPU share: which machine it is, kernels compiled ahead, exact rows, fair times."""
 
 import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from importlib import metadata
 import numpy as np
 
 import numba_flash
-from numba_flash import compiled
+from numba_flash import api, compiled, select
 
 VERSIONS = (
     "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",
@@ -82,6 +83,23 @@ def compile_ahead(jobs):
         for error in errors:
             print(f"     did not compile: {error}")
         print(f"     compiled {len(missing) - len(errors)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+@contextlib.contextmanager
+def tiles_of(rows):
+    """With wgmma's tiles of so many query rows, or of as many as its table has there; None: as select chooses, which
+    for problems as small as those that are checked are the fewest."""
+    if rows is None:
+        yield
+        return
+    kept = select.WGMMA_PACES
+    select.WGMMA_PACES = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
+    api._decided.clear()
+    try:
+        yield
+    finally:
+        select.WGMMA_PACES = kept
+        api._decided.clear()
 
 
 def job(arguments, kernel, **options):

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 from pathlib import Path
+from typing import ClassVar
+from unittest import mock
 
 import contract
 import contract_backward
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import select, select_backward, testing
+from numba_flash import api, select, select_backward, testing
 
 HERE = Path(__file__).parent
 
@@ -61,16 +63,32 @@ TENSOR = dict(
 )  # fmt: skip
 
 
+class InLargeTiles(contract.Rung):
+    """wgmma with as many query rows a tile as its table has, which it takes of itself where there is much to do."""
+
+    decided: ClassVar[dict] = {}
+
+    def attention(self, *operands, **arguments):
+        paces = {rows: 1 / rows**4 for rows in select.WGMMA_PACES}
+        with mock.patch.object(select, "WGMMA_PACES", paces), mock.patch.object(api, "_decided", self.decided):
+            return super().attention(*operands, **arguments)
+
+
 # Every attention kernel that is written for GPUs; a kernel for another GPU is skipped.
-@pytest.fixture(scope="session", params=[name for name in select.KERNELS if name not in ("reference", "cpu")])
+@pytest.fixture(
+    scope="session",
+    params=[*(name for name in select.KERNELS if name not in ("reference", "cpu")), "wgmma in large tiles"],
+)
 def rung(request):
-    if request.param not in select.TENSOR:
-        return contract.Rung(request.param, to_cupy, lambda x: x.get(), SMALL)
+    name, _, large = request.param.partition(" in ")
+    if name not in select.TENSOR:
+        return contract.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
-        numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), np.float16))] * 3, kernel=request.param)
+        numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), np.float16))] * 3, kernel=name)
     except NotImplementedError as refused:
         pytest.skip(str(refused))
-    return contract.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
+    made = InLargeTiles if large else contract.Rung
+    return made(name, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
 
 
 # Likewise for gradients; a kernel for another GPU is skipped.

@@ -43,7 +43,10 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     options = dict(options)
     if "seqlens" in options:
         options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
-    rung.check(rung.problem(**shape, head_dim=64), **options)
+    case = rung.problem(**shape, head_dim=64)
+    asked = dict(options, kernel="wgmma")
+    assert api.understand_call(case.q, case.k, case.v, asked)[1].choice.config.consumers > 1
+    rung.check(case, **options)
 
 
 # Two blocks run as a cluster and fetch K and V for each other, also where one of them has no query tile of its own: one
