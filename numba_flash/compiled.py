@@ -250,7 +250,7 @@ def _compilers() -> list[str]:
 
 
 def _sha256(data: bytes) -> bytes:
-    import hashlib  # loads OpenSSL, 3 to 13 ms, which a call on the host does without
+    import hashlib  # loads OpenSSL, 3 to 13 ms, which importing numba_flash does without
 
     return hashlib.sha256(data).digest()
 

@@ -1,4 +1,4 @@
-"""How long a launch takes by how many query rows a block takes at a time: arithmetic, for select.py.
+"""When a launch is done, depending on how many query rows its tiles have: arithmetic, for select.py.
 
 Large tiles read K and V less often, but have more rows and keys that count for nothing, and keep a whole GPU busy only
 where there are enough of them. No kernel and no CUDA here.
@@ -16,11 +16,7 @@ def makespan(problem: Problem, group: int, queries: int, tile_n: int, multiproce
 
     queries: of a query tile, which has them of `group` heads.
     """
-    tiles = -(-problem.seqlen_q // queries)
-    step = tiles // SAMPLES | 1  # odd, so that it does not meet the same tiles whenever patterns repeat
-    lengths = [ENDS + _walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)]
-    if not lengths:
-        return 0.0
+    lengths, tiles = _lengths(problem, queries, tile_n)
     count = problem.batch * (problem.heads // group) * tiles
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
     # What all have in common comes in whole rounds; the rest evens out, but for the longest.
@@ -28,8 +24,33 @@ def makespan(problem: Problem, group: int, queries: int, tile_n: int, multiproce
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
 
 
+def work(problem: Problem, queries: int, tile_n: int) -> float:
+    """How many tiles of keys are walked for one head, or for those that share a tile: whatever else there is to do."""
+    lengths, tiles = _lengths(problem, queries, tile_n)
+    return sum(lengths) / len(lengths) * tiles
+
+
+def parts_walk_alike(problem: Problem, queries: int, tile_n: int) -> bool:
+    """Whether any part of a tile of so many queries walks the same tiles of keys as the whole, with the same masked.
+
+    That is so where an edge, of causal or of a window, crosses from one tile of keys to the next between query tiles
+    only. A part is half of them, or a quarter and so on.
+    """
+    edges = [problem.q_offset + problem.right] if problem.right is not None else []
+    edges += [problem.q_offset - problem.left] if problem.left is not None else []
+    known = problem.q_offset_source == "number"
+    return not edges or (known and tile_n % queries == 0 and not any(edge % queries for edge in edges))
+
+
+def _lengths(problem: Problem, queries: int, tile_n: int) -> tuple[list[float], int]:
+    """How long some query tiles of a head take, in tiles of keys, and how many query tiles it has."""
+    tiles = max(-(-problem.seqlen_q // queries), 1)
+    step = tiles // SAMPLES | 1  # odd, so that it does not meet the same tiles whenever patterns repeat
+    return [ENDS + _walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)], tiles
+
+
 def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:
-    """How many tiles of keys the query tile from this query on walks.
+    """How many tiles of keys the query tile from this query on walks; where it sees none, one that reads as zeros.
 
     Where numbers on the device decide, as if all keys were valid and the last query stood at the last of them.
     """
@@ -41,4 +62,4 @@ def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> in
     top_first, top_end = row_keys(q_start + first_query, left, right, problem.seqlen_k)
     bottom_first, bottom_end = row_keys(q_start + last_query, left, right, problem.seqlen_k)
     begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-    return end - begin
+    return max(end - begin, 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from .arguments import tensor_maps
 from .config import Config, MmaConfig, SeedConfig, WgmmaConfig
-from .makespan import makespan
+from .makespan import makespan, parts_walk_alike, work
 from .problem import Problem, Strides
 from .target import Target
 from .tensor_maps import fits
@@ -59,10 +59,11 @@ WGMMA_TILES = (
     (192, 128, 96, True, 1, 8),
     (256, 128, 64, True, 1, 8),
 )
-# Query rows of a tile, up to those of the row: what a block takes for a tile of keys with them. H200, float16, head_dim
-# 64, 128 and 256, 51 shapes of 1 to 64 batch entries, 8 to 32 heads and 128 to 8k tokens, full and causal, 2026-11-22:
-# by these and makespan() the fastest is taken but for 0.1 % on the average, at most 3 %; the row's rows alone (64: 128
-# for up to 1024 causal queries) are 8 % slower on the average and up to 42 %. Bits are the same.
+# {tile_m: what a block takes for a tile of keys with so many query rows}; of those up to a table row's tile_m the one
+# is taken by which all is done soonest (makespan.py). H200, float16, head_dim 64, 128 and 256, 51 shapes of 1 to 64
+# batch entries, 8 to 32 heads and 128 to 8k tokens, full and causal, 2026-11-22: by these numbers and makespan() it was
+# the fastest but for 0.05 % on the average, at most 3 %; the table's tile_m always, 8 % slower on the average, up to
+# 42 %.
 WGMMA_PACES = {64: 0.75, 128: 1.0, 192: 1.3}
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -283,16 +284,31 @@ def _wgmma_candidates(problem: Problem) -> Iterator[Config]:
 
 
 def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:
-    """With tiles of fewer query rows, where that is sooner done; nothing else changes with them, so neither do bits,
-    which must not depend on how many heads and batch entries there are."""
+    """With tiles of fewer query rows, where all is done sooner by them.
 
-    def time(rows: int) -> float:
-        queries = rows // config.group
-        return WGMMA_PACES[rows] * makespan(problem, config.group, queries, config.tile_n, target.multiprocessors)
+    A row's bits must not depend on how many heads and batch entries there are. Nothing else changes with tile_m; but a
+    tile walks keys that some of its rows do not see, which are worth nothing, unless V is not finite there: then the
+    row is computed anew, in another order. So where larger tiles walk more, it is the work for one head that decides.
+    """
+    group, tile_n = config.group, config.tile_n
 
-    rows = min([rows for rows in WGMMA_PACES if rows <= config.tile_m and rows % config.group == 0], key=time)
-    paired = max(config.depth, config.width) > 64 and _in_pairs(problem, rows // config.group)
+    def fastest(most: int, time: Callable[[int], float]) -> int:
+        fitting = [rows for rows in WGMMA_PACES if rows <= most and rows % group == 0]
+        return min(fitting, key=lambda rows: WGMMA_PACES[rows] * time(rows // group))
+
+    rows = config.tile_m
+    if not _same_keys(problem):
+        rows = fastest(rows, lambda queries: work(problem, queries, tile_n))
+    if parts_walk_alike(problem, rows // group, tile_n):
+        multiprocessors = max(target.multiprocessors, 1)
+        rows = fastest(rows, lambda queries: makespan(problem, group, queries, tile_n, multiprocessors))
+    paired = max(config.depth, config.width) > 64 and _in_pairs(problem, rows // group)
     return dataclasses.replace(config, tile_m=rows, paired=paired)
+
+
+def _same_keys(problem: Problem) -> bool:
+    """Whether all queries of a batch entry see the same keys."""
+    return problem.left is None and problem.right is None
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
@@ -302,15 +318,14 @@ def _in_pairs(problem: Problem, queries: int) -> bool:
     # to 1.027 (once 0.99), at 512 1.007; 128, from 2k on, 1.01 to 1.026 (once 0.98, once 0.99), below 0.995 to 1.007;
     # 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. With one tile left over of 65 it is 0.992
     # and 0.998, of 33 0.945 and 0.889.
-    same_keys = problem.left is None and problem.right is None and not problem.has_seqlens_k
     tiles = -(-problem.seqlen_q // queries)
-    return same_keys and tiles % 2 == 0 and tiles > 0
+    return _same_keys(problem) and not problem.has_seqlens_k and tiles % 2 == 0 and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's where one head's queries would not fill it."""
-    group = problem.heads // problem.heads_kv if problem.heads_kv else 1
-    return group if problem.seqlen_q < tile_m and tile_m % max(group, 1) == 0 else 1
+    group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
+    return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
 
 
 def _rows(problem: Problem, group: int, tile_m: int, step: int) -> int:

@@ -124,10 +124,10 @@ class Timer:
     def __init__(self):
         import torch
 
-        self._torch, self.late = torch, 0
+        self._torch = torch
         self._flush = torch.empty(2**28, dtype=torch.int8, device="cuda")  # several times the L2
 
-    def once(self, function):
+    def once(self, name, function):
         """A function that waits and returns milliseconds, of a launch that is only enqueued yet."""
         cuda = self._torch.cuda
         for _ in range(self.ATTEMPTS):
@@ -139,9 +139,8 @@ class Timer:
             stop.record()
             if not start.query():  # the GPU is spinning still
                 break
-            self.late += 1
         else:
-            raise RuntimeError(f"the host took longer than {self.SPIN} cycles to launch, {self.ATTEMPTS} times")
+            raise RuntimeError(f"the host took longer than {self.SPIN} cycles to launch {name}, {self.ATTEMPTS} times")
 
         def wait():
             stop.synchronize()
@@ -156,7 +155,7 @@ class Timer:
         self._torch.cuda.synchronize()
         times = {name: [] for name in functions}
         for _ in range(repeats):
-            waits = {name: self.once(function) for name, function in functions.items()}
+            waits = {name: self.once(name, function) for name, function in functions.items()}
             for name, wait in waits.items():
                 times[name].append(wait())
         return {name: statistics.median(found) for name, found in times.items()}

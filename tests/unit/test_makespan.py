@@ -1,7 +1,7 @@
 """How many query rows a block of wgmma takes at a time: the arithmetic, and what was fastest on an H200."""
 
+import dataclasses
 import heapq
-import itertools
 
 import pytest
 from hypothesis import given
@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 from machines import HOPPER, empty, problem
 
 from numba_flash import makespan as makespan_module
-from numba_flash.makespan import ENDS, makespan
+from numba_flash.makespan import ENDS, makespan, parts_walk_alike, work
+from numba_flash.ranges import UNBOUNDED, key_tiles, row_keys
 from numba_flash.select import select
 
 
-def of(batch, heads, seqlen, head_dim=64, **options):
-    q, k, v = (empty(batch, heads, seqlen, head_dim) for _ in range(3))
-    return problem(head_dim, q=q, k=k, v=v, seqlen=seqlen, **options)
+def of(batch, heads, seqlen, head_dim=64, *, heads_kv=None, seqlen_k=None, **options):
+    seqlen_k = seqlen if seqlen_k is None else seqlen_k
+    q, k, v = (
+        empty(batch, h or heads, n, head_dim) for h, n in ((heads, seqlen), (heads_kv, seqlen_k), (heads_kv, seqlen_k))
+    )
+    return problem(q=q, k=k, v=v, **options)
 
 
 def one_after_the_other(lengths, multiprocessors):
@@ -26,27 +30,66 @@ def one_after_the_other(lengths, multiprocessors):
     return max(ends)
 
 
+def walked(made, first, queries, tile_n):
+    """By ranges.py: (begin, free, cut, end) of a tile of queries."""
+    left, right = (UNBOUNDED if side is None else side for side in (made.left, made.right))
+    last = min(first + queries, made.seqlen_q) - 1
+    edges = [row_keys(made.q_offset + i, left, right, made.seqlen_k) for i in (first, last)]
+    return key_tiles(*edges[0], *edges[1], tile_n)
+
+
 @given(
     st.integers(1, 3), st.integers(1, 6), st.integers(1, 700), st.sampled_from([64, 128, 192]), st.integers(1, 20),
-    st.booleans(), st.sampled_from([None, (70, 0), (300, None)]),
+    st.booleans(), st.sampled_from([None, (70, 0), (300, None)]), st.sampled_from([0, -130, 50]),
 )  # fmt: skip
-def test_it_is_what_blocks_take_one_after_the_other(batch, heads, seqlen, queries, multiprocessors, causal, window):
-    made = of(batch, heads, seqlen, causal=causal, window=window)
+def test_it_is_what_blocks_take_one_after_the_other(batch, heads, seqlen, queries, multiprocessors, causal, window, at):
+    made = of(batch, heads, seqlen, causal=causal, window=window, q_offset=at)
     found = makespan(made, 1, queries, 128, multiprocessors)
-    left, right = (window or (None, None)) if not causal else ((window or (None,))[0], 0)
     tiles = []
     for first in range(0, seqlen, queries):
         seen = [
             j // 128
             for i in range(first, min(first + queries, seqlen))
             for j in range(seqlen)
-            if (left is None or j >= i - left) and (right is None or j <= i + right)
+            if (made.left is None or j >= i + at - made.left) and (made.right is None or j <= i + at + made.right)
         ]
-        tiles.append(ENDS + max(seen) - min(seen) + 1)
+        tiles.append(ENDS + (max(seen) - min(seen) + 1 if seen else 1))
     lengths = tiles * batch * heads
     expected = one_after_the_other(lengths, multiprocessors)
-    assert abs(found - expected) <= (0 if min(tiles) == max(tiles) else max(tiles))
+    assert abs(found - expected) <= (1e-9 if min(tiles) == max(tiles) else max(tiles))
     assert found >= max(max(tiles), sum(lengths) / multiprocessors) - 1e-9
+    assert work(made, queries, 128) == pytest.approx(sum(tiles))
+
+
+@given(
+    st.integers(1, 900), st.integers(0, 900), st.sampled_from([16, 64, 128, 192]), st.sampled_from([64, 96, 128]),
+    st.sampled_from([None, 0, 64, 100, 128]), st.sampled_from([None, 0, 1, 64, 128]), st.integers(-4, 4),
+    st.sampled_from([0, 1, 64]),
+)  # fmt: skip
+def test_parts_that_walk_alike_do(seqlen_q, seqlen_k, queries, tile_n, left, right, blocks, more):
+    made = of(1, 1, seqlen_q, seqlen_k=seqlen_k, window=(left, right), q_offset=64 * blocks + more)
+    if not parts_walk_alike(made, queries, tile_n):
+        return
+    for first in range(0, seqlen_q, queries):
+        whole = walked(made, first, queries, tile_n)
+        part = queries // 2
+        while part > 1:
+            for start in range(first, min(first + queries, seqlen_q), part):
+                assert walked(made, start, part, tile_n) == whole
+            part //= 2
+
+
+def test_parts_walk_alike_where_edges_meet():
+    assert parts_walk_alike(of(1, 1, 700, causal=True), 128, 128)
+    assert parts_walk_alike(of(1, 1, 700, causal=True, q_offset=256), 128, 128)
+    assert parts_walk_alike(of(1, 1, 700, window=(128, 0)), 128, 128)
+    assert parts_walk_alike(of(1, 1, 700, q_offset=3), 192, 128)
+    assert not parts_walk_alike(of(1, 1, 700, causal=True), 192, 128)
+    assert not parts_walk_alike(of(1, 1, 700, causal=True), 128, 64)
+    assert not parts_walk_alike(of(1, 1, 700, causal=True, q_offset=64), 128, 128)
+    assert not parts_walk_alike(of(1, 1, 700, window=(127, 0)), 128, 128)
+    lengths = empty(1, dtype="int32")
+    assert not parts_walk_alike(of(1, 1, 700, causal=True, seqlens_k=lengths), 128, 128)
 
 
 def test_of_long_sequences_some_tiles_are_looked_at(monkeypatch):
@@ -56,8 +99,9 @@ def test_of_long_sequences_some_tiles_are_looked_at(monkeypatch):
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
-def test_without_queries_there_is_nothing_to_do():
-    assert makespan(of(2, 2, 0), 1, 128, 128, 132) == 0
+def test_without_queries_a_tile_is_chosen_all_the_same():
+    for made in (of(2, 2, 0), of(2, 2, 0, causal=True), of(0, 2, 70), of(2, 2, 70, seqlen_k=0)):
+        assert select(made, HOPPER, "wgmma").config.tile_m in (64, 128, 192)
 
 
 # What was fastest of 64, 128 and 192 rows, by 5 % and more, on an H200, float16.
@@ -65,28 +109,38 @@ def test_without_queries_there_is_nothing_to_do():
     ("batch", "heads", "seqlen", "head_dim", "causal", "rows"),
     [
         (1, 8, 512, 64, False, 64), (1, 8, 1024, 64, True, 64), (1, 8, 2048, 64, False, 128),
-        (1, 8, 2048, 64, True, 64), (1, 16, 1024, 64, False, 128), (1, 32, 1024, 64, True, 128),
-        (1, 32, 2048, 64, False, 192), (16, 32, 256, 64, False, 128), (64, 32, 256, 64, True, 128),
-        (1, 12, 1500, 64, False, 192), (1, 12, 1500, 64, True, 64), (1, 32, 4096, 64, True, 192),
-        (24, 32, 640, 64, True, 128), (16, 32, 1280, 64, False, 192), (40, 32, 384, 64, True, 128),
-        (8, 32, 1100, 64, False, 192), (1, 8, 1024, 128, False, 64), (1, 8, 2048, 128, False, 128),
-        (1, 8, 2048, 128, True, 64), (1, 16, 1024, 128, False, 128), (1, 16, 1024, 128, True, 64),
-        (2, 32, 1024, 128, True, 128), (32, 16, 192, 128, False, 128), (1, 8, 2048, 256, False, 128),
-        (1, 8, 2048, 256, True, 64), (1, 16, 512, 256, False, 64), (1, 16, 2048, 256, True, 128),
+        (1, 16, 1024, 64, False, 128), (1, 32, 1024, 64, True, 128), (1, 32, 2048, 64, False, 192),
+        (16, 32, 256, 64, False, 128), (64, 32, 256, 64, True, 128), (1, 12, 1500, 64, False, 192),
+        (1, 32, 4096, 64, True, 192), (24, 32, 640, 64, True, 128), (16, 32, 1280, 64, False, 192),
+        (40, 32, 384, 64, True, 128), (8, 32, 1100, 64, False, 192), (1, 8, 1024, 128, False, 64),
+        (1, 8, 2048, 128, False, 128), (1, 8, 2048, 128, True, 64), (1, 16, 1024, 128, False, 128),
+        (1, 16, 1024, 128, True, 64), (2, 32, 1024, 128, True, 128), (32, 16, 192, 128, False, 128),
+        (1, 8, 2048, 256, False, 128), (1, 16, 512, 256, False, 64), (1, 16, 2048, 256, True, 128),
     ],
 )  # fmt: skip
 def test_the_rows_that_were_fastest_are_taken(batch, heads, seqlen, head_dim, causal, rows):
     assert select(of(batch, heads, seqlen, head_dim, causal=causal), HOPPER, "wgmma").config.tile_m == rows
 
 
-# A row's bits must not depend on its batch neighbours, so nothing that its sums depend on may.
+# A row's bits must not depend on its batch neighbours, so nothing that they depend on may. Full; causal, aligned and
+# not; a window; lengths; heads that share a tile.
+@pytest.mark.parametrize("options", [
+    {}, dict(causal=True), dict(causal=True, q_offset=3), dict(window=(70, 9)), dict(softcap=3.0), dict(scale=0.0),
+    dict(seqlens_k=empty(1, dtype="int32")), dict(causal=True, heads_kv=1),
+], ids=range(8))  # fmt: skip
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 160, 192, 200, 256])
-def test_how_many_heads_there_are_decides_on_rows_alone(head_dim):
-    for seqlen, options in itertools.product((1, 100, 700, 3000), ({}, dict(causal=True), dict(softcap=3.0))):
-        found = [select(of(batch, 4, seqlen, head_dim, **options), HOPPER, "wgmma").config for batch in (1, 7, 40, 500)]
-        facts = [
-            {name: value for name, value in vars(config).items() if name not in ("tile_m", "paired", "shared_bytes")}
-            for config in found
-        ]
-        assert facts[1:] == facts[:-1]
-        assert seqlen != 700 or len({config.tile_m for config in found}) > 1
+def test_batch_entries_and_heads_decide_on_rows_alone(head_dim, options):
+    for seqlen in (1, 100, 700, 2100):
+        found = []
+        for batch, heads in ((1, 3), (1, 4), (7, 4), (40, 8), (500, 16)):
+            groups = {name: max(heads // 4, 1) for name in options if name == "heads_kv"}
+            lengths = {name: empty(batch, dtype="int32") for name in options if name == "seqlens_k"}
+            made = of(batch, heads, seqlen, head_dim, **options | groups | lengths)
+            config = select(made, HOPPER, "wgmma").config
+            if groups and heads == 3:
+                continue  # a group of three
+            found.append(config)
+            if made.left is made.right is None or parts_walk_alike(made, config.queries, config.tile_n):
+                config = dataclasses.replace(config, tile_m=64, paired=False)
+            found[-1] = config
+        assert len(set(found)) == 1
