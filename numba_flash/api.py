@@ -171,9 +171,9 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
     Takes the arguments of `attention` and checks them in the same way, raising the same errors; computes
     nothing and writes to nothing. What is compiled serves every call of the same dtype, head_dim and
-    options, whatever its lengths, as long as `explain` names the same kernel and tile for it: lengths, and
-    without causal and window the number of heads and batch entries, decide how large tiles are. It stays
-    loaded in this process, and in the disk cache for the next one.
+    options as long as `explain` names the same kernel and tile for it: how large tiles are depends on the
+    lengths and, with `wgmma`, on how many heads and batch entries there are. It stays loaded in this
+    process, and in the disk cache for the next one.
     """
     _, decision = understand_call(q, k, v, options)
     decision.launch.load()
