@@ -63,7 +63,7 @@ WGMMA_TILES = (
 # is taken by which all is done soonest (makespan.py). H200, float16, head_dim 64, 128 and 256, 51 shapes of 1 to 64
 # batch entries, 8 to 32 heads and 128 to 8k tokens, full and causal, 2026-11-22: by these numbers and makespan() it was
 # the fastest but for 0.05 % on the average, at most 3 %; with work() where bits would depend on it, 1.9 %, up to 42 %;
-# the table's tile_m always, 8 %, up to 42 %.
+# the table's tile_m always, 8 %, up to 42 % (scripts/results/wgmma_rows_h200.json, before work() had a say).
 WGMMA_PACES = {64: 0.75, 128: 1.0, 192: 1.3}
 # A simulated thread is a Python thread: small blocks, whose barriers are cheap, and few wasted rows.
 SIMULATOR_TILES = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
