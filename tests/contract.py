@@ -367,6 +367,27 @@ def test_maxima_that_move(rung, powers, which, head_dim):
     rung.check(case)
 
 
+# Whole tiles of keys that are seen and whose scores are all -inf: the first that a kernel walks, whichever way it does,
+# the last, some between, and all that there are. They count like keys that are not seen: no NaN from -inf - -inf.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("those", [(1.2, 9), (0, 3.1), (1.2, 3.1), (0, 9)])
+def test_scores_of_minus_infinity_in_whole_tiles(rung, those, causal):
+    case = rung.problem(int(0.6 * rung.tile), int(4.3 * rung.tile), batch=1, heads=1, head_dim=8, causal=causal)
+    first, end = (int(x * rung.tile) for x in those)
+    case.q[..., 0], case.k[:, :, first:end, 0] = 1, -np.inf
+    rung.check(case)
+
+
+def test_nothing_hidden_reaches_rows_whose_scores_are_all_minus_infinity(rung):
+    """NaN in v at a key that no row sees, in the tile where the last of them end."""
+    case = rung.problem(3, 2 * rung.tile, batch=2, heads=1, head_dim=8, causal=True, q_offset=rung.tile + 2)
+    case.q[..., 0], case.k[1, :, :, 0], case.k[0, :, rung.tile :, 0] = 1, -np.inf, -np.inf
+    case.v[:, :, rung.tile + 9] = np.nan
+    rung.check(case)
+    o, lse = rung(case)
+    assert (o[1] == 0).all() and (lse[1] == -np.inf).all() and np.isfinite(o).all()
+
+
 def test_what_is_strange_in_one_of_many_tiles(rung):
     """Seen by some rows of a tile; the tile before and the one behind are looked at, too."""
     seqlen_q, at = int(1.4 * rung.tile), 3 * rung.tile - 1

@@ -130,7 +130,7 @@ def make(config):
 
     @inlined
     def outputs_of_tile(
-        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2, may_be_empty
+        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
     ):  # fmt: skip
         """softmax and O of tile j while the next tile's K is on the way."""
         k_global, _ = notes.get(q_smem + int32(bases_at))
@@ -140,7 +140,7 @@ def make(config):
         if j > begin:
             load_k(q_smem + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
             commit()
-        moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        moved = softmax(acc_s, m, l, alpha, scale_log2)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
         multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
@@ -259,8 +259,7 @@ def make(config):
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, seen)
                 outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
-                    TRUE,
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
@@ -271,8 +270,7 @@ def make(config):
                         distance[r] = float32(its_pos + row_query[r] - j * tile_n - lane_column)
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2,
-                    FALSE,
+                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
                 )  # fmt: skip
                 j = int32(j - 1)
 
@@ -285,7 +283,7 @@ def make(config):
             block_index(), heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
         )
         lse_log2 = distance
-        finish(m, l, alpha, lse_log2, scale_log2)
+        finish(m, l, alpha, lse_log2)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         # One division, then O in 16 bits to shared memory, with a note on each row.

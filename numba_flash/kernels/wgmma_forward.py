@@ -38,7 +38,7 @@ from .steps import (
     wgmma_supply,
 )
 from .steps import repair_rows as repair_rows_step
-from .steps.inlined import FALSE, TRUE, inlined
+from .steps.inlined import inlined
 from .steps.integers import divide
 from .steps.plain import first_column_of, first_row_of
 from .steps.wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
@@ -186,9 +186,9 @@ def make(config):
         done_with_scores(base, elected, last, n, seen)
 
     @inlined
-    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, may_be_empty, n):
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n):
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
-        moved = softmax(acc_s, m, l, alpha, scale_log2, may_be_empty)
+        moved = softmax(acc_s, m, l, alpha, scale_log2)
         wait_all()
         pin_o(acc_o)
         give_back(base, V_EMPTY, n - 1, elected)
@@ -280,7 +280,7 @@ def make(config):
                 if scaled:
                     finish_scores(acc_s, slopes, distance, scale, softcap)
                 mask_scores(acc_s, visible_bits)
-            softmax(acc_s, m, l, alpha, scale_log2, TRUE)
+            softmax(acc_s, m, l, alpha, scale_log2)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -300,7 +300,7 @@ def make(config):
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
                     mask_scores(acc_s, visible_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, TRUE, taken)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
@@ -310,7 +310,7 @@ def make(config):
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
                         finish_scores(acc_s, slopes, distance, scale, softcap)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, FALSE, taken)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
 
@@ -334,7 +334,7 @@ def make(config):
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             lse_log2 = distance
-            finish(m, l, alpha, lse_log2, scale_log2)
+            finish(m, l, alpha, lse_log2)
             any_suspect = uint32(0)
             suspect = m  # NaN where a number of the row is NaN or Inf
             for r in range(2):

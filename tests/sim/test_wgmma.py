@@ -10,8 +10,10 @@ from contract import (  # noqa: F401
     test_head_dim_v_may_differ,
     test_many_tiles,
     test_maxima_that_move,
+    test_nothing_hidden_reaches_rows_whose_scores_are_all_minus_infinity,
     test_nothing_is_defined,
     test_rows_of_any_stride,
+    test_scores_of_minus_infinity_in_whole_tiles,
 )
 
 from numba_flash import api, select, testing

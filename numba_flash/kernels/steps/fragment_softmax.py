@@ -2,7 +2,7 @@
 
 A row's scores lie in the four lanes of a quad; only its maximum has to be the same in all of them in every
 tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
-end. Exponents are of 2: with m the running maximum of q . k, p = 2^(s * scale_log2 - m * scale_log2).
+end. Exponents are of 2: with m the running maximum in units of log2(e), p = 2^(s * scale_log2 - m).
 
 With config.lag m may be behind the true maximum by that many powers of two, so that p is at most 2^lag. The result is
 the same, since O and l have the same factor, and nothing comes near the ends of float16's or float32's range. But then
@@ -12,6 +12,7 @@ thought of FlashAttention-4's).
 
 import math
 
+import numpy as np
 from numba import cuda, float32, uint32
 
 from ...ptx import approx, cvt, minmax, shfl, vote
@@ -28,13 +29,18 @@ def make(config, strips):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     ex2, lg2, rcp = approx.ex2, approx.lg2, approx.rcp
     maximum, bfly, any_lane = minmax.maximum, shfl.bfly_f32, vote.any_lane
-    minus_inf = float32(-math.inf)
+    minus_inf, lowest = float32(-math.inf), float32(np.finfo(np.float32).min)
 
     @inlined
     def start(m, l):
         for r in range(rows):
-            m[r] = minus_inf
+            m[r] = lowest  # not -inf: of a row that has seen no score but -inf yet, -inf - m is to be -inf, not NaN
             l[r] = float32(0)
+
+    @inlined
+    def in_units(s, scale_log2):
+        """A score in units of log2(e)."""
+        return s if scaled else s * scale_log2
 
     @inlined
     def tops(acc_s, top):
@@ -58,59 +64,43 @@ def make(config, strips):
             top[r] = maximum(top[r], bfly(top[r], 2))
 
     @inlined
-    def ahead(top, m, scale_log2):
-        """By how many powers of two a score is above m."""
-        return top - m if scaled else (top - m) * scale_log2
-
-    @inlined
-    def reference(m, may_be_empty):
-        """What exponents are counted from."""
-        return float32(0) if may_be_empty and m == minus_inf else m
-
-    @inlined
-    def move(top, m, l, alpha, scale_log2, may_be_empty):
+    def move(top, m, l, alpha, scale_log2):
         """m <- top where it is more than lag above it; alpha, l to match."""
         for r in range(rows):
-            old = m[r]
+            old, new = m[r], in_units(top[r], scale_log2)
             if lag > 0:
-                m[r] = top[r] if ahead(top[r], old, scale_log2) > lag else old
+                m[r] = new if new - old > lag else old
             else:
-                m[r] = maximum(top[r], old)
-            alpha[r] = ex2(ahead(old, reference(m[r], may_be_empty), scale_log2))
+                m[r] = maximum(new, old)
+            alpha[r] = ex2(old - m[r])
             l[r] *= alpha[r]
 
     @inlined
-    def update(acc_s, m, l, alpha, scale_log2, may_be_empty):
+    def update(acc_s, m, l, alpha, scale_log2):
         """acc_s <- p; m, l <- with this tile; alpha (rows,) <- what the older part of O and l is worth.
 
-        may_be_empty, a constant: rows may have seen no key yet, and -inf - -inf would be NaN.
         -> whether some alpha of the warp's is not 1.
         """
-        shift = cuda.local.array(rows, float32)
-        tops(acc_s, shift)
+        top = cuda.local.array(rows, float32)
+        tops(acc_s, top)
         moved = uint32(1)
         if lag > 0:
             for r in range(rows):
                 alpha[r] = float32(1)
             some = uint32(0)
             for r in range(rows):
-                some |= uint32(1) if ahead(shift[r], m[r], scale_log2) > lag else uint32(0)
+                some |= uint32(1) if in_units(top[r], scale_log2) - m[r] > lag else uint32(0)
             moved = any_lane(some)
         if moved != 0:
-            exchange(shift)
-            move(shift, m, l, alpha, scale_log2, may_be_empty)
-        for r in range(rows):
-            shift[r] = reference(m[r], may_be_empty)
-            if not scaled:
-                shift[r] *= scale_log2
+            exchange(top)
+            move(top, m, l, alpha, scale_log2)
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
             even, odd = l[r], float32(0)
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
-                    x = acc_s[at + i] if scaled else acc_s[at + i] * scale_log2
-                    acc_s[at + i] = ex2(x - shift[r])
+                    acc_s[at + i] = ex2(in_units(acc_s[at + i], scale_log2) - m[r])
                 if n % 2:
                     odd += acc_s[at] + acc_s[at + 1]
                 else:
@@ -125,7 +115,7 @@ def make(config, strips):
             p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
 
     @inlined
-    def finish(m, l, alpha, lse_log2, scale_log2):
+    def finish(m, l, alpha, lse_log2):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse_log2 (rows,) <- log2 of the sum of exponentials.
 
         A row without keys has 0 and -inf.
@@ -137,7 +127,6 @@ def make(config, strips):
         for r in range(rows):
             empty = l[r] == float32(0)
             alpha[r] = float32(0) if empty else rcp(l[r])
-            top = m[r] if scaled else m[r] * scale_log2
-            lse_log2[r] = minus_inf if empty else top + lg2(l[r])
+            lse_log2[r] = minus_inf if empty else m[r] + lg2(l[r])
 
     return start, update, to_p, finish

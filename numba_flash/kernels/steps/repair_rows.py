@@ -6,6 +6,8 @@ not look for them: whoever finds a row of O not finite at the end leaves a note,
 here, key by key, without the removed ones.
 """
 
+import math
+
 import numpy as np
 from numba import cuda, float32, int32, int64
 
@@ -26,7 +28,7 @@ def make(config, warp_rows, score):
     has_alibi, columns = config.alibi_dtype is not None, -(-width // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    bfly, ex2, load_b32 = shfl.bfly_f32, approx.ex2, ld_st.load_b32
+    bfly, ex2, load_b32, minus_inf = shfl.bfly_f32, approx.ex2, ld_st.load_b32, float32(-math.inf)
 
     @inlined
     def repair_rows(
@@ -54,6 +56,8 @@ def make(config, warp_rows, score):
                 for c in range(columns):
                     row_o[c] = float32(0)
                 first_key, end_key = row_keys(q_pos, left, right, keys)
+                if lse_log2 == minus_inf:  # no score but -inf: a row without weights, as if it saw no key
+                    end_key = first_key
                 for key in range(first_key, end_key):
                     product = float32(0)
                     for x in range(lane, head_dim, 32):
