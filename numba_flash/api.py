@@ -105,9 +105,9 @@ def attention(
         with the same shapes it can be captured in a CUDA graph.
     kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` tells which runs and why.
 
-    A query that sees no key gives o = 0 and lse = -inf, never NaN. What lies in positions that
-    seqlens_k, window, causal or mask remove never reaches o, even NaN and Inf. The same call gives the
-    same bits, and a row's bits do not depend on its batch neighbours.
+    A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf, never NaN.
+    What lies in positions that seqlens_k, window, causal or mask remove never reaches o, even NaN and
+    Inf. The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
 
     Raises TypeError or ValueError for arguments that make no sense, naming the argument, what came and
     what is allowed, and NotImplementedError for what no kernel here can compute, with the reason.
