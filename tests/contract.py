@@ -367,6 +367,15 @@ def test_maxima_that_move(rung, powers, which, head_dim):
     rung.check(case)
 
 
+# Whatever a running maximum begins with, it must not stay above scores that are all far below zero.
+@pytest.mark.parametrize("level", [-3000, -89, 89, 3000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_whose_scores_are_all_far_from_zero(rung, level, causal):
+    case = rung.problem(int(0.6 * rung.tile), int(4.3 * rung.tile), batch=1, heads=1, head_dim=8, scale=1.0)
+    case.q[..., 0], case.k[..., 0] = 16, level / 16
+    rung.check(case, causal=causal)
+
+
 # Whole tiles of keys that are seen and whose scores are all -inf: the first that a kernel walks, whichever way it does,
 # the last, some between, and all that there are. They count like keys that are not seen: no NaN from -inf - -inf.
 @pytest.mark.parametrize("causal", [False, True])

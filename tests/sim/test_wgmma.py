@@ -13,6 +13,7 @@ from contract import (  # noqa: F401
     test_nothing_hidden_reaches_rows_whose_scores_are_all_minus_infinity,
     test_nothing_is_defined,
     test_rows_of_any_stride,
+    test_rows_whose_scores_are_all_far_from_zero,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
 
