@@ -1,57 +1,166 @@
-"""The parameters of the attention kernels, in order: their types for compiling, their values for launching.
+"""What a kernel takes: up to four NamedTuples. Their fields, their types for compiling, their values for launching.
 
-One list for both, so that they cannot drift apart. The order is that of the kernels' `def` lines.
+    arrays   pointers; None where an optional array is not given
+    strides  of those arrays, in elements: (batch, head, row, column), or what STRIDES says
+    sizes    batch, heads, lengths, and the window: whole numbers
+    score    the numbers of the score, in the type that the kernel computes in: scale and softcap
+
+PARAMETERS says which fields each kernel's tuples have. Numba passes a NamedTuple as its members, one behind the other,
+so the compiled kernel takes plain pointers and numbers.
 """
 
 import functools
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .config import Config, WgmmaConfig
+import numpy as np
+
+from .arrays import GradientOperands, Operands
+from .config import WgmmaConfig
 from .problem import Problem
 from .ranges import UNBOUNDED
 from .tensor_maps import TensorMap
 
-
-def pointer_types(config: Config) -> tuple[str, ...]:
-    """The element types behind the pointers, in the order of arrays.Operands; masks are bytes."""
-    types: tuple[str, ...] = (
-        config.dtype, config.dtype, config.dtype, config.dtype, config.compute_dtype,
-        config.bias_dtype or "float32", "uint8", config.alibi_dtype or "float32", "int32", "int32",
-    )  # fmt: skip
-    if config.kernel == "v1":
-        types += (config.compute_dtype,) * 3  # its workspace: O before rounding, l and m
-    if config.counted:
-        types += ("uint32",)  # its tile counter
-    return types
+if TYPE_CHECKING:
+    from .backward_problem import BackwardProblem
 
 
-# After the pointers: ("int64", n) is a tuple of n strides, "int64" and "float64" are scalars.
-SCALAR_TYPES = (
-    *[("int64", 4)] * 6,  # q, k, v, o, bias, mask strides: (batch, head, query or key, dim or key)
-    ("int64", 2),  # alibi strides (batch, head)
-    ("int64", 2),  # batch strides of seqlens_k and of q_offset
-    *["int64"] * 8,  # batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset
-    *["float64"] * 2,  # scale, softcap
-)
+class Parameters(NamedTuple):
+    """The fields of a kernel's tuples, in the order of its `def` line. A tuple without fields is not passed."""
+
+    arrays: tuple[str, ...]
+    strides: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    score: tuple[str, ...] = ()
 
 
-Scalars = tuple[tuple[int, ...] | int | float, ...]
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
+_SCORE = _words("scale softcap")
+_SCORE_STRIDES = _words("bias mask alibi_slopes seqlens_k q_offset")
+_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_SCORE_STRIDES), _SIZES, _SCORE)
+_BACKWARD = _words("q k v do lse delta bias mask alibi_slopes seqlens_k q_offset")
+_BACKWARD_STRIDES = ("q", "k", "v", "do", *_SCORE_STRIDES)
+_TENSOR = _words("q k v do row_facts alibi_slopes seqlens_k q_offset")
+_TENSOR_STRIDES = _words("q k v do alibi_slopes seqlens_k q_offset")
+_OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
+
+FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
+BACKWARD_WORKSPACE = _words("delta slope_rows row_facts")
+COUNTERS = "counters"  # of wgmma: its tile counter (counters.py)
+
+PARAMETERS: dict[str, Parameters] = {
+    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE),
+    "v2": _FORWARD,
+    "mma": _FORWARD,
+    "wgmma": _FORWARD._replace(arrays=(*Operands._fields, COUNTERS)),
+    "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
+    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, _SCORE),
+    "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, _SCORE),
+    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), _SCORE),
+    "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
+    "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
+    "mma_dkdv": Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, _SCORE),
+    "mma_dq": Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, _SCORE),
+    **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
+}
+# How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
+STRIDES = dict(alibi_slopes=2, dalibi_slopes=2, dlse=3, seqlens_k=0, q_offset=0, x=2, y=2)
+SIZES = dict(dbias_shape=4)  # likewise
+
+
+@functools.cache
+def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
+    """The NamedTuple that a kernel takes as its parameter `kind`."""
+    return namedtuple(kind, fields)  # type: ignore[misc]
+
+
+class Values(NamedTuple):
+    """What a kernel takes behind its pointers, as its own NamedTuples; those without fields are left out."""
+
+    tuples: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def of(kernel: str, **values: dict[str, Any]) -> "Values":
+        """values: for each of strides, sizes and score a value for each field."""
+        fields = PARAMETERS[kernel]
+        kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(fields, kind))]
+        return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
+
+    @property
+    def flat(self) -> list[Any]:
+        """All numbers, as the compiled kernel takes them."""
+        found: list[Any] = []
+        for value in (value for values in self.tuples for value in values):
+            found.extend(value) if isinstance(value, tuple) else found.append(value)
+        return found
+
+
+def types(config: Any) -> list[tuple[Any, list[Any]]]:
+    """For each of a kernel's tuples its class and its members' types: an element type for a pointer; "int64",
+    "float32", "float64", or ("int64", n) for a tuple of n."""
+
+    def numbers(names: tuple[str, ...], lengths: dict[str, int], usual: int) -> list[Any]:
+        counts = [lengths.get(name, usual) for name in names]
+        return [("int64", count) if count else "int64" for count in counts]
+
+    p = PARAMETERS[config.kernel]
+    members = dict(
+        arrays=[element_type(config, name) for name in p.arrays],
+        strides=numbers(p.strides, STRIDES, 4),
+        sizes=numbers(p.sizes, SIZES, 0),
+        score=[config.compute_dtype] * len(p.score),
+    )
+    return [(tuple_class(kind, getattr(p, kind)), found) for kind, found in members.items() if found]
+
+
+def element_type(config: Any, name: str) -> str:
+    """Of the elements behind a pointer; masks are bytes."""
+    if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
+        return config.compute_dtype
+    if name in ("bias", "dbias"):
+        return config.bias_dtype or "float32"
+    if name in ("alibi_slopes", "dalibi_slopes"):
+        return config.alibi_dtype or "float32"
+    return {"mask": "uint8", "seqlens_k": "int32", "q_offset": "int32", COUNTERS: "uint32"}.get(name, config.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def scalars(problem: Problem) -> Scalars:
-    """The values for SCALAR_TYPES."""
-    return (
-        problem.q_strides, problem.k_strides, problem.v_strides, problem.o_strides,
-        problem.bias_strides, problem.mask_strides, problem.alibi_strides,
-        (problem.seqlens_k_stride, problem.q_offset_stride),
-        problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
-        UNBOUNDED if problem.left is None else problem.left,
-        UNBOUNDED if problem.right is None else problem.right,
-        problem.q_offset, problem.scale, problem.softcap or 0.0,
-    )  # fmt: skip
+def forward_values(kernel: str, problem: Problem) -> Values:
+    return Values.of(kernel, **_numbers_of(problem))
 
 
-def tensor_maps(config: Config, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
+def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
+    numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
+    numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
+    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides)
+    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
+    return Values.of(kernel, **numbers)
+
+
+def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
+    p = problem
+    strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o", "bias", "mask")}
+    strides |= dict(alibi_slopes=p.alibi_strides, seqlens_k=p.seqlens_k_stride, q_offset=p.q_offset_stride)
+    sizes = {name: getattr(p, name) for name in _SIZES}
+    sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
+    number = np.float64 if p.compute_dtype == "float64" else np.float32
+    return dict(strides=strides, sizes=sizes, score=dict(scale=number(p.scale), softcap=number(p.softcap or 0.0)))
+
+
+FORWARD_ARRAYS = Operands._fields + FORWARD_WORKSPACE
+BACKWARD_ARRAYS = GradientOperands._fields + BACKWARD_WORKSPACE
+
+
+def positions(kernel: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
+    return tuple(names.index(name) for name in PARAMETERS[kernel].arrays if name != COUNTERS)
+
+
+def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
     """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
     if not isinstance(config, WgmmaConfig):
         return ()

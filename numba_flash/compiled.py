@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import tensor_maps, toolchain
-from .arguments import SCALAR_TYPES, pointer_types
+from .arguments import types as parameter_types
 from .assembler import assemble
 from .cache_folder import cache_folder
-from .config import Config, SoftmaxConfig
+from .config import SoftmaxConfig
 
 if TYPE_CHECKING:
     from .config_backward import BackwardConfig
@@ -178,19 +178,18 @@ def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
 def _signature(config: AnyConfig) -> Any:
     from numba.core import types as numba_types
 
-    from . import arguments_backward
     from .kernels.steps.elements import ELEMENT_TYPES
 
-    pointers: tuple[str, ...] = (config.dtype, config.dtype)
-    rest: tuple[Any, ...] = (("int64", 2), ("int64", 4))
-    if not isinstance(config, SoftmaxConfig) and config.kernel in arguments_backward.PARAMETERS:
-        pointers, rest = arguments_backward.pointer_types(config), arguments_backward.scalar_types(config)
-    elif isinstance(config, Config):
-        pointers, rest = pointer_types(config), SCALAR_TYPES
-    plain = {"int64": numba_types.int64, "float64": numba_types.float64}
+    def member(kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            return numba_types.UniTuple(numba_types.int64, kind[1])
+        return getattr(numba_types, kind)
+
     parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
-    parameters += [numba_types.CPointer(ELEMENT_TYPES[name]) for name in pointers]
-    parameters += [numba_types.UniTuple(plain[x[0]], x[1]) if isinstance(x, tuple) else plain[x] for x in rest]
+    for made, kinds in parameter_types(config):
+        arrays = made.__name__ == "arrays"
+        members = [numba_types.CPointer(ELEMENT_TYPES[kind]) if arrays else member(kind) for kind in kinds]
+        parameters.append(numba_types.NamedTuple(members, made))
     return numba_types.void(*parameters)
 
 

@@ -51,6 +51,11 @@ class Config(LaunchFacts):
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def derivative_varies(self) -> bool:
+        """Whether the derivative of a score by scale * q . k is anything but 1."""
+        return self.softcap
+
+    @property
     def threads(self) -> int:
         raise NotImplementedError
 

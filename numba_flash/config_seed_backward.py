@@ -97,7 +97,7 @@ class DkdvConfig(SeedBackwardConfig):
             2 * self.tile_n * (self.row + self.pad),  # K_j, V_j: each thread reads its own row
             2 * self.tile_m * self.row,  # Q_i, dO_i: all threads of a half read the same element, nothing to pad
             2 * scores,  # P, dS
-            scores if self.softcap else 0,  # the softcap's derivative
+            scores if self.derivative_varies else 0,  # the scores' derivative
         )
 
 

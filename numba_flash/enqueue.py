@@ -1,15 +1,18 @@
 """One compiled kernel, launched again and again: all its parameters in one buffer, one call of the driver.
 
-Every parameter is 8 bytes long (a pointer, an int64, a float64), so they lie side by side just as PTX lays them out;
-tensor maps, 128 bytes each, come first. They are aligned to 64 bytes where they arrive, which is not at a multiple of
-64 from the beginning of the parameters, so the driver is asked where the first one lies. Scalars stay the same from
-call to call and come packed. cuda.core.launch, which takes the arguments one by one, costs the host 7 to 9 us (H200).
+Every parameter is 8 bytes long (a pointer, an int64, a float64), or 4 at the end (a float32). So they lie side by side,
+just as PTX lays them out. Tensor maps, 128 bytes each, come first. They are aligned to 64 bytes where they arrive,
+which is not at a multiple of 64 from the beginning of the parameters, so the driver is asked where the first one lies.
+Numbers stay the same from call to call and come packed. cuda.core.launch, which takes the arguments one by one, costs
+the host 7 to 9 us (H200).
 """
 
 import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from . import context
 from .tensor_maps import SIZE as MAP_SIZE
@@ -20,12 +23,10 @@ END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2
 LEGACY_DEFAULT_STREAM = 1  # 0 is this one too, unless cuda.bindings is told otherwise by the environment
 
 
-def packed(scalars: Sequence[Any]) -> bytes:
-    """Scalars, and tuples of them laid out, as a kernel takes them behind its pointers."""
-    flat: list[int | float] = []
-    for value in scalars:
-        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
-    return struct.pack("<" + "".join(["d" if isinstance(x, float) else "q" for x in flat]), *flat)
+def packed(numbers: Sequence[Any]) -> bytes:
+    """Numbers as a kernel takes them behind its pointers: int64, and then float32 or float64."""
+    kinds = ["f" if isinstance(x, np.float32) else "d" if isinstance(x, float) else "q" for x in numbers]
+    return struct.pack("<" + "".join(kinds), *numbers)
 
 
 class Enqueuer:

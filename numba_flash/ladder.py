@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .arguments import Values
 from .arrays import DTYPES, Array
 from .config import SoftmaxConfig
 from .launch import on_gpu
@@ -71,11 +72,12 @@ def _run(kernel: str, x: Array, y: Array, target: Target, stream: int) -> None:
     rows = int(np.prod(x.layout.shape[:-1]))
     if rows == 0:
         return
-    strides = (*_row_strides("x", x), *_row_strides("out", y))
+    strides = dict(x=_row_strides("x", x), y=_row_strides("out", y))
     threads = 32 if target.simulated else 128
     config = SoftmaxConfig(kernel, x.layout.dtype, threads)
     blocks = rows if kernel == "blocked" else -(-rows // threads)
-    on_gpu(config, target, blocks, 2, ((rows, n), strides)).run((x, y), stream)
+    values = Values.of(kernel, strides=strides, sizes=dict(rows=rows, n=n))
+    on_gpu(config, target, blocks, values).run((x, y), stream)
 
 
 def _row_strides(name: str, array: Array) -> tuple[int, int]:

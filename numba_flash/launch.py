@@ -1,13 +1,13 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
 
 from . import arrays, counters, reference
-from .arguments import Scalars, pointer_types, scalars, tensor_maps
+from .arguments import FORWARD_ARRAYS, PARAMETERS, Values, forward_values, positions, tensor_maps, tuple_class
 from .arrays import Array, GradientOperands, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config, TensorConfig
@@ -17,7 +17,7 @@ from .select import Choice
 from .target import Target
 from .tensor_maps import TensorMap
 
-Given = Sequence[Array | None]
+Given = Items[Array | None]
 
 
 class Launch:
@@ -48,10 +48,17 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     assert config is not None
     maps = tensor_maps(config, problem)
     blocks = grid(config, problem, target)
-    ready = on_gpu(config, target, blocks, len(pointer_types(config)), scalars(problem), maps)
+    ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
     if choice.kernel == "v1":
-        ready = _WithWorkspace(problem, ready)
+        steps = [(ready, positions("v1", FORWARD_ARRAYS))]
+        ready = Sequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
     return Announced(problem, ready) if target.simulated else ready
+
+
+def _state_of_v1(problem: Problem) -> list[tuple[int, ...]]:
+    """The shapes of FORWARD_WORKSPACE."""
+    rows = problem.lse_shape
+    return [(*rows, problem.head_dim_v), rows, rows]
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
@@ -68,17 +75,17 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
 
-Maps = Sequence[tuple[int, TensorMap]]
+Maps = Items[tuple[int, TensorMap]]
 
 
-def on_gpu(config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps = ()) -> Launch:
-    """One kernel on the GPU, or in the simulator; its operands are `pointers` arrays or None.
+def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = ()) -> Launch:
+    """One kernel on the GPU, or in the simulator; it runs on the arrays that PARAMETERS names, in that order.
 
-    maps: (which operand, the tensor map of it that the kernel takes) in the kernel's order.
+    maps: (which array, the tensor map of it that the kernel takes) in the kernel's order.
     """
     if target.simulated:
-        return _Simulated(config, blocks, scalars, maps)
-    return _OnGpu(config, target, blocks, pointers, scalars, maps)
+        return _Simulated(config, blocks, values, maps)
+    return _OnGpu(config, target, blocks, values, maps)
 
 
 class _OnGpu(Launch):
@@ -86,11 +93,10 @@ class _OnGpu(Launch):
         "_blocks", "_config", "_constants", "_counted", "_enqueuer", "_maps", "_pointers", "_prepared", "_target",
     )  # fmt: skip
 
-    def __init__(
-        self, config: AnyConfig, target: Target, blocks: int, pointers: int, scalars: Scalars, maps: Maps
-    ) -> None:
-        self._config, self._target, self._blocks, self._pointers, self._maps = config, target, blocks, pointers, maps
-        self._constants, self._counted = packed(scalars), config.counted
+    def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
+        self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
+        self._pointers, self._constants = len(PARAMETERS[config.kernel].arrays), packed(values.flat)
+        self._counted = config.counted
         self._enqueuer: Enqueuer | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
         self._prepared: dict[tuple[int, ...], Any] = {}
@@ -132,22 +138,23 @@ def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constan
 class _Simulated(Launch):
     __slots__ = ("_arguments", "_config")
 
-    def __init__(self, config: AnyConfig, blocks: int, scalars: Scalars, maps: Maps) -> None:
-        self._config, self._arguments = config, (blocks, scalars, maps)
+    def __init__(self, config: AnyConfig, blocks: int, values: Values, maps: Maps) -> None:
+        self._config, self._arguments = config, (blocks, values, maps)
 
     def run(self, operands: Given, stream: int) -> None:
         from .sim.launch import run
 
-        config, (blocks, scalars, maps) = self._config, self._arguments
+        config, (blocks, values, maps) = self._config, self._arguments
         if config.counted:
             q = operands[0]
             assert q is not None
             counter = arrays.scratch(q, (counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
+        arrays_of_kernel = tuple_class("arrays", PARAMETERS[config.kernel].arrays)
         run(
-            lambda: source(config), blocks, config.threads, config.shared_bytes, tuple(operands), scalars, tuple(maps),
-            config.cluster,
+            lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
+            values.tuples, tuple(maps), config.cluster,
         )  # fmt: skip
 
 
@@ -169,22 +176,31 @@ class Announced(Launch):
         self._ready.run(operands, stream)
 
 
-class _WithWorkspace(Launch):
-    """v1 with what it keeps in global memory between its outer steps: O before rounding, and l and m."""
+class Sequence(Launch):
+    """Kernels one behind the other on the same stream, with a workspace between them.
 
-    __slots__ = ("_problem", "_ready")
+    steps: (a kernel's launch, where its arrays stand among the operands and, behind them, the workspace).
+    workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
+    """
 
-    def __init__(self, problem: Problem, ready: Launch) -> None:
-        self._problem, self._ready = problem, ready
+    __slots__ = ("_steps", "_workspace")
 
-    def load(self) -> object:
-        return self._ready.load()
+    def __init__(
+        self, steps: list[tuple[Launch, tuple[int, ...]]], workspace: list[tuple[tuple[int, ...], str] | None]
+    ) -> None:
+        self._steps, self._workspace = steps, workspace
+
+    def load(self) -> None:
+        for launch, _ in self._steps:
+            launch.load()
 
     def run(self, operands: Given, stream: int) -> None:
-        q, rows, dtype = operands[0], self._problem.lse_shape, self._problem.compute_dtype
+        q = operands[0]
         assert q is not None
-        shapes = ((*rows, self._problem.head_dim_v), rows, rows)
-        self._ready.run((*operands, *(arrays.scratch(q, shape, dtype, stream) for shape in shapes)), stream)
+        made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
+        every = (*operands, *made)
+        for launch, taken in self._steps:
+            launch.run([every[number] for number in taken], stream)
 
 
 class _OnCpu(Launch):

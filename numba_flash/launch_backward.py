@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from . import arrays, reference
-from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
+from .arguments import BACKWARD_ARRAYS, BACKWARD_WORKSPACE, backward_values, positions
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
 from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
-from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
+from .launch import Announced, Given, Launch, Sequence, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
 
@@ -23,7 +23,7 @@ def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: T
         return _OnReference(problem)
     if choice.kernel == "cpu":
         return _OnCpu(problem)
-    ready = _Sequence(choice, problem, target)
+    ready = _kernels(choice, problem, target)
     return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
 
 
@@ -45,10 +45,10 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
 
 
 def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each of WORKSPACE."""
+    """Shape and dtype of each of BACKWARD_WORKSPACE."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
-    return dict.fromkeys(WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+    return dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
 
 
 PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
@@ -59,33 +59,21 @@ def _pieces(problem: BackwardProblem) -> int:
     return -(-problem.forward.seqlen_q // PIECE_ROWS)
 
 
-class _Sequence(Launch):
-    """The kernels of one backward, one behind the other on the same stream, and the workspace between them."""
-
-    __slots__ = ("_steps", "_workspace")
-
-    def __init__(self, choice: BackwardChoice, problem: BackwardProblem, target: Target) -> None:
-        steps = [(config, grid(config, problem), operands(config)) for config in choice.configs]
-        self._steps = [
-            (on_gpu(config, target, blocks, len(taken), scalars(config, problem)), taken)
-            for config, blocks, taken in steps
-            if blocks
-        ]
-        used = {number for _, taken in self._steps for number in taken}
-        shapes = workspace(problem)
-        self._workspace = [shapes[name] if OPERANDS.index(name) in used else None for name in WORKSPACE]
-
-    def load(self) -> None:
-        for launch, _ in self._steps:
-            launch.load()
-
-    def run(self, operands: Given, stream: int) -> None:
-        q = operands[0]
-        assert q is not None
-        made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
-        every = (*operands, *made)
-        for launch, taken in self._steps:
-            launch.run([every[number] for number in taken], stream)
+def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+    """The kernels of one backward that have something to do, and the workspace between them."""
+    configs = [(config, grid(config, problem)) for config in choice.configs]
+    steps = [
+        (
+            on_gpu(config, target, blocks, backward_values(config.kernel, problem)),
+            positions(config.kernel, BACKWARD_ARRAYS),
+        )
+        for config, blocks in configs
+        if blocks
+    ]
+    used = {number for _, taken in steps for number in taken}
+    shapes = workspace(problem)
+    made = [shapes[name] if BACKWARD_ARRAYS.index(name) in used else None for name in BACKWARD_WORKSPACE]
+    return Sequence(steps, made)
 
 
 class _OnCpu(Launch):

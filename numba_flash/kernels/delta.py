@@ -15,6 +15,7 @@ from numba import cuda
 
 from ..ptx import shared
 from .steps import elements
+from .steps.tiles import row_base
 
 
 def make(config):
@@ -23,7 +24,8 @@ def make(config):
     load = elements.loader(config.dtype, compute)
 
     @cuda.jit
-    def delta_of_rows(do, o, dlse, delta, do_strides, o_strides, dlse_strides, heads, seqlen_q):
+    def delta_of_rows(arrays, strides, sizes):
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread = cuda.threadIdx.x
         tiles = (seqlen_q + rows - 1) // rows
         b = cuda.blockIdx.x // (heads * tiles)
@@ -34,10 +36,9 @@ def make(config):
 
         part = compute(0)
         if q_index < seqlen_q:
-            do_base = b * do_strides[0] + h * do_strides[1] + q_index * do_strides[2]
-            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
             for x in range(lane, head_dim_v, lanes):
-                part += load(do, do_base + x * do_strides[3]) * load(o, o_base + x * o_strides[3])
+                part += load(arrays.do, do_base + x * strides.do[3]) * load(arrays.o, o_base + x * strides.o[3])
         parts[thread] = part
         cuda.syncthreads()
         if lane == 0 and q_index < seqlen_q:
@@ -45,7 +46,7 @@ def make(config):
             for other in range(lanes):
                 total += parts[thread + other]
             if has_dlse:
-                total -= dlse[b * dlse_strides[0] + h * dlse_strides[1] + q_index * dlse_strides[2]]
-            delta[(b * heads + h) * seqlen_q + q_index] = total
+                total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
+            arrays.delta[(b * heads + h) * seqlen_q + q_index] = total
 
     return delta_of_rows

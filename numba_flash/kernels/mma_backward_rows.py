@@ -13,10 +13,11 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ..ptx import cvt, memory, shfl, special
+from .score.stage import LOG2_E
 from .steps import elements, row_facts
-from .steps.fragment_scores import LOG2_E
 from .steps.inlined import inlined
 from .steps.integers import divide
+from .steps.tiles import row_base
 
 
 def make(config):
@@ -41,7 +42,8 @@ def make(config):
         return high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
 
     @cuda.jit
-    def facts_of_rows(do, o, lse, dlse, row_facts, do_strides, o_strides, dlse_strides, heads, seqlen_q):
+    def facts_of_rows(arrays, strides, sizes):
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = thread_index(), block_index()
         head_pieces = pieces(seqlen_q)
         tiles = divide(int32(head_pieces * 16 + (rows - 1)), rows)
@@ -54,30 +56,30 @@ def make(config):
 
         part = float32(0)
         if query < seqlen_q:
-            do_base = b * do_strides[0] + h * do_strides[1] + query * do_strides[2]
-            o_base = b * o_strides[0] + h * o_strides[1] + query * o_strides[2]
+            do_base, o_base = row_base(strides.do, b, h, query), row_base(strides.o, b, h, query)
             for step in range(steps):
                 x = int32((lane + step * lanes) * 8)
                 if wide and x + 8 <= head_dim_v:
-                    load_v4(four_do, 0, address(do, do_base + x))
-                    load_v4(four_o, 0, address(o, o_base + x))
+                    load_v4(four_do, 0, address(arrays.do, do_base + x))
+                    load_v4(four_o, 0, address(arrays.o, o_base + x))
                     for i in range(4):
                         part += low(four_do[i]) * low(four_o[i]) + high(four_do[i]) * high(four_o[i])
                 else:
                     for column in range(x, min(x + 8, head_dim_v)):
-                        part += load(do, do_base + column * do_strides[3]) * load(o, o_base + column * o_strides[3])
+                        from_do = load(arrays.do, do_base + column * strides.do[3])
+                        part += from_do * load(arrays.o, o_base + column * strides.o[3])
         for distance in distances:
             part += bfly(part, distance)
         if lane == 0 and query < head_pieces * 16:
             lse_log2 = inf
             if query < seqlen_q:
                 at = (b * heads + h) * seqlen_q + query
-                lse_log2 = float32(lse[at]) * log2_e
+                lse_log2 = float32(arrays.lse[at]) * log2_e
                 lse_log2 = inf if lse_log2 == -inf else lse_log2
                 if has_dlse:
-                    part -= dlse[b * dlse_strides[0] + h * dlse_strides[1] + query * dlse_strides[2]]
+                    part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
             at = int64(head_of_all) * (head_pieces * piece) + place(query)
-            row_facts[at] = lse_log2
-            row_facts[at + minus_delta_at] = -part
+            arrays.row_facts[at] = lse_log2
+            arrays.row_facts[at + minus_delta_at] = -part
 
     return facts_of_rows

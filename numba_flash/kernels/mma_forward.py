@@ -1,28 +1,65 @@
 """FlashAttention-2 on tensor cores: v2 with mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
 
-Read v2 first: the order is the same, Q outside, K and V inside, one division at the end. What changes is
-who computes. A warp owns `warp_rows` query rows and computes S (warp_rows x tile_n) and O with 16 x 8 x 16
-products; what a lane holds of S is, rounded to 16 bits, what it must hold of P for P . V
-(ptx/fragments.py), so P never leaves the registers. K and V come by cp.async while the products
-of the other one run: V of a tile during S, K of the next tile during softmax and P . V.
+Read v2 first. The order is the same: Q outside, K and V inside, one division at the end. What changes is who
+computes. A warp owns `warp_rows` query rows and computes S (warp_rows x tile_n) and O with 16 x 8 x 16 products.
+What a lane holds of S is, rounded to 16 bits, what it must hold of P for P . V (ptx/fragments.py), so P never leaves
+the registers. K and V come by cp.async while the products of the other one run: V of a tile during S, K of the next
+tile during softmax and P . V.
 
-Letters as in v2; p_frag, k_frag, v_frag are operands in registers, acc_s and acc_o float32 accumulators.
-Keys are walked from the last tile to the first, so that the tiles that need a mask come first under a
-causal mask. The order is Dao's (FlashAttention-2, 2023).
+Letters as in v2; p_frag, k_frag and v_frag are operands in registers, acc_s and acc_o float32 accumulators. Keys are
+walked from the last tile to the first, so the tiles that need a mask come first under a causal mask. The order is
+Dao's (FlashAttention-2, 2023).
 
 Launch: grid (batch * heads / group * query tiles * v_parts), block (config.threads), config.shared_bytes of
 dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are contiguous along dim.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ..ptx import cp_async, cvt, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
-from .steps import async_tiles, elements, fragment_scores, fragment_softmax, notes, output_rows, scores
-from .steps import repair_rows as repair_rows_step
+from .score import fragments, positions
+from .score.stage import LOG2_E
+from .steps import async_tiles, fragment_softmax, notes, output_rows
+from .steps import recompute_rows as recompute
 from .steps.inlined import FALSE, TRUE, inlined
 from .steps.integers import divide
 from .steps.plain import chunk_pair, first_column_of, first_row_of, key_tiles, panel_offset, row_keys
+from .steps.query_tile import QueryTile, TileKeys
+from .steps.tiles import row_base
+
+
+class Registers(NamedTuple):
+    """What a warp holds of a tile of S, of O, and of operands. Shapes are in make()."""
+
+    acc_s: Any
+    acc_o: Any
+    p_frag: Any
+    q_frag: Any
+    kv_frag: Any
+
+
+class Rows(NamedTuple):
+    """Of each row that a lane has a part of."""
+
+    m: Any  # the running maximum
+    l: Any  # the lane's share of the running sum
+    alpha: Any  # e^(m_old - m_new)
+    term: Any  # what its scores share (score/fragments.py)
+    distance: Any  # q_pos - k_pos at the lane's first column
+    mask_bits: Any
+    query: Any  # its query in the tile
+
+
+class Places(NamedTuple):
+    """Shared memory: the tile of Q, and where the lane's matrix rows begin in those of Q, K and V."""
+
+    q: int
+    q_lane: int
+    k_lane: int
+    v_lane: int
 
 
 def make(config):
@@ -44,7 +81,7 @@ def make(config):
     steps = depth // 16
     at_once = steps if config.q_registers or steps <= 8 else max(n for n in range(1, 9) if steps % n == 0)
     q_count = strips * at_once * 4
-    q_registers, scaled, has_alibi = config.q_registers, config.scaled, config.alibi_dtype is not None
+    q_registers, scaled, write_lse = config.q_registers, config.scaled, config.write_lse
 
     half = config.dtype == "float16"
     product = mma.m16n8k16_f16 if half else mma.m16n8k16_bf16
@@ -52,28 +89,37 @@ def make(config):
     load_q = async_tiles.loader(tile_m, depth, threads, group)
     load_k = async_tiles.loader(tile_n, depth, threads)
     load_v = async_tiles.loader(tile_n, width, threads)
-    head, _ = scores.make(config)
-    seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, strips)
+    wait_all = cp_async.wait_group(0)
+    keys_and_start = positions.make(config)
+    row_term = fragments.chain(config).row_term
+    mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
     store_rows = output_rows.make(config, warp_rows, width)
-    repair_rows = repair_rows_step.make(config, warp_rows, one_score)
-    load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    x4, x4_trans = ldmatrix.x4, ldmatrix.x4_trans
-    commit, wait_all = cp_async.commit_group, cp_async.wait_group(0)
-    bfly, any_lane = shfl.bfly_f32, vote.any_lane
-    write_lse, ln_2 = config.write_lse, float32(fragment_softmax.LN_2)
-    thread_index, block_index = special.thread_index, special.block_index
-    store_shared = ld_st.store_b32
-    address, shared_address = memory.address, shared.address
-    log2_e = float32(fragment_scores.LOG2_E)
+    recompute_rows = recompute.make(config, warp_rows)
+    log2_e, ln_2 = float32(LOG2_E), float32(fragment_softmax.LN_2)
 
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
 
     @inlined
+    def tile_of(block, arrays, strides, sizes):
+        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+        tiles = divide(block, v_parts)
+        part = int32(block - tiles * v_parts)
+        head_tiles = divide(tiles, m_tiles)
+        first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
+        groups = divide(sizes.heads, group)
+        b = divide(head_tiles, groups)
+        h = int32((head_tiles - b * groups) * group)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        return QueryTile(b, h, first_query, part), TileKeys(h_kv, int32(keys), first_query + q_start)
+
+    @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
-        """acc_s (strips, tile_n / 8, 4) = Q . K^T. q_lane, k_lane: where this lane's matrix rows begin."""
+        """acc_s (strips, tile_n / 8, 4) = Q . K^T."""
         for i in range(s_count):
             acc_s[i] = float32(0)
         for first in range(0, steps, at_once):
@@ -81,9 +127,9 @@ def make(config):
                 if not q_registers:
                     for strip in range(strips):
                         a = (strip * at_once + x) * 4
-                        x4(q_frag, a, chunk_pair(q_lane, first + x, q_panel) + strip * 2048)  # (16, 16)
+                        ldmatrix.x4(q_frag, a, chunk_pair(q_lane, first + x, q_panel) + strip * 2048)  # (16, 16)
                 for n in range(tile_n // 16):
-                    x4(k_frag, 0, chunk_pair(k_lane, first + x, kv_panel) + n * 2048)  # (16 keys, 16)
+                    ldmatrix.x4(k_frag, 0, chunk_pair(k_lane, first + x, kv_panel) + n * 2048)  # (16 keys, 16)
                     for strip in range(strips):
                         a = (strip * at_once + x) * 4
                         product(acc_s, (strip * s_blocks + 2 * n) * 4, q_frag, a, k_frag, 0)
@@ -94,7 +140,7 @@ def make(config):
         """acc_o (strips, width / 8, 4) += P . V."""
         for y in range(tile_n // 16):
             for n in range(width // 16):
-                x4_trans(v_frag, 0, chunk_pair(v_lane, n, kv_panel) + y * 2048)  # (16 keys, 16)
+                ldmatrix.x4_trans(v_frag, 0, chunk_pair(v_lane, n, kv_panel) + y * 2048)  # (16 keys, 16)
                 for strip in range(strips):
                     a = (strip * s_blocks + 2 * y) * 2
                     product(acc_o, (strip * o_blocks + 2 * n) * 4, p_frag, a, v_frag, 0)
@@ -111,211 +157,196 @@ def make(config):
     @inlined
     def again(thread):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
-        return thread_index() if many_copies else thread
+        return special.thread_index() if many_copies else thread
 
     @inlined
-    def scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, masked):
+    def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
-        _, v_global = notes.get(q_smem + int32(bases_at))
+        _, v_global = notes.get(places.q + int32(bases_at))
         rows_left = int32(tile_n)
         if masked:
-            _, keys = notes.get(q_smem + int32(keys_at))
+            _, keys = notes.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
         source = v_global + j * tile_n * v_bytes
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(q_smem + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
-        commit()
-        multiply_q_k(acc_s, q_frag, kv_frag, lanes[0], lanes[1])
+        load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
+        cp_async.commit_group()
+        multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane)
 
     @inlined
-    def outputs_of_tile(
-        j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
-    ):  # fmt: skip
+    def finish_and_mask(j, acc_s, row, places, sizes, score, masked):
+        """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen."""
+        if masked:
+            # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
+            now = special.thread_index()
+            position, keys = notes.get(places.q + int32(keys_at))
+            first_row = (now >> int32(5)) * warp_rows
+            visible(j, first_row, now & int32(31), position, int32(keys), sizes, row.mask_bits, row.distance)
+        elif scaled:
+            position, _ = notes.get(places.q + int32(keys_at))
+            lane_column = int32(first_column_of(special.thread_index() & int32(31)))
+            for r in range(rows):
+                row.distance[r] = float32(position + row.query[r] - j * tile_n - lane_column)
+        if scaled:
+            finish_scores(acc_s, row.term, row.distance, score)
+        if masked:
+            mask_scores(acc_s, row.mask_bits)
+
+    @inlined
+    def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
-        k_global, _ = notes.get(q_smem + int32(bases_at))
+        k_global, _ = notes.get(places.q + int32(bases_at))
         source = k_global + (j - 1) * tile_n * k_bytes
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
         if j > begin:
-            load_k(q_smem + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
-            commit()
-        moved = softmax(acc_s, m, l, alpha, scale_log2)
-        to_p(acc_s, p_frag)
-        rescale(acc_o, alpha, moved)
-        multiply_p_v(acc_o, p_frag, kv_frag, lanes[2])
+            load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
+            cp_async.commit_group()
+        moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
+        to_p(registers.acc_s, registers.p_frag)
+        rescale(registers.acc_o, row.alpha, moved)
+        multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def tile_of(block, heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset):
-        """-> (b, h, h_kv, first_query, part, keys, tile_pos): what a block works on.
+    def step(j, begin, registers, row, places, bytes_, columns_left, thread, sizes, score, masked):
+        """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
+        k_bytes, v_bytes = bytes_
+        scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
+        finish_and_mask(j, registers.acc_s, row, places, sizes, score, masked)
+        outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
 
-        The last queries of a head come first: under a causal mask they see the most keys.
-        """
-        m_tiles = divide(int32(seqlen_q) + int32(queries - 1), queries)
-        tiles = divide(block, v_parts)
-        part = int32(block - tiles * v_parts)
-        head_tiles = divide(tiles, m_tiles)
-        first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
-        groups = divide(heads, group)
-        b = divide(head_tiles, groups)
-        h = int32((head_tiles - b * groups) * group)
-        h_kv = divide(h, divide(heads, heads_kv))
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
-        return b, h, h_kv, first_query, part, int32(keys), first_query + q_start
+    @inlined
+    def note_rows(registers, row, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes):
+        """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
+        is not finite."""
+        lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
+        row_notes = o_smem + notes_at
+        some = uint32(0)
+        for r in range(rows):
+            strip, below = r // 2, r % 2
+            tile_row = lane_row + r * 8
+            nonfinite = float32(0)
+            for n in range(o_blocks):
+                at = (strip * o_blocks + n) * 4 + below * 2
+                low, high = registers.acc_o[at] * inverse_l[r], registers.acc_o[at + 1] * inverse_l[r]
+                nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
+                ld_st.store_b32(o_smem + panel_offset(tile_row, n, tile_m) + 2 * lane_column, pack(low, high))
+            nonfinite += shfl.bfly_f32(nonfinite, 1)
+            nonfinite += shfl.bfly_f32(nonfinite, 2)
+            flag = uint32(0) if nonfinite == 0 else uint32(1)
+            some |= flag
+            if lane & 3 == 0:
+                ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
+                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                query = tile.first_query + tile_row // group
+                if write_lse and tile.part == 0 and query < sizes.seqlen_q:
+                    head = tile.b * sizes.heads + tile.h + tile_row % group
+                    arrays.lse[head * sizes.seqlen_q + query] = lse_log2[r] * ln_2
+        return some
 
     @cuda.jit
-    def flash_attention_mma(
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
-        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale_, softcap_,
-    ):  # fmt: skip
-        scale, softcap = float32(scale_), float32(softcap_)
-        scale_log2 = scale * log2_e
-        thread = thread_index()
+    def flash_attention_mma(arrays, strides, sizes, score):
+        thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        b, h, h_kv, first_query, part, keys, tile_pos = tile_of(
-            block_index(), heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
-        )
-        queries_left = int32(min(seqlen_q - first_query, queries))
-        columns_left = int32(head_dim_v - part * width)
+        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        columns_left = int32(head_dim_v - tile.part * width)
 
         smem = cuda.shared.array(0, uint8)
-        q_smem = aligned(shared_address(smem))  # (tile_m, depth)
+        q_smem = aligned(shared.address(smem))  # (tile_m, depth)
         k_smem = q_smem + int32(k_at)  # (tile_n, depth)
         v_smem = q_smem + int32(v_at)  # (tile_n, width)
-        q_base = b * q_strides[0] + h * q_strides[1] + first_query * q_strides[2]
-        k_base = b * k_strides[0] + h_kv * k_strides[1]
-        v_base = b * v_strides[0] + h_kv * v_strides[1] + part * width
-        q_global, k_global, v_global = address(q, q_base), address(k, k_base), address(v, v_base)
-        q_bytes, head_bytes, k_bytes, v_bytes = 2 * q_strides[2], 2 * q_strides[1], 2 * k_strides[2], 2 * v_strides[2]
+        q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
+        k_global = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, 0))
+        v_global = memory.address(arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, 0) + tile.part * width)
+        q_bytes, head_bytes, k_bytes, v_bytes = 2 * strides.q[2], 2 * strides.q[1], 2 * strides.k[2], 2 * strides.v[2]
 
         # Rows of this lane's matrices: for Q and V lanes 8 to 15 stand 8 rows below, for K lanes 16 to 31 do.
-        q_lane = q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m)
-        k_lane = k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n)
-        v_lane = v_smem + panel_offset(lane & 15, lane >> 4, tile_n)
-
-        acc_s = cuda.local.array(s_count, float32)  # (strips, tile_n / 8, 4)
-        acc_o = cuda.local.array(o_count, float32)  # (strips, width / 8, 4)
-        p_frag = cuda.local.array(p_count, uint32)  # (strips, tile_n / 8, 2)
-        q_frag = cuda.local.array(q_count, uint32)
-        kv_frag = cuda.local.array(4, uint32)  # (16, 16) of K or V
-        m = cuda.local.array(rows, float32)
-        l = cuda.local.array(rows, float32)
-        alpha = cuda.local.array(rows, float32)
-        slopes = cuda.local.array(rows, float32)
-        distance = cuda.local.array(rows, float32)
-        seen = cuda.local.array(seen_count, uint32)  # bits of a masked tile
-        row_query = cuda.local.array(rows, int32)  # the query of each of the lane's rows, in the tile
-        start(m, l)
+        places = Places(
+            q_smem,
+            q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
+            k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),
+            v_smem + panel_offset(lane & 15, lane >> 4, tile_n),
+        )
+        registers = Registers(
+            cuda.local.array(s_count, float32),  # acc_s (strips, tile_n / 8, 4)
+            cuda.local.array(o_count, float32),  # acc_o (strips, width / 8, 4)
+            cuda.local.array(p_count, uint32),  # p_frag (strips, tile_n / 8, 2)
+            cuda.local.array(q_count, uint32),  # q_frag (strips, at_once, 4)
+            cuda.local.array(4, uint32),  # kv_frag (16, 16)
+        )
+        row = Rows(
+            cuda.local.array(rows, float32),
+            cuda.local.array(rows, float32),
+            cuda.local.array(rows, float32),
+            cuda.local.array(rows, float32),
+            cuda.local.array(rows, float32),
+            cuda.local.array(mask_words, uint32),
+            cuda.local.array(rows, int32),
+        )
+        start(row.m, row.l)
         for i in range(o_count):
-            acc_o[i] = float32(0)
+            registers.acc_o[i] = float32(0)
         lane_row = warp * warp_rows + int32(first_row_of(lane))
-        lane_column = int32(first_column_of(lane))
         for r in range(rows):
-            row = uint32(lane_row + r * 8)
-            row_query[r] = int32(row // uint32(group))
-            slopes[r] = float32(0)
-            if has_alibi:
-                row_head = min(h + int64(row % uint32(group)), heads - 1)
-                slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
+            tile_row = uint32(lane_row + r * 8)
+            row.query[r] = int32(tile_row // uint32(group))
+            row_head = min(tile.h + int64(tile_row % uint32(group)), sizes.heads - 1)
+            row.term[r] = row_term(tile.b, row_head, arrays, strides)
 
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(tile_pos + queries_left - 1, left, right, keys)
+        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
+        last_pos = tile_keys.position + queries_left - 1
+        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
 
         if thread == 0:
             notes.put(q_smem + int32(bases_at), k_global, v_global)
-            notes.put(q_smem + int32(keys_at), tile_pos, int64(keys))
+            notes.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
         cuda.syncthreads()
         j = int32(stop - 1)
         load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
         if j >= begin:
             first_key = j * tile_n
-            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, int32(keys - first_key), int32(head_dim), thread)
-        commit()
+            keys_left = int32(tile_keys.keys - first_key)
+            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
+        cp_async.commit_group()
         if q_registers:
             wait_all()
             cuda.syncthreads()
             for strip in range(strips):
                 for x in range(steps):
                     a = (strip * at_once + x) * 4
-                    x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
+                    ldmatrix.x4(registers.q_frag, a, chunk_pair(places.q_lane, x, q_panel) + strip * 2048)
 
-        lanes = (q_lane, k_lane, v_lane)
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, TRUE)
-                # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
-                now = thread_index()
-                its_pos, its_keys = notes.get(q_smem + int32(keys_at))
-                visible(
-                    j, (now >> int32(5)) * warp_rows, now & int32(31), its_pos, left, right, int32(its_keys),
-                    seen, distance,
-                )  # fmt: skip
-                if scaled:
-                    finish_scores(acc_s, slopes, distance, scale, softcap)
-                mask_scores(acc_s, seen)
-                outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
+                step(
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, sizes, score, TRUE
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
-                scores_of_tile(j, acc_s, q_frag, kv_frag, q_smem, lanes, v_bytes, columns_left, thread, FALSE)
-                if scaled:
-                    its_pos, _ = notes.get(q_smem + int32(keys_at))
-                    for r in range(rows):
-                        distance[r] = float32(its_pos + row_query[r] - j * tile_n - lane_column)
-                    finish_scores(acc_s, slopes, distance, scale, softcap)
-                outputs_of_tile(
-                    j, begin, acc_s, acc_o, p_frag, kv_frag, m, l, alpha, q_smem, lanes, k_bytes, thread, scale_log2
+                step(
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, sizes, score, FALSE
                 )  # fmt: skip
                 j = int32(j - 1)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
-        thread = thread_index()
+        thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        lane_row = warp * warp_rows + int32(first_row_of(lane))
-        lane_column = int32(first_column_of(lane))
-        b, h, h_kv, first_query, part, keys, tile_pos = tile_of(
-            block_index(), heads, heads_kv, seqlen_q, seqlen_k, seqlens_k, q_offsets, batch_strides, q_offset
-        )
-        lse_log2 = distance
-        finish(m, l, alpha, lse_log2)
+        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
+        inverse_l, lse_log2 = row.alpha, row.distance  # the same registers, free by now
+        finish(row.m, row.l, inverse_l, lse_log2)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
-        # One division, then O in 16 bits to shared memory, with a note on each row.
-        o_smem = aligned(shared_address(smem))  # (tile_m, width)
-        row_notes = o_smem + notes_at
-        any_suspect = uint32(0)
-        for r in range(rows):
-            strip, below = r // 2, r % 2
-            row = lane_row + r * 8
-            suspect = float32(0)
-            for n in range(o_blocks):
-                at = (strip * o_blocks + n) * 4 + below * 2
-                low, high = acc_o[at] * alpha[r], acc_o[at + 1] * alpha[r]
-                suspect += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
-                store_shared(o_smem + panel_offset(row, n, tile_m) + 2 * lane_column, pack(low, high))
-            suspect += bfly(suspect, 1)
-            suspect += bfly(suspect, 2)
-            flag = uint32(0) if suspect == 0 else uint32(1)
-            any_suspect |= flag
-            if lane & 3 == 0:
-                store_shared(row_notes + row * note_bytes, flag)
-                store_shared(row_notes + row * note_bytes + 4, lse_log2[r].view(np.uint32))
-                query = first_query + row // group
-                if write_lse and part == 0 and query < seqlen_q:
-                    lse[(b * heads + h + row % group) * seqlen_q + query] = lse_log2[r] * ln_2
+        o_smem = aligned(shared.address(smem))  # (tile_m, width)
+        nonfinite = note_rows(registers, row, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
-        store_rows(warp * warp_rows, lane, o_smem, row_notes, o, o_strides, b, h, first_query, seqlen_q, part)
-        if any_lane(any_suspect) != 0:
-            repair_rows(
-                warp * warp_rows, lane, row_notes, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
-                b, h, h_kv, first_query, seqlen_q, part, tile_pos, left, right, keys,
-                alibi_slopes, alibi_strides, scale, softcap,
-            )  # fmt: skip
+        store_rows(warp * warp_rows, lane, o_smem, o_smem + notes_at, tile, arrays, strides, sizes)
+        if vote.any_lane(nonfinite) != 0:
+            recompute_rows(warp * warp_rows, lane, o_smem + notes_at, tile, tile_keys, arrays, strides, sizes, score)
 
     return flash_attention_mma

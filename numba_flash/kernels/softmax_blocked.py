@@ -26,8 +26,8 @@ def make(config):
     minus_inf = compute(-math.inf)
 
     @cuda.jit
-    def softmax_blocked(x, y, shape, strides):
-        _, n = shape
+    def softmax_blocked(arrays, strides, sizes):
+        x, y, n = arrays.x, arrays.y, sizes.n
         row = cuda.blockIdx.x
         thread = cuda.threadIdx.x
         smem = cuda.shared.array(0, compute)
@@ -38,7 +38,7 @@ def make(config):
         m = minus_inf
         d = compute(0)
         for i in range(thread, n, threads):
-            x_i = load(x, row * strides[0] + i * strides[1])
+            x_i = load(x, row * strides.x[0] + i * strides.x[1])
             m_new = max(m, x_i)
             if m_new > minus_inf:
                 d = d * math.exp(m - m_new) + math.exp(x_i - m_new)
@@ -68,7 +68,7 @@ def make(config):
         m = m_smem[0]
         d = d_smem[0]
         for i in range(thread, n, threads):
-            y_i = math.exp(load(x, row * strides[0] + i * strides[1]) - m) / d
-            store(y, row * strides[2] + i * strides[3], y_i)
+            y_i = math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m) / d
+            store(y, row * strides.y[0] + i * strides.y[1], y_i)
 
     return softmax_blocked

@@ -20,14 +20,14 @@ def make(config):
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
 
     @cuda.jit
-    def softmax_online(x, y, shape, strides):
-        rows, n = shape
+    def softmax_online(arrays, strides, sizes):
+        x, y, n = arrays.x, arrays.y, sizes.n
         row = cuda.grid(1)
-        if row < rows:
-            m = load(x, row * strides[0])  # equation 1 at i = 1, where m_0 = -inf and d_0 = 0
+        if row < sizes.rows:
+            m = load(x, row * strides.x[0])  # equation 1 at i = 1, where m_0 = -inf and d_0 = 0
             d = compute(1)
             for i in range(1, n):
-                x_i = load(x, row * strides[0] + i * strides[1])
+                x_i = load(x, row * strides.x[0] + i * strides.x[1])
                 if x_i > m:
                     d = d * math.exp(m - x_i) + compute(1)
                     m = x_i
@@ -36,7 +36,7 @@ def make(config):
                 elif x_i != x_i:
                     d = x_i  # NaN makes the row NaN
             for i in range(n):  # equation 2
-                y_i = math.exp(load(x, row * strides[0] + i * strides[1]) - m) / d
-                store(y, row * strides[2] + i * strides[3], y_i)
+                y_i = math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m) / d
+                store(y, row * strides.y[0] + i * strides.y[1], y_i)
 
     return softmax_online

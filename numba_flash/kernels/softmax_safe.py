@@ -20,18 +20,18 @@ def make(config):
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
 
     @cuda.jit
-    def softmax_safe(x, y, shape, strides):
-        rows, n = shape
+    def softmax_safe(arrays, strides, sizes):
+        x, y, n = arrays.x, arrays.y, sizes.n
         row = cuda.grid(1)
-        if row < rows:
+        if row < sizes.rows:
             m = compute(-math.inf)
             for i in range(n):
-                m = max(m, load(x, row * strides[0] + i * strides[1]))
+                m = max(m, load(x, row * strides.x[0] + i * strides.x[1]))
             d = compute(0)
             for i in range(n):
-                d += math.exp(load(x, row * strides[0] + i * strides[1]) - m)
+                d += math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m)
             for i in range(n):
-                y_i = math.exp(load(x, row * strides[0] + i * strides[1]) - m) / d
-                store(y, row * strides[2] + i * strides[3], y_i)
+                y_i = math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m) / d
+                store(y, row * strides.y[0] + i * strides.y[1], y_i)
 
     return softmax_safe

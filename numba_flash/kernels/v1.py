@@ -26,8 +26,11 @@ import math
 from numba import cuda
 
 from ..ptx import shared
-from .steps import elements, scores, tiles
+from . import score
+from .score import At, positions
+from .steps import elements, tiles
 from .steps.plain import key_tiles, row_keys
+from .steps.tiles import row_base
 
 
 def make(config):
@@ -39,21 +42,22 @@ def make(config):
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_tile = tiles.loader(load, compute(0))
-    head, finish_score = scores.make(config)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    score_value, _, visible = score.make(config)
     minus_inf = compute(-math.inf)
 
     @cuda.jit
-    def flash_attention_v1(
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, acc_o, row_sum, row_max,
-        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_v1(arrays, strides, sizes, score):
+        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
+        acc_o, row_sum, row_max = arrays.acc_o, arrays.row_sum, arrays.row_max
         thread = cuda.threadIdx.x
         b = cuda.blockIdx.x // heads
         h = cuda.blockIdx.x % heads
-        h_kv = h // (heads // heads_kv)
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        h_kv = h // (heads // sizes.heads_kv)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
         lm_base = (b * heads + h) * seqlen_q  # of l, m, lse, and times head_dim_v of acc_o
 
@@ -79,18 +83,22 @@ def make(config):
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 2: load K_j, V_j
             first_y = j * tile_n
-            k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
-            v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
-            rows = keys - first_y
-            load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], rows, head_dim, thread, tile_m)
-            load_tile(v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], rows, head_dim_v, thread, tile_m)
+            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             for i in range(m_tiles):  # line 3
                 cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
                 # line 4: load Q_i
                 first_row = i * tile_m
-                q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
-                rows = seqlen_q - first_row
-                load_tile(q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m)
+                load_q(
+                    q_smem,
+                    arrays.q,
+                    row_base(strides.q, b, h, first_row),
+                    strides.q,
+                    seqlen_q - first_row,
+                    thread,
+                    tile_m,
+                )
                 cuda.syncthreads()
                 q_index = first_row + thread  # line 5: each thread k has a row, k' of line 22
                 q_pos = q_index + q_start
@@ -103,12 +111,10 @@ def make(config):
                         for x in range(k_row):
                             total += q_smem[q_k + x] * k_smem[y * k_row + x]
                         k_index = first_y + y
+                        at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
-                        if first_key <= k_index and k_index < end_key:
-                            s = finish_score(
-                                total, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
-                                bias_strides, mask_strides, alibi_strides, scale, softcap,
-                            )  # fmt: skip
+                        if first_key <= k_index and k_index < end_key and visible(at, arrays, strides):
+                            s = score_value(total, at, arrays, strides, score)
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
                         s_smem[s_k + y] = s
@@ -132,18 +138,18 @@ def make(config):
                                 p = s_smem[s_k + y]
                                 if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
                                     value += p * v_smem[y * v_row + x]
-                            at = (lm_base + q_index) * head_dim_v + x
-                            acc_o[at] = acc_o[at] * (old / sum_new) + (new / sum_new) * value  # line 23
+                            o_at = (lm_base + q_index) * head_dim_v + x
+                            acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 23
 
         # Round O, and give lse = m + log(l); a row without keys is zero and its lse -inf
         for q_index in range(thread, seqlen_q, tile_m):
-            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            o_base = row_base(strides.o, b, h, q_index)
             for x in range(head_dim_v):
-                store(o, o_base + x * o_strides[3], acc_o[(lm_base + q_index) * head_dim_v + x])
+                store(arrays.o, o_base + x * strides.o[3], acc_o[(lm_base + q_index) * head_dim_v + x])
             if write_lse:
                 row_lse = minus_inf
                 if row_sum[lm_base + q_index] != 0:
                     row_lse = row_max[lm_base + q_index] + math.log(row_sum[lm_base + q_index])
-                lse[lm_base + q_index] = row_lse
+                arrays.lse[lm_base + q_index] = row_lse
 
     return flash_attention_v1

@@ -21,8 +21,11 @@ import math
 from numba import cuda
 
 from ..ptx import shared
-from .steps import elements, scores, tiles
+from . import score
+from .score import At, positions
+from .steps import elements, tiles
 from .steps.plain import key_tiles, row_keys
+from .steps.tiles import row_base
 
 # Rows of K and V are padded with zeros to whole steps, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of K
@@ -40,23 +43,23 @@ def make(config):
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_tile = tiles.loader(load, compute(0))
-    head, finish_score = scores.make(config)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    score_value, _, visible = score.make(config)
     minus_inf = compute(-math.inf)
 
     @cuda.jit
-    def flash_attention_v2(
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets,
-        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_v2(arrays, strides, sizes, score):
+        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         thread = cuda.threadIdx.x
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
         i = cuda.blockIdx.x % m_tiles  # line 1: one block for each i
-        h_kv = h // (heads // heads_kv)
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        h_kv = h // (heads // sizes.heads_kv)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
         q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
@@ -69,9 +72,8 @@ def make(config):
 
         # line 2: load Q_i
         first_row = i * tile_m
-        q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
-        rows = seqlen_q - first_row
-        load_tile(q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], rows, head_dim, thread, tile_m)
+        q_base = row_base(strides.q, b, h, first_row)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
 
         # lines 3 and 4: this thread's row k, the keys that it sees, and its m, l and O
         q_index = first_row + thread
@@ -91,11 +93,9 @@ def make(config):
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 6: load K_j, V_j
             first_y = j * tile_n
-            k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
-            v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
-            rows = keys - first_y
-            load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], rows, head_dim, thread, tile_m)
-            load_tile(v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], rows, head_dim_v, thread, tile_m)
+            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 7 to 13: S[k, :] = Q_i[k, :] . K_j^T and its maximum
@@ -110,12 +110,10 @@ def make(config):
                                 s_part[u] += q_smem[q_k + x] * k_smem[(y0 + u) * k_row + x]
                     for u in range(keys_at_once):
                         k_index = first_y + y0 + u
+                        at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
-                        if first_key <= k_index and k_index < end_key:
-                            s = finish_score(
-                                s_part[u], b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
-                                bias_strides, mask_strides, alibi_strides, scale, softcap,
-                            )  # fmt: skip
+                        if first_key <= k_index and k_index < end_key and visible(at, arrays, strides):
+                            s = score_value(s_part[u], at, arrays, strides, score)
                         s_smem[s_k + y0 + u] = s
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
@@ -149,10 +147,10 @@ def make(config):
             if l != 0:
                 inverse = compute(1) / l
                 row_lse = m + math.log(l)
-            o_base = b * o_strides[0] + h * o_strides[1] + q_index * o_strides[2]
+            o_base = row_base(strides.o, b, h, q_index)
             for x in range(head_dim_v):
-                store(o, o_base + x * o_strides[3], o_k[x] * inverse)
+                store(arrays.o, o_base + x * strides.o[3], o_k[x] * inverse)
             if write_lse:
-                lse[(b * heads + h) * seqlen_q + q_index] = row_lse
+                arrays.lse[(b * heads + h) * seqlen_q + q_index] = row_lse
 
     return flash_attention_v2

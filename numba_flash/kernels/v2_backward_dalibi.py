@@ -19,17 +19,18 @@ def make(config):
     store = elements.storer(config.alibi_dtype)
 
     @cuda.jit
-    def slopes_of_rows(slope_rows, dalibi_slopes, dalibi_strides, batch, heads, seqlen_q):
+    def slopes_of_rows(arrays, strides, sizes):
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread = cuda.threadIdx.x
         h = cuda.blockIdx.x % heads
         own_b = cuda.blockIdx.x // heads
-        end_b = batch if batch_summed else own_b + 1
+        end_b = sizes.batch if batch_summed else own_b + 1
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (threads,)
         part = compute(0)
         for b in range(own_b, end_b):
             base = (b * heads + h) * seqlen_q
             for q_index in range(thread, seqlen_q, threads):
-                part += slope_rows[base + q_index]
+                part += arrays.slope_rows[base + q_index]
         parts[thread] = part
         half = threads // 2
         while half:
@@ -38,6 +39,7 @@ def make(config):
                 parts[thread] += parts[thread + half]
             half //= 2
         if thread == 0:
-            store(dalibi_slopes, own_b * dalibi_strides[0] + h * dalibi_strides[1], parts[0])
+            at = own_b * strides.dalibi_slopes[0] + h * strides.dalibi_slopes[1]
+            store(arrays.dalibi_slopes, at, parts[0])
 
     return slopes_of_rows

@@ -13,8 +13,11 @@ memory. One thread per query row.
 from numba import cuda
 
 from ..ptx import shared
+from .score import positions
 from .steps import ds_rows, elements, tiles
+from .steps.ds_rows import Row, RowTiles
 from .steps.plain import key_tiles, row_keys
+from .steps.tiles import row_base
 
 
 def make(config):
@@ -27,16 +30,17 @@ def make(config):
     width = 1 if keys_summed else tile_n  # columns of bias in a tile
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.bias_dtype)
-    load_tile = tiles.loader(load, compute(0))
-    head, ds_row = ds_rows.make(config, of_product=False)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    ds_row = ds_rows.make(config, of_product=False)
 
     @cuda.jit
-    def flash_attention_v2_dbias(
-        q, k, v, do, lse, delta, bias, mask, alibi_slopes, seqlens_k, q_offsets, dbias,
-        q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        dbias_strides, dbias_shape,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_v2_dbias(arrays, strides, sizes, score):
+        heads, seqlen_q, seqlen_k, left, right = sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.left, sizes.right
+        dbias_shape, dbias_strides = sizes.dbias_shape, strides.dbias
         thread = cuda.threadIdx.x
         threads = cuda.blockDim.x  # tile_m, but nothing that the compiler could unroll loops by
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
@@ -47,7 +51,7 @@ def make(config):
         own_i = cuda.blockIdx.x // own_n % own_m
         own_h = cuda.blockIdx.x // (own_n * own_m) % dbias_shape[1]
         own_b = cuda.blockIdx.x // (own_n * own_m * dbias_shape[1])
-        end_b = own_b + 1 if dbias_shape[0] > 1 else batch
+        end_b = own_b + 1 if dbias_shape[0] > 1 else sizes.batch
         end_h = own_h + 1 if dbias_shape[1] > 1 else heads
         end_i = m_tiles if rows_summed else own_i + 1
         end_j = n_tiles if keys_summed else own_j + 1
@@ -60,13 +64,14 @@ def make(config):
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
         sums = cuda.local.array(width, compute)  # (width,): of this thread's rows, in registers
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
+        tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         for y in range(width):
             sums[y] = compute(0)
 
         for b in range(own_b, end_b):
-            keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+            keys, q_start = keys_and_start(b, arrays, strides, sizes)
             for h in range(own_h, end_h):
-                h_kv = h // (heads // heads_kv)
+                h_kv = h // (heads // sizes.heads_kv)
                 for i in range(own_i, end_i):
                     first_row = i * tile_m
                     top_first, top_end = row_keys(first_row + q_start, left, right, keys)
@@ -74,43 +79,23 @@ def make(config):
                     bottom_first, bottom_end = row_keys(last_row + q_start, left, right, keys)
                     begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
                     cuda.syncthreads()  # everyone is done with the tiles before
-                    q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
-                    do_base = b * do_strides[0] + h * do_strides[1] + first_row * do_strides[2]
-                    left_over = seqlen_q - first_row
-                    load_tile(
-                        q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread,
-                        threads,
-                    )  # fmt: skip
-                    load_tile(
-                        do_smem, tile_m, do_row, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v,
-                        thread, threads,
-                    )  # fmt: skip
+                    q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+                    load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
+                    load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
                     q_index = first_row + thread
                     q_pos = q_index + q_start
                     first_key, end_key = row_keys(q_pos, left, right, keys)
                     lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
-                    row_lse, row_delta = lse[lse_at], delta[lse_at]
+                    own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
                     for j in range(max(begin, own_j), min(end, end_j)):
                         cuda.syncthreads()
                         first_y = j * tile_n
-                        k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
-                        v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
-                        left_over = keys - first_y
-                        load_tile(
-                            k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], left_over, head_dim, thread,
-                            tile_m,
-                        )  # fmt: skip
-                        load_tile(
-                            v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], left_over, head_dim_v, thread,
-                            tile_m,
-                        )  # fmt: skip
+                        k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+                        load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+                        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
                         cuda.syncthreads()
                         if q_index < seqlen_q:
-                            ds_row(
-                                q_smem, q_k, do_smem, do_k, k_smem, v_smem, ds_smem, s_k, first_y, first_key, end_key,
-                                row_lse, row_delta, b, h, q_index, q_pos, bias, mask, alibi_slopes,
-                                bias_strides, mask_strides, alibi_strides, scale, softcap,
-                            )  # fmt: skip
+                            ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
                             for y in range(width):
                                 part = ds_smem[s_k + y]
                                 if keys_summed:
@@ -130,11 +115,11 @@ def make(config):
                 for row in range(threads):
                     total += ds_smem[row * s_row + y]
                 if keys_summed or first_y + y < seqlen_k:
-                    store(dbias, base + (first_y + y) * dbias_strides[3], total)
+                    store(arrays.dbias, base + (first_y + y) * dbias_strides[3], total)
         elif first_row + thread < seqlen_q:
             base += (first_row + thread) * dbias_strides[2]
             for y in range(width):
                 if keys_summed or first_y + y < seqlen_k:
-                    store(dbias, base + (first_y + y) * dbias_strides[3], sums[y])
+                    store(arrays.dbias, base + (first_y + y) * dbias_strides[3], sums[y])
 
     return flash_attention_v2_dbias

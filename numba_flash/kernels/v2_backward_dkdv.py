@@ -22,38 +22,40 @@ lengths: threads past the last key take part in loads and barriers and store not
 from numba import cuda
 
 from ..ptx import shared
-from .steps import elements, rows, tiles, weights
+from .score import At, positions, weights
+from .steps import elements, rows, tiles
 from .steps.plain import key_queries, key_tiles
+from .steps.tiles import row_base
 
 
 def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    kv_at, qdo_at, weights_at, through_at, _ = config.shared_offsets()
+    kv_at, qdo_at, weights_at, derivative_at, _ = config.shared_offsets()
     width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
-    write_dk, write_dv, has_softcap = "dk" in config.wanted, "dv" in config.wanted, config.softcap
+    write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_tile = tiles.loader(load, compute(0))
-    head, weight = weights.make(config)
+    load_k = tiles.loader(load, compute(0), tile_n, kv_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, kv_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), tile_m, width, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, width, head_dim_v)
+    keys_and_start, weight = positions.make(config), weights.make(config)
     at_once = rows.at_once(tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, tile_m, config.dtype, compute)
 
     @cuda.jit
-    def flash_attention_v2_dkdv(
-        q, k, v, do, lse, delta, bias, mask, alibi_slopes, seqlens_k, q_offsets, dk, dv,
-        q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        dk_strides, dv_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_v2_dkdv(arrays, strides, sizes, score):
+        heads, heads_kv, seqlen_q, seqlen_k = sizes.heads, sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k
+        left, right = sizes.left, sizes.right
         thread = cuda.threadIdx.x
         n_tiles = (seqlen_k + tile_n - 1) // tile_n
         b = cuda.blockIdx.x // (heads_kv * n_tiles)
         h_kv = cuda.blockIdx.x // n_tiles % heads_kv
         first_y = cuda.blockIdx.x % n_tiles * tile_n
         group = heads // heads_kv
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
         kv_smem = shared.pointer(smem, kv_at)  # (2 * tile_n, kv_row): K_j, V_j
@@ -61,15 +63,13 @@ def make(config):
         qdo_smem = shared.pointer(smem, qdo_at)  # (2 * tile_m, width): Q_i, dO_i
         do_smem = shared.pointer(smem, qdo_at + tile_m * width)
         weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
-        through_smem = shared.pointer(smem, through_at)  # (tile_n, s_row)
+        derivative_smem = shared.pointer(smem, derivative_at)  # (tile_n, s_row)
         products = cuda.local.array(at_once, compute)  # (at_once,)
         acc = cuda.local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
-        k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
-        v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
-        left_over = keys - first_y
-        load_tile(kv_smem, tile_n, kv_row, k, k_base, k_strides[2], k_strides[3], left_over, head_dim, thread, threads)
-        load_tile(v_smem, tile_n, kv_row, v, v_base, v_strides[2], v_strides[3], left_over, head_dim_v, thread, threads)
+        k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+        load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, threads)
+        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, threads)
 
         of_p = thread < tile_n  # else of dP
         k_index = first_y + thread % tile_n
@@ -95,31 +95,23 @@ def make(config):
             for i in range(begin, end):
                 cuda.syncthreads()  # everyone is done with the tiles before
                 first_row = i * tile_m
-                q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
-                do_base = b * do_strides[0] + h * do_strides[1] + first_row * do_strides[2]
-                left_over = seqlen_q - first_row
-                load_tile(
-                    qdo_smem, tile_m, width, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread, threads
-                )
-                load_tile(
-                    do_smem, tile_m, width, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v, thread,
-                    threads,
-                )  # fmt: skip
+                q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+                load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
+                load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
                 cuda.syncthreads()
                 for row in range(0, tile_m, at_once):  # S = Q_i K_j^T, and (2)
                     dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
                     for u in range(at_once):
                         product, q_index = products[u], first_row + row + u
                         if of_p:
-                            p, through = compute(0), compute(0)
+                            p, derivative = compute(0), compute(0)
                             if first_query <= q_index and q_index < end_query:
-                                p, through = weight(
-                                    product, lse[lse_base + q_index], b, h, q_index, k_index, q_index + q_start,
-                                    bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides, scale, softcap,
-                                )  # fmt: skip
+                                at = At(b, h, q_index, k_index, q_index + q_start)
+                                row_lse = arrays.lse[lse_base + q_index]
+                                p, derivative = weight(product, row_lse, at, arrays, strides, score)
                             product = p
-                            if has_softcap:
-                                through_smem[s_y + row + u] = through
+                            if varies:
+                                derivative_smem[s_y + row + u] = derivative
                         weights_smem[s_y + row + u] = product
                 cuda.syncthreads()
                 if not of_p:
@@ -128,9 +120,9 @@ def make(config):
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                            ds = p * (weights_smem[s_y + row] - delta[lse_base + first_row + row])
-                            if has_softcap:
-                                ds *= through_smem[s_p + row]
+                            ds = p * (weights_smem[s_y + row] - arrays.delta[lse_base + first_row + row])
+                            if varies:
+                                ds *= derivative_smem[s_p + row]
                         weights_smem[s_y + row] = ds
                 if counts:  # (1) and (5)
                     add_rows(acc, weights_smem, s_y, qdo_smem, second)
@@ -138,12 +130,12 @@ def make(config):
         if k_index < seqlen_k:
             if of_p:
                 if write_dv:
-                    base = b * dv_strides[0] + h_kv * dv_strides[1] + k_index * dv_strides[2]
+                    base = row_base(strides.dv, b, h_kv, k_index)
                     for x in range(head_dim_v):
-                        store(dv, base + x * dv_strides[3], acc[x])
+                        store(arrays.dv, base + x * strides.dv[3], acc[x])
             elif write_dk:  # scale, by which S has Q K^T, comes in once
-                base = b * dk_strides[0] + h_kv * dk_strides[1] + k_index * dk_strides[2]
+                base = row_base(strides.dk, b, h_kv, k_index)
                 for x in range(head_dim):
-                    store(dk, base + x * dk_strides[3], acc[x] * compute(scale))
+                    store(arrays.dk, base + x * strides.dk[3], acc[x] * compute(score.scale))
 
     return flash_attention_v2_dkdv

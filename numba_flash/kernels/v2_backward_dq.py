@@ -11,8 +11,11 @@ lengths: threads past the last query take part in loads and barriers and store n
 from numba import cuda
 
 from ..ptx import shared
+from .score import positions
 from .steps import ds_rows, elements, rows, tiles
+from .steps.ds_rows import Row, RowTiles
 from .steps.plain import key_tiles, row_keys
+from .steps.tiles import row_base
 
 
 def make(config):
@@ -24,24 +27,24 @@ def make(config):
     write_dq, write_slope_rows = "dq" in config.wanted, "dalibi_slopes" in config.wanted
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_tile = tiles.loader(load, compute(0))
-    head, ds_row = ds_rows.make(config, of_product=True)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    ds_row = ds_rows.make(config, of_product=True)
     add_k = rows.adder(k_row, tile_n, config.dtype, compute)
 
     @cuda.jit
-    def flash_attention_v2_dq(
-        q, k, v, do, lse, delta, bias, mask, alibi_slopes, seqlens_k, q_offsets, dq, slope_rows,
-        q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        dq_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_v2_dq(arrays, strides, sizes, score):
+        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         thread = cuda.threadIdx.x
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
         first_row = cuda.blockIdx.x % m_tiles * tile_m
-        h_kv = h // (heads // heads_kv)
-        keys, q_start = head(b, seqlens_k, q_offsets, batch_strides, seqlen_k, q_offset)
+        h_kv = h // (heads // sizes.heads_kv)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
         q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
@@ -51,13 +54,9 @@ def make(config):
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
         dq_k = cuda.local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
 
-        q_base = b * q_strides[0] + h * q_strides[1] + first_row * q_strides[2]
-        do_base = b * do_strides[0] + h * do_strides[1] + first_row * do_strides[2]
-        left_over = seqlen_q - first_row
-        load_tile(q_smem, tile_m, q_row, q, q_base, q_strides[2], q_strides[3], left_over, head_dim, thread, tile_m)
-        load_tile(
-            do_smem, tile_m, do_row, do, do_base, do_strides[2], do_strides[3], left_over, head_dim_v, thread, tile_m
-        )
+        q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
+        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, tile_m)
 
         # this thread's row k, the keys that it sees, and its lse and delta
         q_index = first_row + thread
@@ -65,7 +64,8 @@ def make(config):
         first_key, end_key = row_keys(q_pos, left, right, keys)
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row  # where row k begins in Q_i, dO_i and dS
         lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
-        row_lse, row_delta = lse[lse_at], delta[lse_at]
+        own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
+        tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         of_slope = compute(0)
         for x in range(k_row):
             dq_k[x] = compute(0)
@@ -77,29 +77,22 @@ def make(config):
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
             first_y = j * tile_n
-            k_base = b * k_strides[0] + h_kv * k_strides[1] + first_y * k_strides[2]
-            v_base = b * v_strides[0] + h_kv * v_strides[1] + first_y * v_strides[2]
-            left_over = keys - first_y
-            load_tile(k_smem, tile_n, k_row, k, k_base, k_strides[2], k_strides[3], left_over, head_dim, thread, tile_m)
-            load_tile(
-                v_smem, tile_n, v_row, v, v_base, v_strides[2], v_strides[3], left_over, head_dim_v, thread, tile_m
-            )
+            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
-                of_slope += ds_row(  # (2) and (3): dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
-                    q_smem, q_k, do_smem, do_k, k_smem, v_smem, ds_smem, s_k, first_y, first_key, end_key,
-                    row_lse, row_delta, b, h, q_index, q_pos, bias, mask, alibi_slopes,
-                    bias_strides, mask_strides, alibi_strides, scale, softcap,
-                )  # fmt: skip
+                # (2) and (3): dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
+                of_slope += ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
                 if write_dq:  # (4): dQ_i[k, :] += dS[k, :] K_j
                     add_k(dq_k, ds_smem, s_k, k_smem, 0)
 
         if q_index < seqlen_q:
             if write_dq:  # scale, by which S has Q K^T, comes in once
-                base = b * dq_strides[0] + h * dq_strides[1] + q_index * dq_strides[2]
+                base = row_base(strides.dq, b, h, q_index)
                 for x in range(head_dim):
-                    store(dq, base + x * dq_strides[3], dq_k[x] * compute(scale))
+                    store(arrays.dq, base + x * strides.dq[3], dq_k[x] * compute(score.scale))
             if write_slope_rows:
-                slope_rows[lse_at] = of_slope
+                arrays.slope_rows[lse_at] = of_slope
 
     return flash_attention_v2_dq

@@ -28,19 +28,14 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ..ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from .steps import (
-    elements,
-    fragment_outputs,
-    fragment_scores,
-    fragment_softmax,
-    output_rows,
-    wgmma_places,
-    wgmma_supply,
-)
-from .steps import repair_rows as repair_rows_step
+from .score import fragments
+from .score.stage import LOG2_E
+from .steps import fragment_outputs, fragment_softmax, output_rows, wgmma_places, wgmma_supply
+from .steps import recompute_rows as recompute
 from .steps.inlined import inlined
 from .steps.integers import divide
 from .steps.plain import first_column_of, first_row_of
+from .steps.query_tile import QueryTile, TileKeys
 from .steps.wgmma_places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
 
 
@@ -56,7 +51,7 @@ def make(config):
     o_blocks = width // 8
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
-    scaled, has_alibi = config.scaled, config.alibi_dtype is not None
+    scaled = config.scaled
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
     o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
     padded = config.seqlens_k  # V may hold anything behind the valid keys
@@ -89,13 +84,13 @@ def make(config):
     notice_place_of, notice_phase_of = wgmma_places.ring(wgmma_places.NOTICES)
     Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     set_up, schedule, produce = wgmma_supply.make(config)
-    seen_count, one_score, visible, finish_scores, mask_scores = fragment_scores.make(config, 1)
+    has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
+    mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
-    repair_rows = repair_rows_step.make(config, 16, one_score)
-    load_slope = elements.loader(config.alibi_dtype or "float32", float32)
-    log2_e, ln_2 = float32(fragment_scores.LOG2_E), float32(fragment_softmax.LN_2)
+    recompute_rows = recompute.make(config, 16)
+    log2_e, ln_2 = float32(LOG2_E), float32(fragment_softmax.LN_2)
 
     @inlined
     def erase(base, stage, rows, thread):
@@ -213,17 +208,18 @@ def make(config):
         return int64(word(notice + POS_HIGH)) << int64(32) | int64(uint32(word(notice + POS_LOW)))
 
     @inlined
-    def look(j, notice, left, right, bits, distance):
-        """bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
+    def look(j, notice, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
-        keys = word(notice + KEYS)
-        visible(j, first_row, lane, position(notice), left, right, keys, bits, distance)
+        visible(j, first_row, lane, position(notice), word(notice + KEYS), sizes, mask_bits, distance)
 
     @inlined
-    def consume(
-        base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides, alibi_strides,
-        heads, heads_kv, seqlen_q, left, right, scale, softcap,
-    ):  # fmt: skip
+    def tile_of(notice):
+        """The QueryTile that a notice describes."""
+        return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
+
+    @inlined
+    def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
         acc_o = cuda.local.array(o_count, float32)  # (width / 8, 4)
@@ -231,11 +227,11 @@ def make(config):
         m = cuda.local.array(2, float32)
         l = cuda.local.array(2, float32)
         alpha = cuda.local.array(2, float32)
-        slopes = cuda.local.array(2, float32)
+        terms = cuda.local.array(2, float32)
         distance = cuda.local.array(2, float32)
-        visible_bits = cuda.local.array(seen_count, uint32)  # of a masked tile
+        mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
         words = cuda.local.array(o_words, uint32)
-        scale_log2 = scale * log2_e
+        scale_log2 = score.scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
         following = int32(0) if me == consumers - 1 else int32(me + 1)
         elected = thread_index() & int32(31) == 0
@@ -263,23 +259,22 @@ def make(config):
             for i in range(o_count):
                 acc_o[i] = float32(0)
             for r in range(2):
-                slopes[r] = float32(0)
-                if has_alibi:
+                terms[r] = float32(0)
+                if has_row_term:
                     first_row, lane = rows_of_lane()
                     row_head = word(notice + H) + (first_row + first_row_of(lane) + 8 * r) % group
-                    b = word(notice + B)
-                    slopes[r] = load_slope(alibi_slopes, b * alibi_strides[0] + row_head * alibi_strides[1])
-            for i in range(seen_count):
-                visible_bits[i] = uint32(0)
+                    terms[r] = row_term(word(notice + B), row_head, arrays, strides)
+            for i in range(mask_words):
+                mask_bits[i] = uint32(0)
             if scaled or masked:
-                look(j, notice, left, right, visible_bits, distance)
+                look(j, notice, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
             if scaled or masked:
                 if scaled:
-                    finish_scores(acc_s, slopes, distance, scale, softcap)
-                mask_scores(acc_s, visible_bits)
+                    finish_scores(acc_s, terms, distance, score)
+                mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
             to_p(acc_s, p_frag)
             if padded:
@@ -295,21 +290,21 @@ def make(config):
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    look(j, notice, left, right, visible_bits, distance)
+                    look(j, notice, sizes, mask_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
-                        finish_scores(acc_s, slopes, distance, scale, softcap)
-                    mask_scores(acc_s, visible_bits)
+                        finish_scores(acc_s, terms, distance, score)
+                    mask_scores(acc_s, mask_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scaled:
-                        look(j, notice, left, right, visible_bits, distance)
+                        look(j, notice, sizes, mask_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
-                        finish_scores(acc_s, slopes, distance, scale, softcap)
+                        finish_scores(acc_s, terms, distance, score)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
@@ -329,35 +324,34 @@ def make(config):
             pin_o(acc_o)
             give_back(base, V_EMPTY, taken - 1, elected)
 
-            b, h = word(notice + B), word(notice + H)
-            first_query = word(notice + FIRST_QUERY)
+            tile = tile_of(notice)
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
-            lse_log2 = distance
-            finish(m, l, alpha, lse_log2)
-            any_suspect = uint32(0)
-            suspect = m  # NaN where a number of the row is NaN or Inf
+            inverse_l, lse_log2 = alpha, distance  # the same registers, free by now
+            finish(m, l, inverse_l, lse_log2)
+            some_nonfinite = uint32(0)
+            nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
             for r in range(2):
                 even, odd = float32(0), float32(0)
                 for n in range(o_blocks):
                     even += acc_o[4 * n + 2 * r] * float32(0)
                     odd += acc_o[4 * n + 2 * r + 1] * float32(0)
-                suspect[r] = even + odd
+                nonfinite[r] = even + odd
             for r in range(2):
-                suspect[r] += bfly(suspect[r], 1)
+                nonfinite[r] += bfly(nonfinite[r], 1)
             for r in range(2):
-                suspect[r] += bfly(suspect[r], 2)
+                nonfinite[r] += bfly(nonfinite[r], 2)
             for r in range(2):
                 row = lane_row + 8 * r
                 query = divide(row, group)
-                flag = uint32(0) if suspect[r] == 0 else uint32(1)
-                any_suspect |= flag
+                flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
+                some_nonfinite |= flag
                 if lane & 3 == 0:
                     store_shared(base + notes_at + row * note_bytes, flag)
                     store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
-                    if write_lse and first_query + query < seqlen_q:
-                        row_head = h + row - query * group
-                        lse[(b * heads + row_head) * seqlen_q + first_query + query] = lse_log2[r] * ln_2
+                    if write_lse and tile.first_query + query < sizes.seqlen_q:
+                        head = tile.b * sizes.heads + tile.h + row - query * group
+                        arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse_log2[r] * ln_2
             if o_place == "q":
                 o_smem = base + buffer_of(seen - 1) * q_bytes
             else:
@@ -365,30 +359,25 @@ def make(config):
             if o_place:
                 # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
                 # hardware does it; PTX does not say so.
-                stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 0)
+                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
                 if o_place == "q":
                     fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
                 warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
-                store_rows(first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, 0)
+                store_rows(first_row, lane, o_smem, base + notes_at, tile, arrays, strides, sizes)
                 if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                     warp_sync()  # all lanes have read the first part
-                    stage_rows(o_smem, first_row, lane, acc_o, alpha, words, 1)
+                    stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
                     warp_sync()
-                    store_rows(first_row, lane, o_smem, base + notes_at, o, o_strides, b, h, first_query, seqlen_q, 1)
+                    second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
+                    store_rows(first_row, lane, o_smem, base + notes_at, second_part, arrays, strides, sizes)
             else:
                 warp_sync()  # a warp's notes are there for all of its lanes
                 write_rows(
-                    lane_row, lane_column, lane, base + notes_at, acc_o, alpha, words, o, o_strides, b, h, first_query,
-                    seqlen_q,
-                )  # fmt: skip
-            if any_lane(any_suspect) != 0:
-                h_kv = word(notice + H_KV)
-                keys, tile_pos = word(notice + KEYS), position(notice)
-                repair_rows(
-                    first_row, lane, base + notes_at, (q, k, v, o), (q_strides, k_strides, v_strides, o_strides),
-                    b, h, h_kv, first_query, seqlen_q, 0, tile_pos, left, right, keys,
-                    alibi_slopes, alibi_strides, scale, softcap,
-                )  # fmt: skip
+                    lane_row, lane_column, lane, base + notes_at, acc_o, inverse_l, words, tile, arrays, strides, sizes
+                )
+            if any_lane(some_nonfinite) != 0:
+                tile_keys = TileKeys(word(notice + H_KV), word(notice + KEYS), position(notice))
+                recompute_rows(first_row, lane, base + notes_at, tile, tile_keys, arrays, strides, sizes, score)
             warp_sync()  # all lanes have read the notice, the notes, and what was staged
             if o_place == "q":
                 arrive_if(base + Q_EMPTY + 8 * buffer_of(seen - 1), lane == 0)
@@ -398,11 +387,7 @@ def make(config):
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
 
     @cuda.jit
-    def flash_attention_wgmma(
-        tensor_maps, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, counters,
-        q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, alibi_strides, batch_strides,
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, q_offset, scale, softcap,
-    ):  # fmt: skip
+    def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
@@ -418,17 +403,10 @@ def make(config):
             if thread == 0:
                 produce(base)
             if thread == 32:  # of another warp, so that neither waits for the other
-                sizes = (
-                    batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, batch_strides,
-                    q_offset,
-                )  # fmt: skip
-                schedule(base, address(counters, 0), sizes)
+                schedule(base, address(arrays.counters, 0), arrays, strides, sizes)
         else:
             take_registers()
-            consume(
-                base, warpgroup, q, k, v, o, lse, alibi_slopes, q_strides, k_strides, v_strides, o_strides,
-                alibi_strides, heads, heads_kv, seqlen_q, left, right, float32(scale), float32(softcap),
-            )  # fmt: skip
+            consume(base, warpgroup, arrays, strides, sizes, score)
         if blocks > 1:
             cluster_sync()  # nobody reaches for a block that is gone
 

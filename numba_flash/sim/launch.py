@@ -87,10 +87,11 @@ class Pointer:
 
 def run(
     make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    scalars: tuple, tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
+    values: tuple[tuple[Any, ...], ...], tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
 ) -> None:  # fmt: skip
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
+    arrays, values: the NamedTuples that the kernel takes (arguments.py), with arrays where it sees pointers.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
     many neighbouring blocks run together.
@@ -102,14 +103,16 @@ def run(
     memory = GlobalMemory(pointers, tensor_maps)
     first = (np.uint64(0),) if tensor_maps else ()
     with _one_at_a_time:
-        _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, (*first, *pointers, *_typed(scalars)))
+        tuples = (type(arrays)(*pointers), *[_typed(value) for value in values])
+        _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, (*first, *tuples))
 
 
 def _typed(value: Any) -> Any:
-    """Scalars with the types that the compiled kernel gives them; Python's own would take on their partners'."""
+    """Numbers with the types that the compiled kernel gives them; Python's own would take on their partners'."""
     if isinstance(value, tuple):
-        return tuple(_typed(x) for x in value)
-    return np.int64(value) if isinstance(value, int) else np.float64(value)
+        members = [_typed(x) for x in value]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    return np.int64(value) if isinstance(value, int) else value
 
 
 def _run(

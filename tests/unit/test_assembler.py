@@ -7,6 +7,7 @@ import compiler
 import pytest
 
 from numba_flash import compiled, tensor_maps
+from numba_flash.arguments import PARAMETERS, Parameters
 from numba_flash.assembler import Assembled, assemble
 
 REPORT = """
@@ -46,7 +47,7 @@ def test_warnings_are_found(line):
 class Asking:
     """A config of a kernel that is written here."""
 
-    kernel, dtype, threads = "asking", "float32", 64
+    kernel, dtype, compute_dtype, threads = "asking", "float32", "float32", 64
     tensor_maps, blocks_per_sm, whole_program, cluster = 3, 2, True, 2
 
 
@@ -54,17 +55,18 @@ class Plain(Asking):
     tensor_maps, blocks_per_sm, whole_program, cluster = 0, 0, False, 1
 
 
-def kernel(tensor_maps, x, y, sizes, strides):
-    y[0] = math.sqrt(x[0]) + strides[3]
+def kernel(tensor_maps, arrays, strides):
+    arrays.y[0] = math.sqrt(arrays.x[0]) + strides.y[1]
 
 
-def kernel_without_maps(x, y, sizes, strides):
-    y[0] = math.sqrt(x[0]) + strides[3]
+def kernel_without_maps(arrays, strides):
+    arrays.y[0] = math.sqrt(arrays.x[0]) + strides.y[1]
 
 
 @compiler.needed
 @pytest.mark.parametrize(("config", "function"), [(Asking, kernel), (Plain, kernel_without_maps)])
 def test_what_a_config_asks_for_is_in_the_ptx(config, function, monkeypatch):
+    monkeypatch.setitem(PARAMETERS, "asking", Parameters(("x", "y"), ("x", "y")))
     monkeypatch.setattr(compiled, "source", lambda config: types.SimpleNamespace(py_func=function))
     ptx = compiled.to_ptx(config(), (9, 0))
     asked = config is Asking

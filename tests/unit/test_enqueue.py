@@ -12,7 +12,7 @@ import pytest
 
 import numba_flash
 from numba_flash import compiled, enqueue, launch, tensor_maps
-from numba_flash.arguments import pointer_types, scalars
+from numba_flash.arguments import PARAMETERS, Parameters, Values, forward_values
 from numba_flash.arrays import Array
 from numba_flash.select import select
 from numba_flash.target import Target
@@ -51,8 +51,8 @@ def enqueuer(pointers=2, maps=(), scalars=(), device=0):
 
 
 def test_parameters_lie_side_by_side(launches):
-    enqueuer(scalars=((-3,), 0.5, 2**40))([0x7F0000001000, 0], 99)
-    expected = struct.pack("<QQqdq", 0x7F0000001000, 0, -3, 0.5, 2**40)
+    enqueuer(scalars=(-3, 0.5, 2**40, np.float32(2)))([0x7F0000001000, 0], 99)
+    expected = struct.pack("<QQqdqf", 0x7F0000001000, 0, -3, 0.5, 2**40, 2)
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
 
 
@@ -83,15 +83,17 @@ def config(monkeypatch):
     """Of a kernel that counts as compiled."""
     monkeypatch.setattr(launch, "compiled", lambda config, device, cc: KERNEL)
     monkeypatch.setattr(launch, "_loaded", launch._loaded.__wrapped__)  # a namespace cannot be a key
-    return types.SimpleNamespace(kernel="v2", threads=64, shared_bytes=1024, counted=False)
+    monkeypatch.setitem(PARAMETERS, "one", Parameters(("x", "y"), sizes=("n",)))
+    monkeypatch.setitem(PARAMETERS, "counted", Parameters(("x", "y", "counters"), sizes=("n",)))
+    return types.SimpleNamespace(kernel="one", threads=64, shared_bytes=1024, counted=False)
 
 
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):
-    config.counted = True
+    config.kernel, config.counted = "counted", True
     prepared = []
     monkeypatch.setattr(launch.counters, "prepare", prepared.append)
     monkeypatch.setattr(launch.counters, "counter", lambda device, stream: 1000 * device + stream)
-    ready = launch.on_gpu(config, Target(False, device=3, cc=(9, 0)), 7, 3, (5,))
+    ready = launch.on_gpu(config, Target(False, device=3, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
     for stream in (8, 9, 8):
         ready.run([Array(16, None, None), None], stream)
     assert [parameters for *_, parameters in launches] == [
@@ -106,7 +108,7 @@ def test_parameters_of_arrays_seen_before_are_not_made_again(launches, config, m
     monkeypatch.setattr(
         enqueue.Enqueuer, "parameters", lambda self, *given: made.append(given[0]) or original(self, *given)
     )
-    ready = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, 2, (5,))
+    ready = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
     sets = [(16 * n, 0) for n in range(1, 2 * launch.PREPARED)]
     for first, _ in sets + sets[-3:]:
         ready.run([Array(first, None, None), None], 0)
@@ -161,8 +163,7 @@ def test_what_is_packed_has_the_size_and_types_of_the_compiled_parameters():
     problem = numba_flash.explain(x, x, x, softcap=2.0).problem
     config = select(problem, Target(False, cc=(9, 0), shared_bytes=2**17), "v2").config
     entry = re.search(r"\.entry.*?\)", compiled.to_ptx(config, (9, 0)), re.DOTALL)[0]
-    expected = ["u64"] * len(pointer_types(config))
-    for value in scalars(problem):
-        expected += ["f64" if isinstance(value, float) else "u64"] * (len(value) if isinstance(value, tuple) else 1)
-    assert re.findall(r"\.param \.(\w+)", entry) == expected
-    assert len(enqueue.packed(scalars(problem))) == 8 * (len(expected) - len(pointer_types(config)))
+    pointers, numbers = len(PARAMETERS["v2"].arrays), forward_values("v2", problem).flat
+    kinds = ["f32" if isinstance(number, np.float32) else "u64" for number in numbers]
+    assert re.findall(r"\.param \.(\w+)", entry) == ["u64"] * pointers + kinds
+    assert len(enqueue.packed(numbers)) == sum(4 if kind == "f32" else 8 for kind in kinds)

@@ -29,8 +29,8 @@ def fingerprint():
 # A kernel, a step of several kernels, an instruction, what they share, what they are compiled with.
 @pytest.mark.parametrize(
     "name",
-    ["kernels/v2.py", "kernels/steps/scores.py", "ptx/shared.py", "ranges.py", "config.py", "config_backward.py",
-     "arguments.py", "arguments_backward.py", "assembler.py", "compiled.py"],
+    ["kernels/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "ranges.py", "config.py",
+     "config_backward.py", "arguments.py", "assembler.py", "compiled.py"],
 )  # fmt: skip
 def test_a_changed_source_is_another_kernel(package, name):
     before = fingerprint()

@@ -1,29 +1,55 @@
 """dS of one query row over a tile of keys: what dQ, dbias and the gradient of ALiBi's slopes are made of."""
 
+from typing import Any, NamedTuple
+
 from numba import cuda
 
-from . import elements, rows, weights
+from ..score import At, weights
+from . import elements, rows
 from .inlined import inlined
 
 
-def make(config, of_product):
-    """-> (head, ds_row), device functions; head is that of steps.scores.
+class Row(NamedTuple):
+    """A thread's query, the keys [first_key, end_key) that it sees, and what the forward left of it."""
 
-    of_product: dS is that of scale * q . k, which is behind the softcap; else that of the finished score.
+    b: int
+    h: int
+    q_index: int
+    q_pos: int
+    first_key: int
+    end_key: int
+    lse: float
+    delta: float
+
+
+class RowTiles(NamedTuple):
+    """Tiles in shared memory, and where the thread's own row begins in those of Q, dO and dS."""
+
+    q: Any
+    q_at: int
+    do: Any
+    do_at: int
+    ds: Any
+    ds_at: int
+    k: Any
+    v: Any
+
+
+def make(config, of_product):
+    """-> ds_row, a device function.
+
+    of_product: dS is that of scale * q . k, before softcap; else that of the finished score.
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
-    has_alibi, through_softcap = config.alibi_dtype is not None, config.softcap and of_product
-    head, weight = weights.make(config)
+    has_alibi = config.alibi_dtype is not None
+    weight = weights.make(config)
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
     @inlined
-    def ds_row(
-        q_smem, q_k, do_smem, do_k, k_smem, v_smem, ds_smem, ds_k, first_y, first_key, end_key, row_lse, row_delta,
-        b, h, q_index, q_pos, bias, mask, alibi_slopes, bias_strides, mask_strides, alibi_strides, scale, softcap,
-    ):  # fmt: skip
-        """ds_smem[ds_k ...] (tile_n,) <- dS of the keys from first_y on, 0 outside of [first_key, end_key).
+    def ds_row(row, tiles, first_y, arrays, strides, score):
+        """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen.
 
         Returns the sum of -dS * |q_pos - key|: the tile's share of the gradient of the slope.
         """
@@ -31,23 +57,21 @@ def make(config, of_product):
         dp_part = cuda.local.array(at_once, compute)  # (at_once,)
         of_slope = compute(0)
         for y in range(0, tile_n, at_once):
-            dot_k(s_part, q_smem, q_k, k_smem, y * k_row)  # S = Q K^T
-            dot_v(dp_part, do_smem, do_k, v_smem, y * v_row)  # dP = dO V^T
+            dot_k(s_part, tiles.q, tiles.q_at, tiles.k, y * k_row)  # S = Q K^T
+            dot_v(dp_part, tiles.do, tiles.do_at, tiles.v, y * v_row)  # dP = dO V^T
             for u in range(at_once):
                 k_index = first_y + y + u
                 ds = compute(0)
-                if first_key <= k_index and k_index < end_key:
-                    p, through = weight(
-                        s_part[u], row_lse, b, h, q_index, k_index, q_pos, bias, mask, alibi_slopes,
-                        bias_strides, mask_strides, alibi_strides, scale, softcap,
-                    )  # fmt: skip
+                if row.first_key <= k_index and k_index < row.end_key:
+                    at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
+                    p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                        ds = p * (dp_part[u] - row_delta)
+                        ds = p * (dp_part[u] - row.delta)
                         if has_alibi:
-                            of_slope -= ds * compute(abs(q_pos - k_index))
-                        if through_softcap:
-                            ds *= through
-                ds_smem[ds_k + y + u] = ds
+                            of_slope -= ds * compute(abs(row.q_pos - k_index))
+                        if of_product:
+                            ds *= derivative
+                tiles.ds[tiles.ds_at + y + u] = ds
         return of_slope
 
-    return head, ds_row
+    return ds_row

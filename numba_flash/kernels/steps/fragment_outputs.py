@@ -6,6 +6,7 @@ from ...ptx import cvt, ld_st, memory, shfl, stmatrix
 from .inlined import inlined
 from .integers import divide
 from .plain import panel_offset
+from .tiles import row_base
 
 
 def make(config):
@@ -63,21 +64,19 @@ def make(config):
             store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
     @inlined
-    def write_rows(
-        lane_row, lane_column, lane, notes, acc_o, inverse, words, o, o_strides, b, h, first_query, seqlen_q
-    ):  # fmt: skip
-        """A warp's 16 rows of O from its registers to global memory, without those that are to be repaired."""
+    def write_rows(lane_row, lane_column, lane, notes, acc_o, inverse, words, tile, arrays, strides, sizes):
+        """A warp's 16 rows of O from its registers to global memory, without those that are not finite."""
         for r in range(2):
             row = lane_row + 8 * r
             query = divide(row, group)
-            index = first_query + query
-            at = b * o_strides[0] + (h + row - query * group) * o_strides[1] + index * o_strides[2]
-            here = index < seqlen_q and load_shared(notes + row * note_bytes) == 0
+            index = tile.first_query + query
+            at = row_base(strides.o, tile.b, tile.h + row - query * group, index)
+            here = index < sizes.seqlen_q and load_shared(notes + row * note_bytes) == 0
             if wide_o:
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
                 exchange_blocks(words, lane)
-                to = address(o, at) + int64((lane & 3) * 16)
+                to = address(arrays.o, at) + int64((lane & 3) * 16)
                 for n in range(0, o_words, 4):
                     if here and 8 * (n + (lane & 3)) + 8 <= head_dim_v:
                         store_v4(to + 16 * n, words, n)
@@ -86,8 +85,8 @@ def make(config):
                     two = output_pair(acc_o, inverse, n, r)
                     column = lane_column + 8 * n
                     if here and column < head_dim_v:
-                        store_b16(address(o, at + column * o_strides[3]), two)
+                        store_b16(address(arrays.o, at + column * strides.o[3]), two)
                     if here and column + 1 < head_dim_v:
-                        store_b16(address(o, at + (column + 1) * o_strides[3]), uint32(two >> uint32(16)))
+                        store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
 
     return 4 if config.o_place else o_words, stage_rows, write_rows

@@ -1,26 +1,38 @@
-"""Copying tiles from global to shared memory."""
+"""Tiles from global to shared memory, one element a thread at a time."""
+
+import functools
+from typing import Any
 
 from numba import cuda
 
+from .inlined import inlined
 
-def loader(load, zero):
-    """load_tile(...) with `load` of steps.elements and a zero of the computing type."""
+
+@functools.cache
+def loader(load: Any, zero: Any, tile_rows: int, tile_row: int, columns: int) -> Any:
+    """-> load_tile for tiles of tile_rows rows, tile_row elements apart. load: of steps.elements; zero: of the type
+    that the kernel computes in."""
 
     @cuda.jit(device=True)
-    def load_tile(
-        tile, tile_rows, tile_row, source, base, row_stride, column_stride, rows, columns, thread, threads
-    ):  # fmt: skip
-        """tile (tile_rows, tile_row) <- rows x columns of source, zeros around them.
+    def load_tile(tile, source, base, strides, rows, thread, threads):
+        """tile (tile_rows, tile_row) <- rows x columns of source from `base` on, zeros around them.
 
-        Consecutive threads read consecutive columns. What lies past `rows` is not read at all, so that
-        NaN in the padding of a cache cannot come in. The caller owes a barrier before and after.
+        strides: (batch, head, row, column) of source. Consecutive threads read consecutive columns. What lies past
+        `rows` is not read at all, so that NaN in the padding of a cache cannot come in. The caller owes a barrier
+        before and after.
         """
         for index in range(thread, tile_rows * tile_row, threads):
             row = index // tile_row
             column = index % tile_row
             value = zero
             if row < rows and column < columns:
-                value = load(source, base + row * row_stride + column * column_stride)
+                value = load(source, base + row * strides[2] + column * strides[3])
             tile[index] = value
 
     return load_tile
+
+
+@inlined
+def row_base(strides, b, h, row):
+    """Where a row of q, k, v, o or of a gradient begins, in elements. strides: (batch, head, row, column)."""
+    return b * strides[0] + h * strides[1] + row * strides[2]

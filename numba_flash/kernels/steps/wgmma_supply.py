@@ -6,7 +6,8 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
-from . import scores, wgmma_places
+from ..score import positions
+from . import wgmma_places
 from .inlined import inlined
 from .integers import divide
 from .plain import key_tiles, row_keys
@@ -37,7 +38,7 @@ def make(config):
     load_shared, store_shared = ld_st.load_b32, ld_st.store_b32
     atomic_add, exchange = memory.add, memory.exchange
     rank = cluster.rank
-    head, _ = scores.make(config)
+    keys_and_start = positions.make(config)
 
     @inlined
     def set_up(base):
@@ -56,16 +57,16 @@ def make(config):
             init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
 
     @inlined
-    def tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k):
+    def tile_of(t, sizes):
         """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
 
         Some heads at a time, last queries first.
         """
-        m_tiles = divide(int32(seqlen_q) + int32(cluster_queries - 1), cluster_queries)
-        groups = divide(heads, group)
-        head_tiles = int32(batch) * groups
-        kv_heads_at_once = max(divide(l2_rows, max(seqlen_k, 1)), 1)
-        heads_at_once = int32(min(kv_heads_at_once * divide(heads, heads_kv * group), head_tiles))
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
+        groups = divide(sizes.heads, group)
+        head_tiles = int32(sizes.batch) * groups
+        kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
         a_round = heads_at_once * m_tiles
         rounds = divide(t, a_round)
         in_round = t - rounds * a_round
@@ -73,21 +74,21 @@ def make(config):
         heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
         from_last = divide(in_round, heads_here)
         head_tile = first_head + (in_round - from_last * heads_here)
-        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(batch)
+        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(sizes.batch)
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
-    def tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys):
+    def tiles_of(first_query, tile_pos, keys, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
         Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
         """
-        last_pos = tile_pos + min(seqlen_q - first_query, queries) - 1
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
+        top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         if stop <= begin:
-            begin = free = cut = divide(int32(seqlen_k), tile_n) + 1
+            begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
         return int32(begin), int32(free), int32(cut), int32(stop)
 
@@ -154,23 +155,22 @@ def make(config):
         arrive(base + NOTICE_FULL + 8 * notice_place_of(i))
 
     @inlined
-    def take(base, i, t, sizes):
+    def take(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: announce it and fetch its Q.
 
         Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
         branch.
         """
-        batch, heads, heads_kv, seqlen_q, seqlen_k, left, right, seqlens_k, q_offsets, strides, q_offset = sizes
-        b, h, first_query = tile_of(t, batch, heads, heads_kv, seqlen_q, seqlen_k)
-        work = b < batch
+        b, h, first_query = tile_of(t, sizes)
+        work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
         if blocks > 1:
             first_query = int32(first_query + rank() * queries)
-        keys, q_start = head(b, seqlens_k, q_offsets, strides, seqlen_k, q_offset)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, tile_pos, seqlen_q, seqlen_k, left, right, keys)
-        h_kv = divide(h, divide(heads, heads_kv))
+        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
         if q_buffers == 1:
             prefetch_q(h, first_query, b)
@@ -182,7 +182,7 @@ def make(config):
         return int32(load_shared(int32(place)))
 
     @inlined
-    def schedule(base, counter, sizes):
+    def schedule(base, counter, arrays, strides, sizes):
         """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
         i = int32(0)  # query tiles so far
         t = int64(block_index())
@@ -190,7 +190,7 @@ def make(config):
             t = int64(divide(block_index(), blocks))
         more = int32(1)
         while more != 0:
-            take(base, i, t, sizes)
+            take(base, i, t, arrays, strides, sizes)
             more = noted(notice_of(base, i) + WORK)
             if more != 0:
                 wait(base + ASKED, i & 1)

@@ -1,0 +1,103 @@
+"""A score is a chain of stages: what becomes of the product q . k before the softmax. Their order is written here.
+
+Each stage is a file with the same functions. `make(config)` gives its Stage, or None where the problem does not use
+it: such a stage leaves no code. A new option of the score is a new file and a place in STAGES.
+
+Tensor-core kernels hold scores in fragments. The same stages compose there in fragments.py.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import cuda
+
+from ..steps import elements
+from . import alibi, bias, mask, scale, softcap
+
+STAGES = (scale, softcap, alibi, bias)
+MASKS = (mask,)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
+
+
+class At(NamedTuple):
+    """Where a score stands: query q_index at position q_pos, and key k_index, whose position is its index."""
+
+    b: int
+    h: int
+    q_index: int
+    k_index: int
+    q_pos: int
+
+
+class Score(NamedTuple):
+    """Device functions. `score` are the numbers of the kernel's parameter of this name."""
+
+    value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
+    with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
+    visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes it
+
+
+@functools.cache
+def make(config: Any) -> Score:
+    """The chain of one kernel, in its computing type."""
+    one = elements.COMPUTE_TYPES[config.dtype](1)
+    value, with_derivative, visible = _first(one)
+    for stage in STAGES:
+        made = stage.make(config)
+        if made is not None:
+            value = _then(value, made.value)
+            with_derivative = _then_with_derivative(with_derivative, made.value, made.with_derivative)
+    for stage in MASKS:
+        made = stage.make(config)
+        if made is not None:
+            visible = _and(visible, made)
+    return Score(value, with_derivative, visible)
+
+
+def _first(one: Any) -> tuple[Any, Any, Any]:
+    @cuda.jit(device=True)
+    def value(product, at, arrays, strides, score):
+        return product
+
+    @cuda.jit(device=True)
+    def with_derivative(product, at, arrays, strides, score):
+        return product, one
+
+    @cuda.jit(device=True)
+    def visible(at, arrays, strides):
+        return True
+
+    return value, with_derivative, visible
+
+
+def _then(before: Any, stage: Any) -> Any:
+    @cuda.jit(device=True)
+    def value(product, at, arrays, strides, score):
+        return stage(before(product, at, arrays, strides, score), at, arrays, strides, score)
+
+    return value
+
+
+def _then_with_derivative(before: Any, stage: Any, stage_with_derivative: Any) -> Any:
+    """The chain rule. A stage without a derivative of its own has derivative 1."""
+
+    @cuda.jit(device=True)
+    def constant(product, at, arrays, strides, score):
+        s, derivative = before(product, at, arrays, strides, score)
+        return stage(s, at, arrays, strides, score), derivative
+
+    @cuda.jit(device=True)
+    def varying(product, at, arrays, strides, score):
+        s, derivative = before(product, at, arrays, strides, score)
+        s, own = stage_with_derivative(s, at, arrays, strides, score)
+        return s, derivative * own
+
+    return constant if stage_with_derivative is None else varying
+
+
+def _and(before: Any, other: Any) -> Any:
+    @cuda.jit(device=True)
+    def visible(at, arrays, strides):
+        return before(at, arrays, strides) and other(at, arrays, strides)
+
+    return visible

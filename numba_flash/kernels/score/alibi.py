@@ -1,0 +1,39 @@
+"""s - slope * |q_pos - k_pos|, with a slope for each head (Press et al., Train Short, Test Long, 2022)."""
+
+from typing import Any
+
+from numba import cuda, float32
+
+from ..steps import elements
+from ..steps.inlined import inlined
+from .stage import LOG2_E, FragmentStage, Stage
+
+
+def make(config: Any) -> Stage | None:
+    if config.alibi_dtype is None:
+        return None
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load = elements.loader(config.alibi_dtype, compute)
+
+    @cuda.jit(device=True)
+    def value(s, at, arrays, strides, score):
+        slope = load(arrays.alibi_slopes, at.b * strides.alibi_slopes[0] + at.h * strides.alibi_slopes[1])
+        return s - slope * compute(abs(at.q_pos - at.k_index))
+
+    return Stage(value)
+
+
+def on_fragments(config: Any) -> FragmentStage | None:
+    if config.alibi_dtype is None:
+        return None
+    load, log2_e, one = elements.loader(config.alibi_dtype, float32), float32(LOG2_E), float32(1)
+
+    @inlined
+    def value(s, factor, slope, distance, score):
+        return s * factor - slope * log2_e * abs(distance), one
+
+    @inlined
+    def row_term(b, h, arrays, strides):
+        return load(arrays.alibi_slopes, b * strides.alibi_slopes[0] + h * strides.alibi_slopes[1])
+
+    return FragmentStage(value, row_term=row_term)

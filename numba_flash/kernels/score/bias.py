@@ -1,0 +1,26 @@
+"""s + bias[b, h, q_index, k_index]."""
+
+from typing import Any
+
+from numba import cuda
+
+from ..steps import elements
+from .stage import Stage
+
+
+def make(config: Any) -> Stage | None:
+    if config.bias_dtype is None:
+        return None
+    load = elements.loader(config.bias_dtype, elements.COMPUTE_TYPES[config.dtype])
+
+    @cuda.jit(device=True)
+    def value(s, at, arrays, strides, score):
+        row = at.b * strides.bias[0] + at.h * strides.bias[1] + at.q_index * strides.bias[2]
+        return s + load(arrays.bias, row + at.k_index * strides.bias[3])
+
+    return Stage(value)
+
+
+def on_fragments(config: Any) -> None:
+    """The tensor-core kernels take no bias yet."""
+    assert config.bias_dtype is None

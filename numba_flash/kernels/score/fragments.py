@@ -1,0 +1,185 @@
+"""Scores of one tile in a warp's accumulators: the chain of stages in float32, finished, weighed and masked.
+
+acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane holds the rows lane // 4 and 8 below of
+each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
+(4 * n + 2 * (r % 2)) of strip r // 2.
+
+Scores are in units of log2(e), because the exponential of the hardware is a power of 2.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import float32, int32, int64, uint32
+
+from ...ptx import approx
+from ..steps.inlined import inlined
+from ..steps.plain import first_column_of, first_row_of
+from . import STAGES
+
+
+class Chain(NamedTuple):
+    """Device functions. term: what the scores of a row share; distance: q_pos - k_pos; score: the kernel's numbers."""
+
+    value: Callable[..., Any]  # (product, term, distance, score) -> the score
+    with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product, in natural units)
+    row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a float32
+    has_row_term: bool  # else the term is 0
+
+
+@functools.cache
+def chain(config: Any) -> Chain:
+    """The stages that the problem uses, one behind the other."""
+    one, zero = float32(1), float32(0)
+
+    @inlined
+    def product_alone(product, term, distance, score):
+        return product, one, one
+
+    @inlined
+    def no_term(b, h, arrays, strides):
+        return zero
+
+    run, row_term = product_alone, None
+    for stage in STAGES:
+        made = stage.on_fragments(config)
+        if made is not None:
+            run = _then(run, made)
+            assert not (row_term and made.row_term), "two stages have a term for each row, and there is place for one"
+            row_term = made.row_term or row_term
+
+    @inlined
+    def value(product, term, distance, score):
+        s, factor, _ = run(product, term, distance, score)
+        return s * factor
+
+    @inlined
+    def with_derivative(product, term, distance, score):
+        s, factor, derivative = run(product, term, distance, score)
+        return s * factor, derivative
+
+    return Chain(value, with_derivative, row_term or no_term, row_term is not None)
+
+
+def _then(before: Any, stage: Any) -> Any:
+    value, derivative = stage.value, stage.derivative
+
+    @inlined
+    def constant(product, term, distance, score):
+        s, factor, by_product = before(product, term, distance, score)
+        s, factor = value(s, factor, term, distance, score)
+        return s, factor, by_product
+
+    @inlined
+    def varying(product, term, distance, score):
+        s, factor, by_product = before(product, term, distance, score)
+        s, factor = value(s, factor, term, distance, score)
+        return s, factor, by_product * derivative(s)
+
+    return constant if derivative is None else varying
+
+
+@functools.cache
+def weights(config: Any) -> tuple[Any, Any]:
+    """-> (weight, sure_weight), device functions: (product, term, distance, score, lse_log2) -> (p, derivative).
+
+    p = 2^(score - lse_log2), where lse_log2 is +inf for a row that sees no key. derivative: that of Chain.
+    sure_weight gives 0 for a score of -inf also beside an lse that is NaN.
+    """
+    with_derivative, ex2, minus_inf = chain(config).with_derivative, approx.ex2, float32(-math.inf)
+
+    @inlined
+    def weight(product, term, distance, score, lse_log2):
+        s, derivative = with_derivative(product, term, distance, score)
+        return ex2(s - lse_log2), derivative
+
+    @inlined
+    def sure_weight(product, term, distance, score, lse_log2):
+        s, derivative = with_derivative(product, term, distance, score)
+        return ex2(s - lse_log2) if s != minus_inf else float32(0), derivative
+
+    return weight, sure_weight
+
+
+@inlined
+def columns_below(limit, word):
+    """Bits for those of the lane's columns of 16 blocks of 8, two each, that are below `limit`, counted from its
+    first column of all; word: which 16 blocks."""
+    here = min(max(int32(limit - 128 * word), int32(0)), int32(128))
+    count = int32(((here >> 3) << 1) + min(here & 7, 2))
+    return uint32((int64(1) << int64(count)) - int64(1))
+
+
+@inlined
+def columns_within(first, end, word):
+    """The same for those in [first, end)."""
+    # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time, where comparing
+    # each column with both limits takes three instructions.
+    return columns_below(end, word) & ~columns_below(first, word)
+
+
+@inlined
+def clamp(x):
+    """An int64 as int32; what is beyond any tile stays so."""
+    return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
+
+
+class Tile(NamedTuple):
+    """Device functions for the scores of one tile, and what they need in registers."""
+
+    mask_words: int  # uint32 for the mask bits of a lane's rows
+    visible: Callable[..., Any]
+    finish: Callable[..., Any]
+    mask: Callable[..., Any]
+
+
+@functools.cache
+def tile(config: Any, strips: int) -> Tile:
+    """Of a tile of config.tile_n keys, of which a warp has `strips` strips of 16 rows."""
+    tile_n, group = config.tile_n, config.group
+    blocks = tile_n // 8
+    words = -(-blocks // 16)
+    minus_inf, value = float32(-math.inf), chain(config).value
+
+    @inlined
+    def visible(j, first_row, lane, tile_pos, keys, sizes, mask_bits, distance):
+        """mask_bits (2 * strips, words) <- bits for those of the lane's columns of tile j that its rows see.
+
+        first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`. It
+        needs no score: a place for it is where they are still being computed.
+        """
+        # ranges.row_keys, counted from the tile's first key: behind the clamp 32 bits hold every sum.
+        tile_key, column = int64(j) * tile_n, int32(first_column_of(lane))
+        lowest = clamp(tile_pos - sizes.left - tile_key)
+        highest = clamp(tile_pos + sizes.right + 1 - tile_key)
+        keys_left = int32(keys - tile_key)
+        for r in range(2 * strips):
+            query = int32(uint32(first_row + first_row_of(lane) + r * 8) // uint32(group))
+            first = int32(lowest + query - column)
+            end = int32(min(int32(highest + query), keys_left) - column)
+            for word in range(words):
+                mask_bits[r * words + word] = columns_within(first, end, word)
+            distance[r] = float32(tile_pos + query - tile_key - column)
+
+    @inlined
+    def finish(acc_s, terms, distance, score):
+        """acc_s <- finished scores. terms, distance (2 * strips,): of the lane's rows, at its first column."""
+        for strip in range(strips):
+            for n in range(blocks):
+                for i in range(4):
+                    at = (strip * blocks + n) * 4 + i
+                    r = strip * 2 + i // 2
+                    acc_s[at] = value(acc_s[at], terms[r], distance[r] - float32(n * 8 + i % 2), score)
+
+    @inlined
+    def mask(acc_s, mask_bits):
+        """acc_s <- -inf where `visible` left no bit."""
+        for r in range(2 * strips):
+            for n in range(blocks):
+                for i in range(2):
+                    if (mask_bits[r * words + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
+                        acc_s[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = minus_inf
+
+    return Tile(2 * strips * words, visible, finish, mask)

@@ -1,0 +1,55 @@
+"""softcap * tanh(s / softcap): scores stay between -softcap and softcap (Gemma 2, 2024)."""
+
+import math
+from typing import Any
+
+from numba import cuda, float32
+
+from ...ptx import approx
+from ..steps import elements
+from ..steps.inlined import inlined
+from .stage import LOG2_E, FragmentStage, Stage
+
+SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
+
+
+def make(config: Any) -> Stage | None:
+    if not config.softcap:
+        return None
+    compute = elements.COMPUTE_TYPES[config.dtype]
+
+    @cuda.jit(device=True)
+    def value(s, at, arrays, strides, score):
+        return compute(score.softcap) * math.tanh(s / compute(score.softcap))
+
+    @cuda.jit(device=True)
+    def with_derivative(s, at, arrays, strides, score):
+        t = math.tanh(s / compute(score.softcap))
+        return compute(score.softcap) * t, compute(1) - t * t
+
+    return Stage(value, with_derivative)
+
+
+@inlined
+def tanh(x):
+    square = x * x
+    odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
+    large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))
+    return odd if abs(x) < float32(SMALL) else large
+
+
+def on_fragments(config: Any) -> FragmentStage | None:
+    if not config.softcap:
+        return None
+    log2_e = float32(LOG2_E)
+
+    @inlined
+    def value(s, factor, term, distance, score):
+        cap_log2 = score.softcap * log2_e
+        return tanh(s * (factor / cap_log2)), cap_log2
+
+    @inlined
+    def derivative(t):
+        return float32(1) - t * t
+
+    return FragmentStage(value, derivative)

@@ -1,0 +1,30 @@
+"""P of one position again, from the row's log-sum-exp: a backward keeps no scores (Dao et al., 2022, section 3.1)."""
+
+import functools
+import math
+from typing import Any
+
+from numba import cuda
+
+from ..steps import elements
+from . import make as make_score
+
+
+@functools.cache
+def make(config: Any) -> Any:
+    """weight(product, row_lse, at, arrays, strides, score) -> (p, the derivative of the score by scale * product)."""
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    minus_inf = compute(-math.inf)
+    _, with_derivative, visible = make_score(config)
+
+    @cuda.jit(device=True)
+    def weight(product, row_lse, at, arrays, strides, score):
+        """p is 0, and not computed, where a mask removes the key or the row sees none (lse -inf)."""
+        p, derivative = compute(0), compute(1)
+        if row_lse != minus_inf and visible(at, arrays, strides):
+            s, derivative = with_derivative(product, at, arrays, strides, score)
+            if s != minus_inf:
+                p = math.exp(s - row_lse)
+        return p, derivative
+
+    return weight

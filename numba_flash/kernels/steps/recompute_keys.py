@@ -1,0 +1,100 @@
+"""Rows of dK and dV that came out NaN or Inf, computed again without what they may not see.
+
+As in recompute_rows.py: a tensor core multiplies every p and dS of a tile, also those of 0 of a query that does
+not see the key, and 0 * NaN is NaN. Such a row is computed here, query by query, without the removed ones.
+"""
+
+import math
+
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import shfl
+from ..score import fragments
+from . import elements, row_facts
+from .inlined import inlined
+from .integers import divide
+from .plain import key_queries
+from .tiles import row_base
+
+
+def make(config):
+    """-> recompute_keys, a device function."""
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    of_dk, of_dv = config.of_dk, config.of_dv
+    parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
+    row_term = fragments.chain(config).row_term
+    _, sure_weight = fragments.weights(config)
+    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    bfly, inf = shfl.bfly_f32, float32(math.inf)
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+
+    @inlined
+    def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
+        """One warp, those of its rows from first_row on that have a bit in nonfinite, of the tile at first_key."""
+        row_dk = cuda.local.array(parts, float32)
+        row_dv = cuda.local.array(parts_v, float32)
+        row = int32(first_row)
+        while nonfinite != 0:
+            found = uint32(nonfinite & uint32(1))
+            nonfinite, row = uint32(nonfinite >> uint32(1)), int32(row + 1)
+            if found != 0:
+                key = int64(first_key + row - 1)
+                for c in range(parts):
+                    row_dk[c] = float32(0)
+                for c in range(parts_v):
+                    row_dv[c] = float32(0)
+                k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
+                first_query, end_query = key_queries(key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
+                group = divide(sizes.heads, sizes.heads_kv)
+                for member in range(group):
+                    h = int32(h_kv * group + member)
+                    term = row_term(b, h, arrays, strides)
+                    for query in range(first_query, end_query):
+                        q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
+                        at = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece) + place(query)
+                        product, dp = float32(0), float32(0)
+                        for c in range(parts):
+                            x = int32(lane + 32 * c)
+                            if x < head_dim:
+                                product += load(arrays.q, q_at + x) * load(arrays.k, k_at + x)
+                        if of_dk:
+                            for c in range(parts_v):
+                                x = int32(lane + 32 * c)
+                                if x < head_dim_v:
+                                    dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
+                        for lanes in (1, 2, 4, 8, 16):
+                            product += bfly(product, lanes)
+                            dp += bfly(dp, lanes)
+                        lse_log2, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                        p, derivative = float32(0), float32(1)
+                        if lse_log2 != inf:
+                            distance = float32(query + q_start - key)
+                            p, derivative = sure_weight(product, term, distance, score, lse_log2)
+                        if p != 0:
+                            ds = float32(0)
+                            if of_dk:
+                                ds = p * (dp + minus_delta) * score.scale * derivative
+                            if of_dv:
+                                for c in range(parts_v):
+                                    x = int32(lane + 32 * c)
+                                    if x < head_dim_v:
+                                        row_dv[c] += p * load(arrays.do, do_at + x)
+                            if ds != 0:
+                                for c in range(parts):
+                                    x = int32(lane + 32 * c)
+                                    if x < head_dim:
+                                        row_dk[c] += ds * load(arrays.q, q_at + x)
+                if of_dk:
+                    at = row_base(strides.dk, b, h_kv, key)
+                    for c in range(parts):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim:
+                            store(arrays.dk, at + x, row_dk[c])
+                if of_dv:
+                    at = row_base(strides.dv, b, h_kv, key)
+                    for c in range(parts_v):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim_v:
+                            store(arrays.dv, at + x, row_dv[c])
+
+    return recompute_keys

@@ -1,0 +1,71 @@
+"""Rows of dQ that came out NaN or Inf, computed again without the keys that they may not see (recompute_keys.py)."""
+
+import math
+
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import shfl
+from ..score import fragments
+from . import elements, row_facts
+from .inlined import inlined
+from .plain import row_keys
+from .tiles import row_base
+
+
+def make(config):
+    """-> recompute_queries, a device function."""
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
+    _, sure_weight = fragments.weights(config)
+    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    bfly, inf = shfl.bfly_f32, float32(math.inf)
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+
+    @inlined
+    def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
+        """One warp, those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
+        b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
+        row_dq = cuda.local.array(parts, float32)
+        row = int32(first_row)
+        while nonfinite != 0:
+            found = uint32(nonfinite & uint32(1))
+            nonfinite, row = uint32(nonfinite >> uint32(1)), int32(row + 1)
+            if found != 0:
+                query = int64(tile.first_query + row - 1)
+                for c in range(parts):
+                    row_dq[c] = float32(0)
+                q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
+                at = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece) + place(query)
+                lse_log2, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                q_pos = query - tile.first_query + tile_keys.position
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                if lse_log2 == inf:
+                    end_key = first_key
+                for key in range(first_key, end_key):
+                    k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
+                    product, dp = float32(0), float32(0)
+                    for c in range(parts):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim:
+                            product += load(arrays.q, q_at + x) * load(arrays.k, k_at + x)
+                    for c in range(parts_v):
+                        x = int32(lane + 32 * c)
+                        if x < head_dim_v:
+                            dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
+                    for distance in (1, 2, 4, 8, 16):
+                        product += bfly(product, distance)
+                        dp += bfly(dp, distance)
+                    p, derivative = sure_weight(product, term, float32(q_pos - key), score, lse_log2)
+                    ds = p * (dp + minus_delta) * score.scale * derivative
+                    if p != 0 and ds != 0:
+                        for c in range(parts):
+                            x = int32(lane + 32 * c)
+                            if x < head_dim:
+                                row_dq[c] += ds * load(arrays.k, k_at + x)
+                at = row_base(strides.dq, b, h, query)
+                for c in range(parts):
+                    x = int32(lane + 32 * c)
+                    if x < head_dim:
+                        store(arrays.dq, at + x, row_dq[c])
+
+    return recompute_queries

@@ -1,0 +1,76 @@
+"""Rows of O that came out NaN or Inf, computed again without what they may not see.
+
+A tensor core multiplies every p by every v of a tile, also the p of 0 of a key that the mask removed, and 0 * NaN is
+NaN. Such values are rare (uninitialised padding, a diverged model), so the loop over tiles does not look for them. A
+warp that finds a row of O not finite at the end leaves a flag, and the row is computed here, key by key, without the
+removed ones.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int32, int64
+
+from ...ptx import approx, ld_st, shfl
+from ..score import fragments
+from . import elements
+from .inlined import inlined
+from .plain import row_keys
+from .tiles import row_base
+
+
+def make(config, warp_rows):
+    """-> recompute_rows, a device function.
+
+    Of each row of the tile there are 8 bytes in shared memory: a uint32 that is not 0 when the row is not finite, and
+    the row's lse as a float32 in units of log2(e).
+    """
+    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
+    group, queries, note_bytes = config.group, config.queries, config.NOTE_BYTES
+    columns = -(-width // 32)
+    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    chain = fragments.chain(config)
+    value, row_term = chain.value, chain.row_term
+    bfly, ex2, load_b32, minus_inf = shfl.bfly_f32, approx.ex2, ld_st.load_b32, float32(-math.inf)
+
+    @inlined
+    def recompute_rows(first_row, lane, row_notes, tile, tile_keys, arrays, strides, sizes, score):
+        """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        first_column = tile.part * width
+        columns_left = int32(min(head_dim_v - first_column, width))  # what lies behind them is another block's
+        row_o = cuda.local.array(columns, float32)
+        for row in range(first_row, first_row + warp_rows):
+            query, head = row // group, tile.h + row % group
+            note = row_notes + row * note_bytes
+            if query < queries_left and load_b32(note) != 0:
+                index, lse_log2 = tile.first_query + query, load_b32(note + 4).view(np.float32)
+                term = row_term(tile.b, head, arrays, strides)
+                q_at = row_base(strides.q, tile.b, head, index)
+                k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
+                v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
+                q_pos = tile_keys.position + query
+                for c in range(columns):
+                    row_o[c] = float32(0)
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                if lse_log2 == minus_inf:  # no score but -inf: a row without weights, as if it saw no key
+                    end_key = first_key
+                for key in range(first_key, end_key):
+                    product = float32(0)
+                    for x in range(lane, head_dim, 32):
+                        product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
+                    for distance in (1, 2, 4, 8, 16):
+                        product += bfly(product, distance)
+                    p = ex2(value(product, term, float32(q_pos - key), score) - lse_log2)
+                    if p != 0:
+                        for c in range(columns):
+                            x = int64(lane + 32 * c)
+                            if x < columns_left:
+                                row_o[c] += p * load(arrays.v, v_at + key * strides.v[2] + x)
+                at = row_base(strides.o, tile.b, head, index) + first_column * strides.o[3]
+                for c in range(columns):
+                    x = int64(lane + 32 * c)
+                    if x < columns_left:
+                        store(arrays.o, at + x * strides.o[3], row_o[c])
+
+    return recompute_rows
