@@ -17,6 +17,7 @@ import numpy as np
 
 from .arrays import GradientOperands, Operands
 from .config import WgmmaConfig
+from .options import ARRAYS, BY_NAME, NUMBERS, OPTIONS
 from .problem import Problem
 from .ranges import UNBOUNDED
 from .tensor_maps import TensorMap
@@ -39,13 +40,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
-_SCORE = _words("scale softcap")
-_SCORE_STRIDES = _words("bias mask alibi_slopes seqlens_k q_offset")
-_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_SCORE_STRIDES), _SIZES, _SCORE)
-_BACKWARD = _words("q k v do lse delta bias mask alibi_slopes seqlens_k q_offset")
-_BACKWARD_STRIDES = ("q", "k", "v", "do", *_SCORE_STRIDES)
-_TENSOR = _words("q k v do row_facts alibi_slopes seqlens_k q_offset")
-_TENSOR_STRIDES = _words("q k v do alibi_slopes seqlens_k q_offset")
+_OPTIONS = tuple(option.name for option in ARRAYS)
+_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
+_BACKWARD = (*_words("q k v do lse delta"), *_OPTIONS)
+_BACKWARD_STRIDES = ("q", "k", "v", "do", *_OPTIONS)
+_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.on_tensor_cores)
+_TENSOR = (*_words("q k v do row_facts"), *_TENSOR_OPTIONS)
+_TENSOR_STRIDES = (*_words("q k v do"), *_TENSOR_OPTIONS)
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
@@ -58,17 +59,20 @@ PARAMETERS: dict[str, Parameters] = {
     "mma": _FORWARD,
     "wgmma": _FORWARD._replace(arrays=(*Operands._fields, COUNTERS)),
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
-    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, _SCORE),
-    "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, _SCORE),
-    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), _SCORE),
+    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
+    "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
+    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
     "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
-    "mma_dkdv": Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, _SCORE),
-    "mma_dq": Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, _SCORE),
+    "mma_dkdv": Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
+    "mma_dq": Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
+GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
 # How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
-STRIDES = dict(alibi_slopes=2, dalibi_slopes=2, dlse=3, seqlens_k=0, q_offset=0, x=2, y=2)
+_OF_SHAPE = dict(scores=4, heads=2, batch=0)
+STRIDES = dict(dlse=3, x=2, y=2) | {option.name: _OF_SHAPE[option.shape] for option in ARRAYS}
+STRIDES |= {gradient: STRIDES[name] for gradient, name in GRADIENTS.items()}
 SIZES = dict(dbias_shape=4)  # likewise
 
 
@@ -121,11 +125,11 @@ def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
-    if name in ("bias", "dbias"):
-        return config.bias_dtype or "float32"
-    if name in ("alibi_slopes", "dalibi_slopes"):
-        return config.alibi_dtype or "float32"
-    return {"mask": "uint8", "seqlens_k": "int32", "q_offset": "int32", COUNTERS: "uint32"}.get(name, config.dtype)
+    option = GRADIENTS.get(name, name)
+    if option in BY_NAME:
+        given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
+        return "uint8" if given == "bool" else given
+    return "uint32" if name == COUNTERS else config.dtype
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,12 +147,15 @@ def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
 
 def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
     p = problem
-    strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o", "bias", "mask")}
-    strides |= dict(alibi_slopes=p.alibi_strides, seqlens_k=p.seqlens_k_stride, q_offset=p.q_offset_stride)
+    strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o")}
+    for option in ARRAYS:
+        array, count = p.array(option.name), STRIDES.get(option.name, 4)
+        given = (0,) * (count or 1) if array is None else array.strides
+        strides[option.name] = given if count else given[0]
     sizes = {name: getattr(p, name) for name in _SIZES}
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
-    return dict(strides=strides, sizes=sizes, score=dict(scale=number(p.scale), softcap=number(p.softcap or 0.0)))
+    return dict(strides=strides, sizes=sizes, score={name: number(p.number(name) or 0.0) for name in NUMBERS})
 
 
 FORWARD_ARRAYS = Operands._fields + FORWARD_WORKSPACE

@@ -231,7 +231,7 @@ def _fingerprint() -> str:
     package = Path(__file__).parent
     files = sorted([*package.glob("kernels/**/*.py"), *package.glob("ptx/*.py")])
     files += sorted([*package.glob("config*.py"), *package.glob("arguments*.py")])
-    files += [package / name for name in ("ranges.py", "assembler.py", "compiled.py")]
+    files += [package / name for name in ("ranges.py", "options.py", "assembler.py", "compiled.py")]
     sources = b"".join(file.name.encode() + file.read_bytes() for file in files)
     return _sha256(sources + repr(_compilers()).encode()).hex()
 

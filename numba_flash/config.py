@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from .options import BY_NAME, Uses, changes_scores
+
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -37,11 +39,7 @@ class Config(LaunchFacts):
     tile_m: int
     tile_n: int
     write_lse: bool = True
-    softcap: bool = False
-    alibi_dtype: str | None = None
-    bias_dtype: str | None = None
-    mask: bool = False
-    seqlens_k: bool = False
+    uses: Uses = ()  # options.uses(...): what else the problem uses
     q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
     blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
     shared_bytes: int = field(init=False)
@@ -50,10 +48,18 @@ class Config(LaunchFacts):
     def compute_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
+    def has(self, option: str) -> bool:
+        """Whether the problem uses an option (options.py)."""
+        return any(name == option for name, _ in self.uses)
+
+    def dtype_of(self, option: str) -> str | None:
+        """The dtype of an array given as an option; None where there is none."""
+        return dict(self.uses).get(option)
+
     @property
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score by scale * q . k is anything but 1."""
-        return self.softcap
+        return any(BY_NAME[name].derivative for name, _ in self.uses)
 
     @property
     def threads(self) -> int:
@@ -113,8 +119,8 @@ class TensorConfig(Config):
     """What the tensor-core kernels share.
 
     group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
-    head). scaled: scores are finished before the softmax, because softcap, ALiBi or a scale that is not
-    above 0 forbid folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    head). scaled: scores are finished before the softmax, because an option that changes them or a scale that is not
+    above 0 forbids folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
     lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
     """
 
@@ -137,8 +143,10 @@ class TensorConfig(Config):
             raise ValueError(f"tile_n must be a multiple of {keys_step}, not {self.tile_n}")
         if self.group < 1 or self.tile_m % self.group:
             raise ValueError(f"group must divide tile_m = {self.tile_m}, but is {self.group}")
-        if (self.softcap or self.alibi_dtype) and not self.scaled:
-            raise ValueError("softcap and alibi_dtype need scaled=True")
+        if changes_scores(self.uses) and not self.scaled:
+            raise ValueError("options that change scores, as softcap and alibi_slopes do, need scaled=True")
+        if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
+            raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
         if not 0 <= self.lag <= self.MOST_LAG:
             raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P is held in 16 bits")
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from .config import Config, LaunchFacts, tile_bytes
 from .config_seed_backward import DalibiConfig, DeltaConfig
+from .options import BY_NAME
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class MmaBackwardConfig(Config):
             raise ValueError(f"a warp's part of a tile has at most 128 rows, not {self.other_rows}: a mask is one word")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        if self.bias_dtype is not None or self.mask:
-            raise ValueError("the tensor-core backward takes no bias and no mask")
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
+        if unknown:
+            raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property

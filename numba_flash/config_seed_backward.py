@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .config import ITEM_SIZE, Config, LaunchFacts
+from .options import Uses
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class DalibiConfig(LaunchFacts):
     """Of v2_dalibi, which adds up what v2_dq found in each row. batch_summed: the slopes are those of all entries."""
 
     dtype: str
-    alibi_dtype: str
+    uses: Uses
     batch_summed: bool
     threads: int = 256
 
@@ -142,6 +143,10 @@ class DalibiConfig(LaunchFacts):
     def __post_init__(self) -> None:
         if self.threads < 1 or self.threads & (self.threads - 1):
             raise ValueError(f"threads must be a power of two, not {self.threads}")
+
+    def dtype_of(self, option: str) -> str | None:
+        """As of every Config."""
+        return dict(self.uses).get(option)
 
     @property
     def compute_dtype(self) -> str:

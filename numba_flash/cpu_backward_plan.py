@@ -86,10 +86,11 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     """The numbers for dbias or dalibi_slopes, and the bytes of a thread's scratch memory."""
     p = problem.forward
     numbers = make_plan(problem, lanes, 1).numbers
-    strides, dtype, pointer = problem.dbias_strides, p.bias_dtype, DBIAS
+    strides, option, pointer = problem.dbias_strides, p.array("bias"), DBIAS
     if name == "dalibi_slopes":
-        strides, dtype, pointer = (*problem.dalibi_strides, 0, 0), p.alibi_dtype, DALIBI
-    code = slot.DTYPE_CODES[str(dtype)]
+        strides, option, pointer = (*problem.dalibi_strides, 0, 0), p.array("alibi_slopes"), DALIBI
+    assert option is not None
+    code = slot.DTYPE_CODES[option.dtype]
     numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
     numbers[SUM_DTYPE], numbers[SUM_POINTER], numbers[BY_DISTANCE] = code, pointer, name == "dalibi_slopes"
     own = [stride != 0 for stride in strides]

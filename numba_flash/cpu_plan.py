@@ -26,6 +26,14 @@ ITEMSIZES = (2, 2, 4, 8)
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
 ALIBI_STRIDE = 56  # two, in bytes: batch, head
 NUMBERS = 58
+# Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
+ARRAY_SLOTS = {
+    "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
+    "bias": (None, BIAS_DTYPE, BIAS_STRIDE, True),
+    "mask": (HAS_MASK, None, MASK_STRIDE, False),
+    "seqlens_k": (HAS_SEQLENS_K, None, SEQLENS_K_STRIDE, False),
+    "q_offset": (None, None, Q_OFFSET_STRIDE, False),
+}
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
 PLAN, POINTERS, PARTS, COUNTERS = 0, 1, 11, 12
@@ -66,26 +74,23 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[RIGHT] = UNBOUNDED if p.right is None else p.right
     plan[Q_OFFSET] = p.q_offset
     plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
-    plan[HAS_SEQLENS_K] = p.has_seqlens_k
-    plan[SEQLENS_K_STRIDE] = p.seqlens_k_stride
-    plan[Q_OFFSET_STRIDE] = p.q_offset_stride
     real[SCALE] = p.scale
-    plan[HAS_SOFTCAP] = p.softcap is not None
-    real[SOFTCAP] = p.softcap or 0.0
-    plan[ALIBI_DTYPE] = ABSENT if p.alibi_dtype is None else DTYPE_CODES[p.alibi_dtype]
-    plan[BIAS_DTYPE] = ABSENT if p.bias_dtype is None else DTYPE_CODES[p.bias_dtype]
-    plan[HAS_MASK] = p.has_mask
+    plan[HAS_SOFTCAP] = p.number("softcap") is not None
+    real[SOFTCAP] = p.number("softcap") or 0.0
+    for name, (has, dtype, at, in_bytes) in ARRAY_SLOTS.items():
+        array = p.array(name)
+        if has is not None:
+            plan[has] = array is not None
+        if dtype is not None:
+            plan[dtype] = ABSENT if array is None else DTYPE_CODES[array.dtype]
+        if array is not None:
+            size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
+            plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
     size = ITEMSIZES[plan[DTYPE]]
     for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
                         (O_STRIDE, p.o_strides)):  # fmt: skip
         plan[at : at + 4] = np.multiply(strides, size)
-    if p.alibi_dtype is not None:
-        plan[ALIBI_STRIDE : ALIBI_STRIDE + 2] = np.multiply(p.alibi_strides, ITEMSIZES[plan[ALIBI_DTYPE]])
-    if p.bias_dtype is not None:
-        plan[BIAS_STRIDE : BIAS_STRIDE + 4] = np.multiply(p.bias_strides, ITEMSIZES[plan[BIAS_DTYPE]])
-    if p.has_mask:
-        plan[MASK_STRIDE : MASK_STRIDE + 4] = p.mask_strides
 
     rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
     tile_n = tile_keys(p.head_dim, p.head_dim_v, 8 if p.dtype == "float64" else 4)

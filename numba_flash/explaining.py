@@ -120,7 +120,7 @@ def _visibility(p: Problem) -> str:
     start = {"number": str(p.q_offset), "seqlens_k": f"seqlens_k[b] - {p.seqlen_q}", "array": "q_offset[b]"}
     left = "all before" if p.left is None else f"{p.left} before"
     right = "all after" if p.right is None else f"{p.right} after"
-    lengths = "seqlens_k[b] keys" if p.has_seqlens_k else f"{p.seqlen_k} keys"
+    lengths = "seqlens_k[b] keys" if p.array("seqlens_k") else f"{p.seqlen_k} keys"
     return f"{left}, {right} its position i + {start[p.q_offset_source]}, of {lengths}" + (
-        ", where mask" if p.has_mask else ""
+        ", where mask" if p.array("mask") else ""
     )

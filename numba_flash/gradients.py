@@ -106,7 +106,8 @@ def attention_backward(
     )  # fmt: skip
     like = given[0]
     assert like is not None
-    dtypes = (problem.forward.dtype,) * 3 + (problem.forward.bias_dtype, problem.forward.alibi_dtype)
+    of_options = [problem.forward.array(name) for name in ("bias", "alibi_slopes")]
+    dtypes = [*(problem.forward.dtype,) * 3, *[array and array.dtype for array in of_options]]
     work_on = arrays.stream_of(given, stream)
     results = [
         arrays.empty_for(work_on, like, shape, str(dtype)) if name in problem.wanted else None
@@ -154,7 +155,7 @@ def understand(
             raise
         decision = decide(*question)  # something that cannot be a key was given: say what is wrong with it
     check_alignments(present, named, given)
-    if decision.problem.forward.has_seqlens_k:
+    if decision.problem.forward.array("seqlens_k") is not None:
         check_lengths(given[8], decision.problem.forward)
     return given, decision
 

@@ -12,6 +12,7 @@ from .arrays import Array, GradientOperands, Operands
 from .compiled import AnyConfig, compiled, entry_name, source
 from .config import Config, TensorConfig
 from .enqueue import Enqueuer, packed
+from .options import ARRAYS, NUMBERS
 from .problem import Problem
 from .select import Choice
 from .target import Target
@@ -267,13 +268,15 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands) -
         q_offset = q_offset + seqlens_k
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
-    slopes = optional(operands.alibi_slopes)
+    given = {option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on == "score"}
+    for option in ARRAYS:  # (heads,) is read as (1, heads)
+        array = given.get(option.name)
+        if option.shape == "heads" and array is not None and array.ndim == 1:
+            given[option.name] = array[None]
     return dict(
-        scale=problem.scale,
-        softcap=problem.softcap,
-        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        **{name: problem.number(name) for name in NUMBERS},
+        **given,
         q_offset=q_offset,
-        bias=optional(operands.bias),
         visible=reference.visible_keys(
             problem.batch,
             problem.seqlen_q,

@@ -4,21 +4,29 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, host_view
+from .options import ARRAYS, Option, Uses, uses
 
 Strides = tuple[int, int, int, int]
 Window = tuple[int | None, int | None]
-NO_STRIDES = (0, 0, 0, 0)
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 MAX_EXTENT = 2**31 - 1
 FLOAT32 = np.finfo(np.float32)
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
 ]  # as callers know them
+
+
+class OptionArray(NamedTuple):
+    """An array given as an option of attention()."""
+
+    name: str
+    dtype: str
+    strides: tuple[int, ...]  # in elements; 0 in dimensions that it is broadcast in
 
 
 @dataclass(frozen=True)
@@ -47,16 +55,8 @@ class Problem:
     right: int | None
     q_offset: int  # where query 0 stands, the part known on the host
     q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
-    has_seqlens_k: bool
-    seqlens_k_stride: int
-    q_offset_stride: int
-    softcap: float | None
-    alibi_dtype: str | None  # None = no slopes
-    alibi_strides: tuple[int, int]  # (batch, head)
-    bias_dtype: str | None  # None = no bias
-    bias_strides: Strides  # (batch, head, query, key)
-    has_mask: bool
-    mask_strides: Strides
+    numbers: tuple[tuple[str, float], ...]  # other numbers of the score, as (option, value)
+    arrays: tuple["OptionArray", ...]  # arrays given as options
     return_lse: bool
     aligned: bool  # q, k, v and out begin at multiples of 16 bytes
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the output's, in the caller's layout
@@ -80,6 +80,20 @@ class Problem:
     @property
     def lse_shape(self) -> tuple[int, int, int]:
         return (self.batch, self.heads, self.seqlen_q)
+
+    def number(self, name: str) -> float | None:
+        """The value of a number of the score; None where it was not given."""
+        return self.scale if name == "scale" else dict(self.numbers).get(name)
+
+    def array(self, name: str) -> "OptionArray | None":
+        """An array given as an option, or None."""
+        return next((array for array in self.arrays if array.name == name), None)
+
+    @property
+    def uses(self) -> Uses:
+        """What a kernel is compiled for; scale, which every problem has, is not named."""
+        given: dict[str, str | bool] = {array.name: array.dtype for array in self.arrays}
+        return uses(**given, **dict.fromkeys(dict(self.numbers), True))
 
     @staticmethod
     def of(
@@ -115,7 +129,6 @@ class Problem:
                 )
         order = LAYOUTS[layout]
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = _sizes(q, k, v, layout)
-        score_shape = (batch, heads, seqlen_q, seqlen_k)
         left, right = window_sides(window)
         if causal:
             right = 0  # no window reaches less far
@@ -133,17 +146,13 @@ class Problem:
             _check_output("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
             if 0 not in lse_shape and element_strides(out_lse) != contiguous_strides(lse_shape):
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
-        if mask is not None and mask.dtype != "bool":
-            raise TypeError(f"mask must be bool (True = attend), not {mask.dtype}; an additive one goes to bias=")
-        float_dtypes = ("float32",) if q.dtype == "float32" else ("float32", q.dtype)
-        for name, added in (("bias", bias), ("alibi_slopes", alibi_slopes)):
-            if added is not None and added.dtype not in float_dtypes:
-                raise TypeError(f"{name} must be {' or '.join(float_dtypes)} beside q of {q.dtype}, not {added.dtype}")
-        for name, numbers in (("seqlens_k", seqlens_k), ("q_offset", q_offsets)):
-            if numbers is not None and (numbers.dtype != "int32" or numbers.shape != (batch,)):
-                raise (TypeError if numbers.dtype != "int32" else ValueError)(
-                    f"{name} must be int32 of shape (batch,) = ({batch},), not {numbers.dtype} of shape {numbers.shape}"
-                )
+        sizes = (batch, heads, seqlen_q, seqlen_k)
+        arrays = tuple(
+            OptionArray(option.name, given[option.name].dtype, _strides(option, given[option.name], q.dtype, sizes))
+            for option in ARRAYS
+            if option.name in given
+        )
+        cap = _softcap(softcap, q.dtype)
         return Problem(
             batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
             ordered_strides(q, order), ordered_strides(k, order), ordered_strides(v, order), o_strides,
@@ -152,16 +161,8 @@ class Problem:
             right=right,
             q_offset=number,
             q_offset_source=source,
-            has_seqlens_k=seqlens_k is not None,
-            seqlens_k_stride=element_strides(seqlens_k)[0] if seqlens_k is not None else 0,
-            q_offset_stride=element_strides(q_offsets)[0] if q_offsets is not None else 0,
-            softcap=_softcap(softcap, q.dtype),
-            alibi_dtype=alibi_slopes.dtype if alibi_slopes is not None else None,
-            alibi_strides=_alibi_strides(alibi_slopes, batch, heads),
-            bias_dtype=bias.dtype if bias is not None else None,
-            bias_strides=_broadcast_strides("bias", bias, score_shape),
-            has_mask=mask is not None,
-            mask_strides=_broadcast_strides("mask", mask, score_shape),
+            numbers=() if cap is None else (("softcap", cap),),
+            arrays=arrays,
             return_lse=bool(return_lse),
             aligned=aligned,
         )  # fmt: skip
@@ -324,23 +325,39 @@ def _softcap(softcap: Any, dtype: str) -> float | None:
     return number
 
 
-def _alibi_strides(slopes: Layout | None, batch: int, heads: int) -> tuple[int, int]:
-    if slopes is None:
-        return (0, 0)
-    strides = element_strides(slopes)
-    if slopes.shape == (heads,):
+def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """The strides by which kernels read an array that was given as an option. Checks its dtype and shape."""
+    name, dtypes = option.name, tuple(dict.fromkeys(q_dtype if dtype == "q" else dtype for dtype in option.dtypes))
+    if array.dtype not in dtypes and option.shape != "batch":
+        if dtypes == ("bool",):
+            raise TypeError(f"{name} must be bool (True = attend), not {array.dtype}; an additive one goes to bias=")
+        raise TypeError(f"{name} must be {' or '.join(dtypes)} beside q of {q_dtype}, not {array.dtype}")
+    if option.shape == "scores":
+        return _broadcast_strides(name, array, sizes)
+    return _by_head(name, array, *sizes[:2]) if option.shape == "heads" else _by_batch(name, array, sizes[0])
+
+
+def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
+    if array.dtype != "int32" or array.shape != (batch,):
+        raise (TypeError if array.dtype != "int32" else ValueError)(
+            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
+        )
+    return element_strides(array)
+
+
+def _by_head(name: str, array: Layout, batch: int, heads: int) -> tuple[int, int]:
+    strides = element_strides(array)
+    if array.shape == (heads,):
         return (0, strides[0])
-    if slopes.shape == (batch, heads):
+    if array.shape == (batch, heads):
         return (strides[0], strides[1])
     raise ValueError(
-        f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), not {slopes.shape}"
+        f"{name} must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), not {array.shape}"
     )
 
 
-def _broadcast_strides(name: str, array: Layout | None, shape: tuple[int, ...]) -> Strides:
+def _broadcast_strides(name: str, array: Layout, shape: tuple[int, ...]) -> Strides:
     """Strides that read `array` as if it had `shape`, by NumPy's rule: missing and 1-long axes repeat."""
-    if array is None:
-        return NO_STRIDES
     missing = len(shape) - len(array.shape)
     extents = (1,) * missing + array.shape
     if missing < 0 or any(have not in (1, want) for have, want in zip(extents, shape, strict=True)):
@@ -362,7 +379,7 @@ def check_memory(given: list[Any], problem: Problem) -> None:
     for written in (o, lse):
         if written is not None and _anything_near(written, arrays):
             check_overlap("out", written, zip(OPERAND_NAMES, given, strict=True))
-    if problem.has_seqlens_k:
+    if problem.array("seqlens_k") is not None:
         check_lengths(Operands(*given).seqlens_k, problem)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from .arguments import tensor_maps
 from .config import Config, MmaConfig, SeedConfig, WgmmaConfig
 from .makespan import makespan, parts_walk_alike, work
+from .options import BY_NAME, changes_scores
 from .problem import Problem, Strides
 from .target import Target
 from .tensor_maps import fits
@@ -194,8 +195,8 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"tensor cores multiply float16 and bfloat16 here, not {problem.dtype}"
-    for option in ("bias", "mask"):
-        if problem.bias_dtype if option == "bias" else problem.has_mask:
+    for option, _ in problem.uses:
+        if not BY_NAME[option].on_tensor_cores:
             return f"it takes no {option} yet"
     widest = (WGMMA_TILES if name == "wgmma" else MMA_TILES)[-1][0]
     if max(problem.head_dim, problem.head_dim_v) > widest:
@@ -319,7 +320,7 @@ def _in_pairs(problem: Problem, queries: int) -> bool:
     # 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. With one tile left over of 65 it is 0.992
     # and 0.998, of 33 0.945 and 0.889.
     tiles = -(-problem.seqlen_q // queries)
-    return _same_keys(problem) and not problem.has_seqlens_k and tiles % 2 == 0 and tiles > 0
+    return _same_keys(problem) and problem.array("seqlens_k") is None and tiles % 2 == 0 and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:
@@ -348,11 +349,7 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         write_lse=problem.return_lse,
-        softcap=problem.softcap is not None,
-        alibi_dtype=problem.alibi_dtype,
-        bias_dtype=problem.bias_dtype,
-        mask=problem.has_mask,
-        seqlens_k=problem.has_seqlens_k,
+        uses=problem.uses,
         q_offset_source=problem.q_offset_source,
     )
 
@@ -361,6 +358,6 @@ def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
     return dict(
         group=group,
-        scaled=problem.softcap is not None or problem.alibi_dtype is not None or problem.scale <= 0,
+        scaled=changes_scores(problem.uses) or problem.scale <= 0,
         wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
     )

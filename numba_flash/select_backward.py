@@ -15,6 +15,7 @@ from .config_seed_backward import (
     DqConfig,
     SeedBackwardConfig,
 )
+from .options import changes_scores
 from .select import KERNELS, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
 from .target import Target
 
@@ -171,7 +172,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
             made.append(_fitting(kind, own, problem, target))
     if "dalibi_slopes" in wanted:
         of_all = len(problem.shapes[-1]) == 1
-        made.append(DalibiConfig(forward.dtype, str(forward.alibi_dtype), of_all, 16 if target.simulated else 256))
+        made.append(DalibiConfig(forward.dtype, forward.uses, of_all, 16 if target.simulated else 256))
     return tuple(made)
 
 
@@ -179,7 +180,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
 def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     forward = problem.forward
-    head_dim, plain = max(forward.head_dim, forward.head_dim_v), forward.softcap is None and forward.alibi_dtype is None
+    head_dim, plain = max(forward.head_dim, forward.head_dim_v), not changes_scores(forward.uses)
 
     def made_of(make: Callable[..., list[MmaBackwardConfig]], rows: Sequence[tuple[Any, ...]]) -> Any:
         usable = [row[2:] for row in rows if head_dim <= row[0] and (plain or not row[1])]
@@ -280,10 +281,6 @@ def _features(problem: BackwardProblem) -> dict[str, Any]:
         dtype=forward.dtype,
         head_dim=forward.head_dim,
         head_dim_v=forward.head_dim_v,
-        softcap=forward.softcap is not None,
-        alibi_dtype=forward.alibi_dtype,
-        bias_dtype=forward.bias_dtype,
-        mask=forward.has_mask,
-        seqlens_k=forward.has_seqlens_k,
+        uses=forward.uses,
         q_offset_source=forward.q_offset_source,
     )

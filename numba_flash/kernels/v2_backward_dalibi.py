@@ -16,7 +16,7 @@ from .steps import elements
 def make(config):
     threads, batch_summed = config.threads, config.batch_summed
     compute = elements.COMPUTE_TYPES[config.dtype]
-    store = elements.storer(config.alibi_dtype)
+    store = elements.storer(config.dtype_of("alibi_slopes"))
 
     @cuda.jit
     def slopes_of_rows(arrays, strides, sizes):

@@ -29,7 +29,7 @@ def make(config):
     rows_summed, keys_summed = config.rows_summed, config.keys_summed
     width = 1 if keys_summed else tile_n  # columns of bias in a tile
     compute = elements.COMPUTE_TYPES[config.dtype]
-    load, store = elements.loader(config.dtype, compute), elements.storer(config.bias_dtype)
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype_of("bias"))
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
     load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)

@@ -54,7 +54,7 @@ def make(config):
     scaled = config.scaled
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
     o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
-    padded = config.seqlens_k  # V may hold anything behind the valid keys
+    padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
 
     kind = "f16" if config.dtype == "float16" else "bf16"
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes

@@ -87,11 +87,12 @@ class Pointer:
 
 def run(
     make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    values: tuple[tuple[Any, ...], ...], tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
+    values: tuple[Any, ...], tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
 ) -> None:  # fmt: skip
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
-    arrays, values: the NamedTuples that the kernel takes (arguments.py), with arrays where it sees pointers.
+    arrays, values: what the kernel takes (arguments.py), with arrays where it sees pointers. A NamedTuple of arrays is
+    one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
     many neighbouring blocks run together.
@@ -103,8 +104,9 @@ def run(
     memory = GlobalMemory(pointers, tensor_maps)
     first = (np.uint64(0),) if tensor_maps else ()
     with _one_at_a_time:
-        tuples = (type(arrays)(*pointers), *[_typed(value) for value in values])
-        _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, (*first, *tuples))
+        given = [type(arrays)(*pointers)] if hasattr(arrays, "_fields") else pointers
+        arguments = (*first, *given, *[_typed(value) for value in values])
+        _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, arguments)
 
 
 def _typed(value: Any) -> Any:
@@ -112,7 +114,9 @@ def _typed(value: Any) -> Any:
     if isinstance(value, tuple):
         members = [_typed(x) for x in value]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    return np.int64(value) if isinstance(value, int) else value
+    if isinstance(value, np.floating):
+        return value
+    return np.int64(value) if isinstance(value, int) else np.float64(value)
 
 
 def _run(

@@ -20,6 +20,7 @@ from numba_flash.config_seed_backward import (
     DkdvConfig,
     DqConfig,
 )
+from numba_flash.options import uses
 from numba_flash.select import TENSOR
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
@@ -86,8 +87,8 @@ def test_every_kernel_can_be_made():
         DeltaConfig("float16", 8, False),
         DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
         DqConfig("v2_dq", "float16", 8, 8, 16, 16),
-        DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, bias_dtype="float32"),
-        DalibiConfig("float16", "float32", True),
+        DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, uses=uses(bias="float32")),
+        DalibiConfig("float16", uses(alibi_slopes="float32"), True),
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
         MmaRowsConfig("float16", 8, has_dlse=False, wide=True),

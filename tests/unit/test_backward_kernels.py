@@ -14,6 +14,7 @@ from numba_flash.backward_problem import BackwardProblem
 from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
 from numba_flash.explaining import BackwardExplanation
+from numba_flash.options import uses
 from numba_flash.select import KERNELS
 from numba_flash.select_backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs
 from numba_flash.target import Target
@@ -227,7 +228,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
         (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
         (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
-        (lambda: DalibiConfig("float32", "float32", True, 100), "power of two"),
+        (lambda: DalibiConfig("float32", uses(alibi_slopes="float32"), True, 100), "power of two"),
         (lambda: MmaRowsConfig("float16", 64, False, True, lanes=3), "lanes"),
         (lambda: MmaRowsConfig("float16", 64, False, True, threads=48), "threads"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
@@ -235,7 +236,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 24, 64), "multiple of 16, not 24"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 288, 64, 32, 64), "at most 256"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, bias_dtype="float32"), "no bias"),
+        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, uses=uses(bias="float32")), "no bias"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
         (

@@ -11,19 +11,25 @@ import pytest
 from numba_flash import assembler, compiled, testing
 from numba_flash.arguments import types as parameter_types
 from numba_flash.config import SeedConfig, SoftmaxConfig
+from numba_flash.options import uses
 
 pytestmark = compiler.needed
 
 PLAIN = SeedConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
 EVERYTHING = SeedConfig(
-    "v2", "float16", 59, 33, 64, 16, softcap=True, alibi_dtype="float32", bias_dtype="float16", mask=True,
-    seqlens_k=True, q_offset_source="seqlens_k",
+    "v2", "float16", 59, 33, 64, 16, q_offset_source="seqlens_k",
+    uses=uses(softcap=True, alibi_slopes="float32", bias="float16", mask="bool", seqlens_k="int32"),
 )  # fmt: skip
 # Every kernel in every dtype, plain and with everything; a head_dim that no step divides; the smallest tile.
 CONFIGS = [
     *[dataclasses.replace(PLAIN, kernel=kernel, dtype=dtype) for kernel in ("v1", "v2") for dtype in testing.DTYPES],
     *[dataclasses.replace(EVERYTHING, kernel=kernel) for kernel in ("v1", "v2")],
-    dataclasses.replace(EVERYTHING, dtype="bfloat16", bias_dtype="bfloat16", q_offset_source="array"),
+    dataclasses.replace(
+        EVERYTHING,
+        dtype="bfloat16",
+        q_offset_source="array",
+        uses=uses(softcap=True, alibi_slopes="float32", bias="bfloat16", mask="bool", q_offset="int32"),
+    ),
     SeedConfig("v2", "float32", 128, 128, 64, 16),
     SeedConfig("v2", "float64", 257, 257, 8, 4),
     SeedConfig("v2", "float32", 1, 1, 1, 4),
@@ -141,8 +147,8 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
     "other",
     [
         dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64),
-        dict(tile_n=8), dict(pad=0), dict(write_lse=True), dict(softcap=True), dict(alibi_dtype="float32"),
-        dict(bias_dtype="float32"), dict(mask=True), dict(seqlens_k=True), dict(q_offset_source="array"),
+        dict(tile_n=8), dict(pad=0), dict(write_lse=True), dict(uses=uses(softcap=True)),
+        dict(uses=uses(bias="float32")), dict(uses=uses(bias="float16")), dict(q_offset_source="array"),
     ],
     ids=str,
 )  # fmt: skip

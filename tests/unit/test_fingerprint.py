@@ -30,7 +30,7 @@ def fingerprint():
 @pytest.mark.parametrize(
     "name",
     ["kernels/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "ranges.py", "config.py",
-     "config_backward.py", "arguments.py", "assembler.py", "compiled.py"],
+     "config_backward.py", "arguments.py", "options.py", "assembler.py", "compiled.py"],
 )  # fmt: skip
 def test_a_changed_source_is_another_kernel(package, name):
     before = fingerprint()

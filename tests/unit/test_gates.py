@@ -20,6 +20,7 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash import assembler, compiled, select, select_backward
 from numba_flash.config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.options import uses
 
 pytestmark = compiler.needed
 
@@ -80,7 +81,8 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     plain = dict(dtype="float16")
-    rich = dict(dtype="bfloat16", softcap=True, alibi_dtype="float32", seqlens_k=True, q_offset_source="array")
+    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(dtype="bfloat16", uses=used, q_offset_source="array")
     for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DKDV_TILES:
         for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
             name = (

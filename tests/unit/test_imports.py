@@ -44,7 +44,7 @@ ORDER = """
     sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select makespan arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps
+    arrays config_backward config_seed_backward config options ranges reference toolchain tensor_maps
     context forked cache_folder
 """.split()
 

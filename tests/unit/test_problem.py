@@ -29,7 +29,7 @@ def test_extents():
     p = make()
     assert (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v) == (2, 4, 2, 5, 7, 8, 6)
     assert p.o_shape == (2, 4, 5, 6) and p.lse_shape == (2, 4, 5)
-    assert p.scale == 8**-0.5 and p.softcap is None and p.bias_dtype is None and not p.has_mask
+    assert p.scale == 8**-0.5 and p.number("softcap") is None and p.arrays == () and p.uses == ()
 
 
 def test_layouts_differ_in_nothing_but_where_things_lie():
@@ -67,7 +67,7 @@ def test_strides_are_in_elements(q, strides):
 )  # fmt: skip
 def test_bias_and_mask_are_read_as_if_they_were_whole(shape, strides):
     p = make(bias=array(*shape), mask=array(*shape, dtype=bool))
-    assert p.bias_strides == p.mask_strides == strides and p.has_mask and p.bias_dtype == "float32"
+    assert p.array("bias") == ("bias", "float32", strides) and p.array("mask") == ("mask", "bool", strides)
 
 
 # No bound, each side, causal over a window that reaches further, and bounds beyond all positions.
@@ -108,7 +108,7 @@ def test_where_query_0_stands(options, expected):
 # Slopes per head, for all batch entries alike, or for each.
 @pytest.mark.parametrize(("shape", "strides"), [((4,), (0, 1)), ((2, 4), (4, 1))])
 def test_alibi_slopes(shape, strides):
-    assert make(alibi_slopes=array(*shape)).alibi_strides == strides
+    assert make(alibi_slopes=array(*shape)).array("alibi_slopes").strides == strides
 
 
 def test_equal_problems_are_one_key():
@@ -123,7 +123,7 @@ def test_equal_problems_are_one_key():
 def test_numbers_of_any_kind_are_taken():
     for scale in (np.float32(0.5), np.float64(0.5), 0.5):
         assert make(scale=scale).scale == 0.5
-    assert make(scale=np.int64(2)).scale == 2.0 and make(softcap=30).softcap == 30.0
+    assert make(scale=np.int64(2)).scale == 2.0 and make(softcap=30).number("softcap") == 30.0
 
 
 def test_a_problem_cannot_be_changed():

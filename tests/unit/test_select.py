@@ -9,6 +9,7 @@ from numba_flash import arguments, launch
 from numba_flash import select as select_module
 from numba_flash.config import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
 from numba_flash.explaining import Explanation
+from numba_flash.options import uses
 from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 from numba_flash.target import Target
 
@@ -230,7 +231,7 @@ def test_blocks_in_pairs(head_dim, options, paired, monkeypatch):
 def test_scores_are_finished_first_where_they_must_be(options, scaled):
     config = select(problem(**options), A100, "mma").config
     assert config.scaled == scaled
-    assert (config.softcap, config.alibi_dtype is not None) == ("softcap" in options, "alibi_slopes" in options)
+    assert all(config.has(name) == (name in options) for name in ("softcap", "alibi_slopes"))
 
 
 # 16 bytes of o at a time: whole chunks, rows at multiples of 16 bytes; and each that is not so.
@@ -313,7 +314,7 @@ def test_the_simulator_takes_numpy_arrays_only(family):
 def test_the_config_knows_what_the_problem_uses():
     options = dict(softcap=3.0, return_lse=True, causal=True, window=(3, None))
     config = select(problem(48, 40, "float64", **options), HOPPER, "v2").config
-    assert config.softcap and config.write_lse and not config.mask and config.bias_dtype is None
+    assert config.uses == uses(softcap=True) and config.write_lse
     assert (config.head_dim, config.head_dim_v, config.dtype) == (48, 40, "float64")
     plain = select(problem(48, 40, "float64", softcap=3.0, return_lse=True), HOPPER, "v2").config
     assert plain == config, "causal and window are values, not code: they must not compile another kernel"
@@ -338,15 +339,16 @@ def test_a_config_checks_itself(wrong):
         (dict(dtype="float32"), "float16 and bfloat16, not float32"),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
-        (dict(group=3), "group must divide tile_m = 128"), (dict(softcap=True), "scaled"),
-        (dict(alibi_dtype="float32"), "scaled"), (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
+        (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
+        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32"), scaled=True), "bias"),
+        (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_tensor_config_checks_itself(wrong, word):
     with pytest.raises(ValueError, match=word):
         mma(**wrong)
-    assert mma(softcap=True, alibi_dtype="float32", scaled=True, group=128).queries == 1
+    assert mma(uses=uses(softcap=True, alibi_slopes="float32"), scaled=True, group=128).queries == 1
 
 
 # Consumers, the width of one product, the stages that overlap needs, the registers of a consumer.

@@ -10,10 +10,10 @@ from .stage import LOG2_E, FragmentStage, Stage
 
 
 def make(config: Any) -> Stage | None:
-    if config.alibi_dtype is None:
+    if not config.has("alibi_slopes"):
         return None
     compute = elements.COMPUTE_TYPES[config.dtype]
-    load = elements.loader(config.alibi_dtype, compute)
+    load = elements.loader(config.dtype_of("alibi_slopes"), compute)
 
     @cuda.jit(device=True)
     def value(s, at, arrays, strides, score):
@@ -24,9 +24,9 @@ def make(config: Any) -> Stage | None:
 
 
 def on_fragments(config: Any) -> FragmentStage | None:
-    if config.alibi_dtype is None:
+    if not config.has("alibi_slopes"):
         return None
-    load, log2_e, one = elements.loader(config.alibi_dtype, float32), float32(LOG2_E), float32(1)
+    load, log2_e, one = elements.loader(config.dtype_of("alibi_slopes"), float32), float32(LOG2_E), float32(1)
 
     @inlined
     def value(s, factor, slope, distance, score):

@@ -9,9 +9,9 @@ from .stage import Stage
 
 
 def make(config: Any) -> Stage | None:
-    if config.bias_dtype is None:
+    if not config.has("bias"):
         return None
-    load = elements.loader(config.bias_dtype, elements.COMPUTE_TYPES[config.dtype])
+    load = elements.loader(config.dtype_of("bias"), elements.COMPUTE_TYPES[config.dtype])
 
     @cuda.jit(device=True)
     def value(s, at, arrays, strides, score):
@@ -23,4 +23,4 @@ def make(config: Any) -> Stage | None:
 
 def on_fragments(config: Any) -> None:
     """The tensor-core kernels take no bias yet."""
-    assert config.bias_dtype is None
+    assert not config.has("bias")

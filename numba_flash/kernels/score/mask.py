@@ -7,7 +7,7 @@ from numba import cuda
 
 def make(config: Any) -> Any:
     """visible(at, arrays, strides), or None without a mask."""
-    if not config.mask:
+    if not config.has("mask"):
         return None
 
     @cuda.jit(device=True)

@@ -9,7 +9,7 @@ from numba import cuda, int64
 @functools.cache
 def make(config: Any) -> Any:
     """keys_and_start(b, arrays, strides, sizes) -> (valid keys of batch entry b, the position of its query 0)."""
-    has_seqlens_k, source = config.seqlens_k, config.q_offset_source
+    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
     from_seqlens_k, from_array = source == "seqlens_k", source == "array"
 
     @cuda.jit(device=True)

@@ -14,7 +14,7 @@ SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the
 
 
 def make(config: Any) -> Stage | None:
-    if not config.softcap:
+    if not config.has("softcap"):
         return None
     compute = elements.COMPUTE_TYPES[config.dtype]
 
@@ -39,7 +39,7 @@ def tanh(x):
 
 
 def on_fragments(config: Any) -> FragmentStage | None:
-    if not config.softcap:
+    if not config.has("softcap"):
         return None
     log2_e = float32(LOG2_E)
 

@@ -42,7 +42,7 @@ def make(config, of_product):
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
-    has_alibi = config.alibi_dtype is not None
+    has_alibi = config.has("alibi_slopes")
     weight = weights.make(config)
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
