@@ -298,8 +298,7 @@ def _device_of(pointer: int) -> int:
     return int(ordinal)
 
 
-# A bridge may have read an array itself.
-_READERS: dict[type, Callable[[Any], Array]] = {np.ndarray: _numpy, Array: lambda array: array}
+_READERS: dict[type, Callable[[Any], Array]] = {np.ndarray: _numpy}
 
 
 def read(name: str, x: Any) -> Array:
@@ -507,7 +506,7 @@ def host_view(array: Array) -> np.ndarray:
 
 def is_array(x: Any) -> bool:
     """Whether x is an array rather than a plain number (NumPy's scalars are numbers)."""
-    return (hasattr(x, "shape") and not isinstance(x, np.generic)) or isinstance(x, Array)
+    return hasattr(x, "shape") and not isinstance(x, np.generic)
 
 
 LEGACY_DEFAULT = 1  # the address of this stream, which is also called 0

@@ -10,6 +10,7 @@ and keeps it: a new function in each call would be a new program in each call.
 
 import ctypes
 import functools
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ import jax
 
 from .. import api, arrays, gradients, problem, select, select_backward
 from ..api import AttentionOutput
-from ..arrays import Array, Layout
+from ..arrays import Array, GradientOperands, Layout, Operands
 from ..launch import Launch
 from .jax_fold import fold
-from .jax_refusals import no_second_derivative, reverse_only
+from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -35,7 +36,7 @@ except ImportError:
 # Where each array stands that the operation is given, and which is the gradient of which.
 OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k", "q_offset")
 GRADIENT_OF = dict(dq="q", dk="k", dv="v", dbias="bias", dalibi_slopes="alibi_slopes")
-NOT_GIVEN = dict.fromkeys((*OPERANDS[3:], "dlse"))
+SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
 
 
 class Options(NamedTuple):
@@ -107,7 +108,12 @@ def attention(
     for name in GRADIENT_OF.values():
         if name in operands:
             operands[name] = reverse_only(operands[name])
-    o, lse = _attention(options, operands)
+    try:
+        o, lse = _attention(options, operands)
+    except TypeError as error:  # jax.jit(jax.jacfwd) comes here: mapped tangents are refused by JAX when it traces
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(FORWARD_MODE) from error
     return AttentionOutput(o, lse) if return_lse else o
 
 
@@ -186,9 +192,19 @@ def _facts(named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(named), tuple(x.dtype.name for x in named.values())
 
 
+class _Plan(NamedTuple):
+    """What a callback does with buffers of these shapes."""
+
+    forward: problem.Problem
+    launch: Launch
+    where: tuple[int | None, ...]  # which buffer is the kernel's first operand, and so on; None = there is none
+    layouts: tuple[Layout, ...]  # of the buffers, as one problem has them
+    turns: tuple[tuple[int, ...], ...]  # for each problem, where it begins in each buffer, in bytes
+
+
 @dataclass(frozen=True)
 class _Callback:
-    """What XLA calls. Equal ones compile once."""
+    """What XLA calls. Equal ones are compiled once."""
 
     options: Options
     names: tuple[str, ...]  # of the operands and then of the results
@@ -197,61 +213,63 @@ class _Callback:
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         buffers = (*operands, *results)
         addresses, device = arrays.jax_addresses(buffers)
-        shapes = tuple([x.shape for x in buffers])
-        layouts, turns = _folded(self.names, self.dtypes, shapes, len(operands), device)
-        stream = None if device is None else context.stream  # asking raises where there is none, which takes 5 us
-        for starts in turns:
-            made = [
-                Array(address + start, layout, buffer)
-                for address, start, layout, buffer in zip(addresses, starts, layouts, buffers, strict=True)
+        aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+        plan = _plan(self, tuple([x.shape for x in buffers]), device, aligned)
+        stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
+        for starts in plan.turns:
+            given = [
+                None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]
-            launch, given = self.understand(dict(zip(self.names, made, strict=True)), stream)
-            _run(launch, given, stream or 0)
-
-    def understand(self, given: dict[str, Array], stream: int | None) -> tuple[Launch, list[Array | None]]:
-        raise NotImplementedError
-
-    def arguments(self, given: dict[str, Array]) -> dict[str, Any]:
-        """The arguments of `attention` and `attention_backward`."""
-        return {**NOT_GIVEN, **self.options._asdict(), **given}
+            problem.check_lengths(given[SEQLENS_K], plan.forward)
+            _run(plan.launch, given, stream)
 
 
 class _Forward(_Callback):
-    def understand(self, given: dict[str, Array], stream: int | None) -> tuple[Launch, list[Array | None]]:
-        out = given.pop("o"), given.pop("lse")
-        arguments = self.arguments(given)
-        del arguments["dlse"]
-        operands, decision = api.understand(**arguments, out=out, return_lse=True, stream=stream)
-        return decision.launch, operands
+    order, results = Operands._fields, ("o", "lse")
+
+    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+        found = api.decide(
+            layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
+            **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
+        )  # fmt: skip
+        return found.problem, found.launch
 
 
 class _Backward(_Callback):
-    def understand(self, given: dict[str, Array], stream: int | None) -> tuple[Launch, list[Array | None]]:
-        results = [given.pop(name, None) for name in GRADIENT_OF]
-        arguments = self.arguments(given)
-        if self.options.kernel not in select_backward.BUILT:
-            arguments["kernel"] = "auto"
-        wanted = tuple(name for name in GRADIENT_OF if name in self.names)
-        operands, decision = gradients.understand(**arguments, wanted=wanted, deterministic=True, stream=stream)
-        return decision.launch, [*operands, *results]
+    order, results = GradientOperands._fields, tuple(GRADIENT_OF)
+
+    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+        known = self.options._asdict()
+        if known["kernel"] not in select_backward.BUILT:
+            known["kernel"] = "auto"
+        inputs: dict[str, Any] = {name: layouts.get(name) for name in self.order if name not in GRADIENT_OF}
+        inputs["q_offsets"] = inputs.pop("q_offset")
+        found = gradients.decide(
+            **inputs, **known, wanted=tuple(name for name in GRADIENT_OF if name in layouts), deterministic=True,
+            has_stream=has_stream, aligned=aligned,
+        )  # fmt: skip
+        return found.problem.forward, found.launch
 
 
 @functools.lru_cache(maxsize=4096)
-def _folded(
-    names: tuple[str, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], operands: int,
-    device: int | None,
-) -> tuple[list[Layout], list[tuple[int, ...]]]:  # fmt: skip
-    """The layouts of one problem's arrays, and for each problem where they begin, in bytes."""
+def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, aligned: bool) -> _Plan:
+    names, dtypes = callback.names, callback.dtypes
     folded = fold(names, shapes, mapped=len(shapes[0]) - 4)
-    layouts = [
-        arrays.jax_layout(device, shape, strides, dtype, readonly=index < operands)
-        for index, (shape, strides, dtype) in enumerate(zip(folded.shapes, folded.strides, dtypes, strict=True))
-    ]
+    layouts = tuple(
+        arrays.jax_layout(device, shape, strides, dtype, readonly=name not in callback.results)
+        for name, shape, strides, dtype in zip(names, folded.shapes, folded.strides, dtypes, strict=True)
+    )
     sizes = [arrays.ITEM_SIZE[dtype] for dtype in dtypes]
-    return layouts, [tuple(n * size for n, size in zip(turn, sizes, strict=True)) for turn in folded.starts]
+    turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
+    fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
+    aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
+    forward, launch = callback.decide(dict(zip(names, layouts, strict=True)), device is not None, aligned)
+    where = tuple(names.index(name) if name in names else None for name in callback.order)
+    return _Plan(forward, launch, where, layouts, turns)
 
 
-_floats = ctypes.CDLL(None if os.name == "posix" else "ucrtbase")
+# Calls of a microsecond; CDLL would let other threads run Python meanwhile, and then wait for its turn.
+_floats = ctypes.PyDLL(None if os.name == "posix" else "ucrtbase")
 _Environment = ctypes.c_char * 64  # no machine's floating-point environment is larger
 _USUAL = _Environment()
 _floats.fegetenv(_USUAL)

@@ -60,7 +60,8 @@ def reverse_only(x: Any) -> Any:
 @reverse_only.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (x,), (tangent,) = primals, tangents
-    return x, _in_reverse_only.bind(tangent, like=_like((tangent,)))[0]
+    # x may have a tangent of its own, as in jax.hessian, whose tangents are around those of a gradient
+    return reverse_only(x), _in_reverse_only.bind(tangent, like=_like((tangent,)))[0]
 
 
 def no_second_derivative(tangents: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
