@@ -35,7 +35,7 @@ def _primitive(name: str, words: str) -> Primitive:
             jax.numpy.broadcast_to(x, (size, *x.shape)) if axis is None else jax.numpy.moveaxis(x, axis, 0)
             for x, axis in zip(tangents, axes, strict=True)
         ]
-        like = tuple(jax.core.ShapedArray((size, *x.shape), x.dtype) for x in like)
+        like = tuple(x.update(shape=(size, *x.shape)) for x in like)
         return primitive.bind(*tangents, like=like), (0,) * len(like)
 
     primitive.def_impl(refuse)
@@ -61,13 +61,11 @@ def reverse_only(x: Any) -> Any:
 def _(primals: Any, tangents: Any) -> Any:
     (x,), (tangent,) = primals, tangents
     # x may have a tangent of its own, as in jax.hessian, whose tangents are around those of a gradient
-    return reverse_only(x), _in_reverse_only.bind(tangent, like=_like((tangent,)))[0]
+    return reverse_only(x), _in_reverse_only.bind(tangent, like=(jax.typeof(tangent),))[0]
 
 
 def no_second_derivative(tangents: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tangents of gradients."""
-    return tuple(_second.bind(*jax.tree.leaves(tangents), like=_like(results)))
-
-
-def _like(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in values)
+    return tuple(
+        _second.bind(*jax.tree.leaves(tangents), like=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results))
+    )
