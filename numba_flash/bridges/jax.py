@@ -1,22 +1,29 @@
 """attention() as an operation of JAX: jit, grad, vmap.
 
-`numba_flash.attention` comes here by itself for traced arrays. XLA calls back to Python where the operation stands and
-hands over its own memory, in which the results are written: nothing is copied, and on a GPU work is enqueued on XLA's
-stream. What is computed is what `attention` and `attention_backward` compute.
+`numba_flash.attention` calls this module for traced arrays. XLA calls back to Python where the operation stands and
+hands over its own memory, and the results are written there. Nothing is copied, and on a GPU the work is enqueued on
+XLA's stream. `attention` and `attention_backward` do the computation.
+
+A callback is an object that equals every other one of the same options. JAX compiles a callback that it has not seen,
+and keeps it: a new function in each call would be a new program in each call.
 """
 
-import contextlib
 import ctypes
 import functools
+import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import api, arrays, gradients, problem, select, select_backward
 from ..api import AttentionOutput
-from ..arrays import Layout
+from ..arrays import Array, GradientOperands, Layout, Operands
+from ..launch import Launch
+from .jax_fold import fold
+from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -26,8 +33,10 @@ except ImportError:
         f"{jax.__version__} does not have; a newer JAX has it"
     ) from None
 
-NOT_GIVEN = dict.fromkeys(("bias", "mask", "alibi_slopes", "seqlens_k", "q_offset", "dlse"))
+# Where each array stands that the operation is given, and which is the gradient of which.
+OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k", "q_offset")
 GRADIENT_OF = dict(dq="q", dk="k", dv="v", dbias="bias", dalibi_slopes="alibi_slopes")
+SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
 
 
 class Options(NamedTuple):
@@ -73,17 +82,17 @@ def attention(
     >>> jax.jit(jax.grad(lambda q: numba_flash.attention(q, k, v, causal=True).sum()))(q)
 
     The arguments and errors are those of `numba_flash.attention`, except that out and stream are refused: memory and
-    stream are XLA's. What only running can tell, as whether `kernel` can compute it there, comes as a JaxRuntimeError
-    that contains the error. vmap runs one problem after the other. Only reverse mode, and only once.
+    stream are XLA's. An error that only running can show, such as a `kernel` that cannot compute the problem there,
+    comes as a JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with
+    several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
+    mode, once; forward mode and second derivatives raise NotImplementedError.
     """
     api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
     offsets, q_offset = (q_offset, None) if arrays.is_array(q_offset) else (None, q_offset)
-    operands = dict(
-        q=q, k=k, v=v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, seqlens_k=seqlens_k, q_offset=offsets
-    )
+    operands = dict(zip(OPERANDS, (q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets), strict=True))
     for name, array in operands.items():
         if not isinstance(array, jax.Array) and (array is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(array).__name__} beside JAX arrays")
@@ -94,21 +103,44 @@ def attention(
     select.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
-    o, lse = _attention(options, {name: array for name, array in operands.items() if array is not None})
+    operands = {name: array for name, array in operands.items() if array is not None}
+    _check(options, operands, return_lse)
+    for name in GRADIENT_OF.values():
+        if name in operands:
+            operands[name] = reverse_only(operands[name])
+    try:
+        o, lse = _attention(options, operands)
+    except TypeError as error:  # jax.jit(jax.jacfwd) comes here: mapped tangents are refused by JAX when it traces
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(FORWARD_MODE) from error
     return AttentionOutput(o, lse) if return_lse else o
+
+
+def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
+    """From shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
+
+    def layout(array: Any) -> Layout:
+        unit, strides = array.dtype.itemsize, problem.contiguous_strides(array.shape)
+        return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
+
+    known = {name: layout(array) for name, array in operands.items()}
+    problem.Problem.of(
+        known["q"], known["k"], known["v"], None, None, known.get("bias"), known.get("mask"), known.get("alibi_slopes"),
+        known.get("seqlens_k"), known.get("q_offset"), options.q_offset, options.causal, options.window, options.scale,
+        options.softcap, options.layout, return_lse,
+    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, operands: dict[str, Any]) -> tuple[Any, Any]:
-    def run(context: Any, results: Any, operands: dict[str, Any]) -> None:
-        arguments, stream = _arguments(options, operands), _stream(context)
-        with _subnormals():
-            api.attention(**arguments, out=results, return_lse=True, stream=stream, kernel=options.kernel)
-
-    checked = _checked(options, operands)
-    o = jax.ShapeDtypeStruct(checked.o_shape, operands["q"].dtype)
-    lse = jax.ShapeDtypeStruct(checked.lse_shape, checked.compute_dtype)
-    return buffer_callback(run, (o, lse), vmap_method="sequential")(operands)
+    operands, axes = _in_order(operands), problem.LAYOUTS[options.layout]
+    q, v = operands["q"], operands["v"]
+    o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = jax.ShapeDtypeStruct(
+        tuple(q.shape[axis] for axis in axes[:3]), jax.numpy.promote_types(q.dtype, jax.numpy.float32)
+    )
+    return _call(_Forward(options, *_facts(dict(operands, o=o, lse=lse))), tuple(operands.values()), (o, lse))
 
 
 def _forward(options: Options, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
@@ -122,26 +154,18 @@ def _forward(options: Options, operands: dict[str, Any]) -> tuple[tuple[Any, Any
 def _backward(options: Options, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     wanted, operands, o, lse = kept
     do, dlse = cotangents
-    names = tuple(name for name in GRADIENT_OF if name in wanted)
-    given = dict(do=_dense(do), o=o, lse=lse)
+    given = dict(_in_order(operands), o=o, lse=lse, do=_dense(do))
     if not isinstance(dlse, jax.custom_derivatives.SymbolicZero):
         given["dlse"] = dlse
+    of = {name: operands[GRADIENT_OF[name]] for name in GRADIENT_OF if name in wanted}
+    results = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
+    callback = _Backward(options, *_facts(given | results))
+    found = _call(callback, tuple(given.values()), tuple(results.values()))
+    gradients_of = {GRADIENT_OF[name]: gradient for name, gradient in zip(results, found, strict=True)}
+    return ({name: gradients_of.get(name) for name in operands},)
 
-    def run(context: Any, results: dict[str, Any], given: dict[str, Any], operands: dict[str, Any]) -> None:
-        stream = _stream(context)
-        inputs, decision = gradients.understand(
-            **{**NOT_GIVEN, **_arguments(options, operands), **given}, wanted=names, deterministic=True, stream=stream,
-            kernel=options.kernel if options.kernel in select_backward.BUILT else "auto",
-        )  # fmt: skip
-        outputs = [arrays.read(name, results[name]) if name in names else None for name in GRADIENT_OF]
-        with _subnormals():
-            decision.launch.run([*inputs, *outputs], stream or 0)
 
-    of = {name: operands[GRADIENT_OF[name]] for name in names}
-    shapes = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
-    found = buffer_callback(run, shapes, vmap_method="sequential")(given, operands)
-    names_of = {operand: name for name, operand in GRADIENT_OF.items()}
-    return ({name: found.get(names_of.get(name)) for name in operands},)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _dense(cotangent: Any) -> Any:
@@ -149,51 +173,114 @@ def _dense(cotangent: Any) -> Any:
     return jax.numpy.zeros(cotangent.shape, cotangent.dtype) if zero else cotangent
 
 
-_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _call(callback: "_Callback", given: tuple[Any, ...], results: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    return buffer_callback(callback, results, vmap_method="expand_dims")(*given)
 
 
-def _arguments(options: Options, operands: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `attention` and `attention_backward`, all but kernel."""
-    known = options._asdict()
-    del known["kernel"]
-    return {**known, **operands}
+@_call.defjvp
+def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
+    return _call(callback, *primals, results), no_second_derivative(tangents, results)
 
 
-_floats = ctypes.CDLL(None if os.name == "posix" else "ucrtbase")
-_USUAL = ctypes.create_string_buffer(64)  # no machine's floating-point environment is larger
+def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
+    """q first; JAX hands dictionaries over in the order of the alphabet."""
+    return {name: operands[name] for name in OPERANDS if name in operands}
+
+
+def _facts(named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(named), tuple(x.dtype.name for x in named.values())
+
+
+class _Plan(NamedTuple):
+    """What a callback does with buffers of these shapes."""
+
+    forward: problem.Problem
+    launch: Launch
+    where: tuple[int | None, ...]  # which buffer is the kernel's first operand, and so on; None = there is none
+    layouts: tuple[Layout, ...]  # of the buffers, as one problem has them
+    turns: tuple[tuple[int, ...], ...]  # for each problem, where it begins in each buffer, in bytes
+
+
+@dataclass(frozen=True)
+class _Callback:
+    """What XLA calls. Equal ones are compiled once."""
+
+    options: Options
+    names: tuple[str, ...]  # of the operands and then of the results
+    dtypes: tuple[str, ...]
+
+    def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
+        buffers = (*operands, *results)
+        addresses, device = arrays.jax_addresses(buffers)
+        aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+        plan = _plan(self, tuple([x.shape for x in buffers]), device, aligned)
+        stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
+        for starts in plan.turns:
+            given = [
+                None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
+            ]
+            problem.check_lengths(given[SEQLENS_K], plan.forward)
+            _run(plan.launch, given, stream)
+
+
+class _Forward(_Callback):
+    order, results = Operands._fields, ("o", "lse")
+
+    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+        found = api.decide(
+            layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
+            **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
+        )  # fmt: skip
+        return found.problem, found.launch
+
+
+class _Backward(_Callback):
+    order, results = GradientOperands._fields, tuple(GRADIENT_OF)
+
+    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+        known = self.options._asdict()
+        if known["kernel"] not in select_backward.BUILT:
+            known["kernel"] = "auto"
+        inputs: dict[str, Any] = {name: layouts.get(name) for name in self.order if name not in GRADIENT_OF}
+        inputs["q_offsets"] = inputs.pop("q_offset")
+        found = gradients.decide(
+            **inputs, **known, wanted=tuple(name for name in GRADIENT_OF if name in layouts), deterministic=True,
+            has_stream=has_stream, aligned=aligned,
+        )  # fmt: skip
+        return found.problem.forward, found.launch
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, aligned: bool) -> _Plan:
+    names, dtypes = callback.names, callback.dtypes
+    folded = fold(names, shapes, mapped=len(shapes[0]) - 4)
+    layouts = tuple(
+        arrays.jax_layout(device, shape, strides, dtype, readonly=name not in callback.results)
+        for name, shape, strides, dtype in zip(names, folded.shapes, folded.strides, dtypes, strict=True)
+    )
+    sizes = [arrays.ITEM_SIZE[dtype] for dtype in dtypes]
+    turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
+    fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
+    aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
+    forward, launch = callback.decide(dict(zip(names, layouts, strict=True)), device is not None, aligned)
+    where = tuple(names.index(name) if name in names else None for name in callback.order)
+    return _Plan(forward, launch, where, layouts, turns)
+
+
+# Calls of a microsecond; CDLL would let other threads run Python meanwhile, and then wait for its turn.
+_floats = ctypes.PyDLL(None if os.name == "posix" else "ucrtbase")
+_Environment = ctypes.c_char * 64  # no machine's floating-point environment is larger
+_USUAL = _Environment()
 _floats.fegetenv(_USUAL)
 
 
-@contextlib.contextmanager
-def _subnormals() -> Iterator[None]:
+def _run(launch: Launch, operands: Sequence[Array | None], stream: int) -> None:
     """XLA has subnormal numbers flushed to zero, also while it calls back: all of float16 below 6e-5 would be lost."""
-    flushing = ctypes.create_string_buffer(64)
+    flushing = _Environment()
     _floats.fegetenv(flushing)
     _floats.fesetenv(_USUAL)
     try:
-        yield
+        launch.run(operands, stream)
     finally:
         _floats.fesetenv(flushing)
-
-
-def _stream(context: Any) -> int | None:
-    """XLA's stream on a GPU; in host memory there is none, and asking raises."""
-    try:
-        return context.stream
-    except jax.errors.JaxRuntimeError:
-        return None
-
-
-def _checked(options: Options, operands: dict[str, Any]) -> problem.Problem:
-    """The problem, from shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
-
-    def layout(array: Any) -> Layout:
-        unit, strides = array.dtype.itemsize, problem.contiguous_strides(array.shape)
-        return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
-
-    known = {name: layout(array) for name, array in operands.items()}
-    return problem.Problem.of(
-        known["q"], known["k"], known["v"], None, None, known.get("bias"), known.get("mask"), known.get("alibi_slopes"),
-        known.get("seqlens_k"), known.get("q_offset"), options.q_offset, options.causal, options.window, options.scale,
-        options.softcap, options.layout, return_lse=True,
-    )  # fmt: skip

@@ -17,6 +17,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 ORDER = """
     __main__ demo debug
     compat.flash_attn compat.torch bridges.transformers bridges.torch bridges.jax
+    bridges.jax_refusals bridges.jax_fold
     testing explaining merging ladder
     gradients api copies launch_backward launch enqueue counters
     sim.launch

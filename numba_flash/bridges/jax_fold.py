@@ -1,0 +1,73 @@
+"""Dimensions that jax.vmap mapped over become part of the batch, without a copy.
+
+XLA hands over dense arrays with the mapped dimensions in front: (mapped ..., batch, ...). A dimension over which an
+array is not mapped is 1 long in it. All arrays of a call are walked along these dimensions together. Neighbouring
+dimensions can be one when every array steps through both with one stride. Stride 0 counts: with one batch entry an
+array that is not mapped is read again for each entry. What cannot be one batch is a loop over problems.
+"""
+
+import itertools
+import math
+import operator
+from typing import NamedTuple
+
+# How many dimensions an array has when all are written out, the batch first. The others have 4.
+RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2)
+
+
+class Fold(NamedTuple):
+    """The arrays of one attention problem, and where they begin in each turn of the loop."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]  # in elements
+    starts: tuple[tuple[int, ...], ...]  # of each turn, of each array, in elements
+
+
+def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int) -> Fold:
+    """names: of the arrays, as `attention` and `attention_backward` know them. The first one has a whole batch.
+
+    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front.
+    """
+    cores = [
+        (1,) * (RANKS.get(name, 4) + mapped - len(shape)) + shape[mapped:]
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+    walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]
+    extents = [min(column) and max(column) for column in zip(*walked, strict=True)]
+    steps = [_steps(walk, math.prod(core[1:])) for walk, core in zip(walked, cores, strict=True)]
+
+    batch, stride = extents[-1], [step[-1] for step in steps]
+    loops = mapped  # how many dimensions stay outside of the batch
+    while loops and _can_be_one(names, extents[loops - 1], [step[loops - 1] for step in steps], batch, stride):
+        loops -= 1
+        if batch == 1:
+            stride = [step[loops] for step in steps]
+        batch *= extents[loops]
+
+    if batch == extents[-1]:  # every array as a call without mapped dimensions has it
+        inner = tuple(shape[mapped:] for shape in shapes)
+        strides = tuple(map(_dense, inner))
+    else:
+        inner = tuple((batch, *core[1:]) for core in cores)
+        strides = tuple((first, *_dense(core[1:])) for first, core in zip(stride, cores, strict=True))
+    turns = itertools.product(*map(range, extents[:loops]))
+    starts = tuple(tuple(sum(map(operator.mul, turn, step)) for step in steps) for turn in turns)
+    return Fold(inner, strides, starts)
+
+
+def _can_be_one(names: tuple[str, ...], extent: int, outer: list[int], batch: int, inner: list[int]) -> bool:
+    """Whether a dimension and the batch, which is inside of it, are one dimension of every array."""
+    if extent == 1:
+        return True
+    if any(name == "lse" and not step for name, step in zip(names, outer, strict=True)):
+        return False  # the kernels want lse without gaps or repetition
+    return batch == 1 or all(far == near * batch for far, near in zip(outer, inner, strict=True))
+
+
+def _steps(walk: tuple[int, ...], entry: int) -> list[int]:
+    """Strides along the dimensions that are walked, over entries of so many elements."""
+    return [math.prod(walk[axis + 1 :]) * entry if extent > 1 else 0 for axis, extent in enumerate(walk)]
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
