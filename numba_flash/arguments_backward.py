@@ -9,7 +9,9 @@ from .arguments import Scalars
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
 from .config_backward import BackwardConfig
+from .config_wgmma_backward import WgmmaBackwardConfig
 from .ranges import UNBOUNDED
+from .tensor_maps import TensorMap
 
 # In the computing type; of what shape, launch_backward.workspace says.
 WORKSPACE = ("delta", "slope_rows", "row_facts")
@@ -32,6 +34,7 @@ PARAMETERS: dict[str, tuple[list[str], list[str]]] = {
     "mma_dkdv": ([*_TENSOR_INPUTS, "dk", "dv"], [*_TENSOR_LAYOUTS, "dk_strides", "dv_strides", *_SIZES]),
     "mma_dq": ([*_TENSOR_INPUTS, "dq"], [*_TENSOR_LAYOUTS, "dq_strides", *_SIZES]),
 }
+PARAMETERS |= {f"wgmma_{name}": PARAMETERS[f"mma_{name}"] for name in ("dkdv", "dq")}  # behind the tensor maps
 _TUPLES = dict(dlse_strides=3, alibi_strides=2, dalibi_strides=2, batch_strides=2)
 
 
@@ -67,6 +70,29 @@ def scalars(config: BackwardConfig, problem: BackwardProblem) -> Scalars:
         softcap=forward.softcap or 0.0,
     )
     return tuple(values[name] for name in PARAMETERS[config.kernel][1])
+
+
+def tensor_maps(config: BackwardConfig, problem: BackwardProblem) -> tuple[tuple[int, TensorMap], ...]:
+    """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
+    if not isinstance(config, WgmmaBackwardConfig):
+        return ()
+    p = problem.forward
+    given = (
+        (0, p.q_strides, p.seqlen_q, p.heads, p.head_dim, config.tile_m),
+        (1, p.k_strides, p.seqlen_k, p.heads_kv, p.head_dim, config.tile_n),
+        (2, p.v_strides, p.seqlen_k, p.heads_kv, p.head_dim_v, config.tile_n),
+        (3, problem.do_strides, p.seqlen_q, p.heads, p.head_dim_v, config.tile_m),
+    )
+    # A map has no extent of 0, and an empty array lies nowhere: one element of another stands for it, past which a
+    # tile is zeros.
+    present = next((operand for operand, _, rows, *_ in given if rows), 0)
+    maps = []
+    for operand, strides, rows, heads, columns, tile in given:
+        batch, head, row = (2 * stride for stride in strides[:3])
+        shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
+        made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
+        maps.append((operand if rows else present, made))
+    return tuple(maps)
 
 
 def operands(config: BackwardConfig) -> tuple[int, ...]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from . import arrays, reference
-from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars
+from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars, tensor_maps
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
 from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from .config_wgmma_backward import WgmmaDkdvConfig
 from .launch import Announced, Given, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
@@ -34,7 +35,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
     if isinstance(config, MmaRowsConfig):
         return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
@@ -67,7 +68,12 @@ class _Sequence(Launch):
     def __init__(self, choice: BackwardChoice, problem: BackwardProblem, target: Target) -> None:
         steps = [(config, grid(config, problem), operands(config)) for config in choice.configs]
         self._steps = [
-            (on_gpu(config, target, blocks, len(taken), scalars(config, problem)), taken)
+            (
+                on_gpu(
+                    config, target, blocks, len(taken), scalars(config, problem), tensor_maps(config, problem)
+                ),
+                taken,
+            )
             for config, blocks, taken in steps
             if blocks
         ]

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments_backward import tensor_maps
 from .backward_problem import BackwardProblem
+from .config import Config
 from .config_backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from .config_seed_backward import (
     DalibiConfig,
@@ -15,10 +17,12 @@ from .config_seed_backward import (
     DqConfig,
     SeedBackwardConfig,
 )
-from .select import KERNELS, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
+from .config_wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
+from .select import KERNELS, TENSOR, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
 from .target import Target
+from .tensor_maps import fits
 
-BUILT = ("reference", "v2", "mma", "cpu")  # of KERNELS, those that have a backward
+BUILT = ("reference", "v2", "mma", "wgmma", "cpu")  # of KERNELS, those that have a backward
 
 # (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last row. A key has
 # two threads in v2_dkdv. Not measured yet.
@@ -65,6 +69,28 @@ MMA_DQ_TILES = (
     (256, False, 64, 32, 16, False, 1, 1, 2),
     (256, False, 32, 16, 16, False, 1, 1, 2),
 )
+# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b, apart): as in MMA_DKDV_TILES; apart: dK
+# and dV have a kernel each.
+WGMMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (64, True, 128, 128, 2, 2, False),
+    (64, False, 64, 128, 2, 2, False),
+    (128, True, 64, 128, 2, 2, False),
+    (128, False, 48, 128, 2, 2, False),
+    (256, False, 64, 128, 2, 1, True),
+)
+# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b)
+WGMMA_DQ_TILES: tuple[tuple[Any, ...], ...] = (
+    (64, True, 128, 128, 2, 2),
+    (64, False, 128, 64, 2, 2),
+    (128, True, 128, 96, 2, 2),
+    (128, False, 128, 64, 2, 2),
+    (256, False, 128, 48, 2, 1),
+)
+WGMMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (128, False, 32, 64, 2, 2, False),
+    (256, False, 32, 64, 2, 1, True),
+)
+WGMMA_SIMULATOR_DQ_TILES: tuple[tuple[Any, ...], ...] = ((256, False, 64, 32, 2, 2),)
 MMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
     (128, False, 32, 32, 16, False, 0, 1, 2),
     (256, False, 32, 32, 16, False, 0, 0, 2),
@@ -122,8 +148,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         )
     if target.arrays_on_host and not target.simulated:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
-    if name == "mma":
-        reason = _no_mma(problem, target)
+    if name in TENSOR:
+        reason = _no_tensor_cores(name, problem, target)
         if reason is not None:
             return reason
     needed = max((config.shared_bytes for config in _configs(name, problem, target)), default=0)
@@ -140,11 +166,13 @@ def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[Backw
     """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
     if name == "v2":
         return v2_configs(problem, target)
+    if name == "wgmma":
+        return wgmma_configs(problem, target)
     return mma_configs(problem, target) if name == "mma" else ()
 
 
-def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
-    """Why mma's kernels do not take the problem, apart from shared memory."""
+def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
+    """Why the kernels of "mma" or "wgmma" do not take the problem, apart from shared memory."""
     forward = problem.forward
     if not forward.aligned:
         return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
@@ -154,10 +182,22 @@ def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None
-    reason = no_tensor_cores("mma", forward, target)
+    reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v)
+        if reason is None and name == "wgmma":
+            reason = _no_tma(problem, target)
     return reason
+
+
+def _no_tma(problem: BackwardProblem, target: Target) -> str | None:
+    """Why TMA cannot fetch an operand, or None. The strides alone decide it, which are the same for every kernel."""
+    for config in wgmma_configs(problem, target):
+        for operand, tensor_map in tensor_maps(config, problem):
+            reason = fits(tensor_map)
+            if reason is not None:
+                return f"{('q', 'k', 'v', 'do')[operand]} cannot be fetched by TMA: {reason}"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,13 +236,55 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     return tuple(made)
 
 
-def _first_that_fits(candidates: Sequence[Sequence[MmaBackwardConfig]], target: Target) -> Sequence[MmaBackwardConfig]:
+@functools.lru_cache(maxsize=4096)
+def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    forward = problem.forward
+    head_dim, plain = max(forward.head_dim, forward.head_dim_v), forward.softcap is None and forward.alibi_dtype is None
+
+    def rows_of(table: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [row[2:] for row in table if head_dim <= row[0] and (plain or not row[1])]
+
+    made: list[BackwardConfig] = [_mma_rows(problem, target)]
+    wanted = [name for name in ("dk", "dv") if name in problem.wanted]
+    dkdv = WGMMA_SIMULATOR_DKDV_TILES if target.simulated else WGMMA_DKDV_TILES
+    made += _first_that_fits([_wgmma_dkdv(problem, wanted, *row) for row in rows_of(dkdv)], target)
+    if "dq" in problem.wanted:
+        dq = WGMMA_SIMULATOR_DQ_TILES if target.simulated else WGMMA_DQ_TILES
+        made += _first_that_fits([_wgmma_dq(problem, *row) for row in rows_of(dq)], target)
+    return tuple(made)
+
+
+def _wgmma_dkdv(
+    problem: BackwardProblem, wanted: list[str], tile_m: int, tile_n: int, stages_a: int, stages_b: int, apart: bool
+) -> list[WgmmaBackwardConfig]:
+    parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
+    return [
+        WgmmaDkdvConfig(
+            **_features(problem), kernel="wgmma_dkdv", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a,
+            stages_b=stages_b, of_dk="dk" in part, of_dv="dv" in part,
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def _wgmma_dq(
+    problem: BackwardProblem, tile_m: int, tile_n: int, stages_a: int, stages_b: int
+) -> list[WgmmaBackwardConfig]:
+    return [
+        WgmmaDqConfig(
+            **_features(problem), kernel="wgmma_dq", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b
+        )
+    ]
+
+
+def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
     """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
 
-    def fits(config: MmaBackwardConfig) -> bool:
+    def fit(config: Config) -> bool:
         return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
-    return next((made for made in candidates if all(map(fits, made))), candidates[-1])
+    return next((made for made in candidates if all(map(fit, made))), candidates[-1])
 
 
 def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
