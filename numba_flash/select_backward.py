@@ -70,21 +70,32 @@ MMA_DQ_TILES = (
     (256, False, 32, 16, 16, False, 1, 1, 2),
 )
 # (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b, apart): as in MMA_DKDV_TILES; apart: dK
-# and dV have a kernel each.
+# and dV have a kernel each. H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-23, us at seqlen 1k, 4k, 16k and
+# 4k causal. head_dim 64: 112 x 128 601, 1814, 7254, 1049; 96 x 128 582, 1859, 7466, 1076; 64 x 128 603, 2016, 8159,
+# 1116; 48 x 192 680, 2095, 8072, 1139. head_dim 128: 64 x 128 in three stages 495, 1702, 6992, 933, in two 501, 1730,
+# 7217, 963; 48 x 128 566, 1955, 8131, 1102. head_dim 256, dK and dV together: 64 x 128 692, 2401, 9804, 1362; 48 x 128
+# for dK 840, 2945, 12187, 1601.
 WGMMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
-    (64, True, 128, 128, 2, 2, False),
+    (64, True, 112, 128, 2, 2, False),
     (64, False, 64, 128, 2, 2, False),
-    (128, True, 64, 128, 2, 2, False),
+    (96, True, 80, 128, 2, 2, False),
+    (128, True, 64, 128, 3, 3, False),
     (128, False, 48, 128, 2, 2, False),
+    (192, True, 80, 128, 2, 2, True),
     (256, False, 64, 128, 2, 1, True),
 )
-# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b)
+# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b). Measured likewise. head_dim 64: 128 x
+# 128 418, 1312, 5157, 744; 128 x 96 461, 1427, 5590, 812; 192 x 64 476, 1462, 5336, 789. head_dim 128: 128 x 112 360,
+# 1133, 4395, 641; 128 x 96 357, 1185, 4611, 663; 128 x 64 351, 1166, 4594, 645. head_dim 256: 128 x 64 321, 1072, 4110,
+# 624; 128 x 48 361, 1179, 4506, 670.
 WGMMA_DQ_TILES: tuple[tuple[Any, ...], ...] = (
     (64, True, 128, 128, 2, 2),
     (64, False, 128, 64, 2, 2),
-    (128, True, 128, 96, 2, 2),
+    (96, True, 128, 128, 2, 2),
+    (128, True, 128, 112, 2, 2),
     (128, False, 128, 64, 2, 2),
-    (256, False, 128, 48, 2, 1),
+    (192, True, 128, 80, 2, 2),
+    (256, False, 128, 64, 2, 1),
 )
 WGMMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
     (128, False, 32, 64, 2, 2, False),
@@ -262,7 +273,7 @@ def _wgmma_dkdv(
     return [
         WgmmaDkdvConfig(
             **_features(problem), kernel="wgmma_dkdv", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a,
-            stages_b=stages_b, of_dk="dk" in part, of_dv="dv" in part,
+            stages_b=stages_b if "dk" in part else 2, of_dk="dk" in part, of_dv="dv" in part,
         )
         for part in parts
     ]  # fmt: skip
