@@ -64,8 +64,10 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
     "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
-    "mma_dkdv": Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
-    "mma_dq": Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS),
+    **dict.fromkeys(
+        ("mma_dkdv", "wgmma_dkdv"), Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS)
+    ),
+    **dict.fromkeys(("mma_dq", "wgmma_dq"), Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS)),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
 GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
@@ -184,4 +186,27 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
         box = (64, config.tile_n // config.cluster, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
+    return tuple(maps)
+
+
+def backward_tensor_maps(config: Any, problem: "BackwardProblem") -> tuple[tuple[int, TensorMap], ...]:
+    """The same for a kernel of a backward."""
+    if not config.tensor_maps:
+        return ()
+    p = problem.forward
+    given = (
+        (0, p.q_strides, p.seqlen_q, p.heads, p.head_dim, config.tile_m),
+        (1, p.k_strides, p.seqlen_k, p.heads_kv, p.head_dim, config.tile_n),
+        (2, p.v_strides, p.seqlen_k, p.heads_kv, p.head_dim_v, config.tile_n),
+        (3, problem.do_strides, p.seqlen_q, p.heads, p.head_dim_v, config.tile_m),
+    )
+    # A map has no extent of 0, and an empty array lies nowhere: one element of another stands for it, past which a
+    # tile is zeros.
+    present = next((operand for operand, _, rows, *_ in given if rows), 0)
+    maps = []
+    for operand, strides, rows, heads, columns, tile in given:
+        batch, head, row = (2 * stride for stride in strides[:3])
+        shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
+        made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
+        maps.append((operand if rows else present, made))
     return tuple(maps)

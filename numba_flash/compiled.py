@@ -44,6 +44,8 @@ MODULES = {
     "mma_rows": "mma_backward_rows",
     "mma_dkdv": "mma_backward_dkdv",
     "mma_dq": "mma_backward_dq",
+    "wgmma_dkdv": "wgmma_backward_dkdv",
+    "wgmma_dq": "wgmma_backward_dq",
     "safe": "softmax_safe",
     "online": "softmax_online",
     "blocked": "softmax_blocked",

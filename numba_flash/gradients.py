@@ -84,7 +84,7 @@ def attention_backward(
     deterministic: True = the same call gives the same bits. False allows a kernel to add up in any order
         where that is faster; none does yet.
     stream: as for `attention`.
-    kernel: "auto", or by name "reference", "v2", "mma", "cpu"; the rungs without a backward say what would
+    kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu"; the rungs without a backward say what would
         run, and `explain_backward` which does and why.
 
     Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes) in the caller's kind of array: dq, dk, dv

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from . import arrays, reference
-from .arguments import BACKWARD_ARRAYS, BACKWARD_WORKSPACE, backward_values, positions
+from .arguments import BACKWARD_ARRAYS, BACKWARD_WORKSPACE, backward_tensor_maps, backward_values, positions
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
 from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from .config_wgmma_backward import WgmmaDkdvConfig
 from .launch import Announced, Given, Launch, Sequence, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
@@ -34,7 +35,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
     if isinstance(config, MmaRowsConfig):
         return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
@@ -64,7 +65,9 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     configs = [(config, grid(config, problem)) for config in choice.configs]
     steps = [
         (
-            on_gpu(config, target, blocks, backward_values(config.kernel, problem)),
+            on_gpu(
+                config, target, blocks, backward_values(config.kernel, problem), backward_tensor_maps(config, problem)
+            ),
             positions(config.kernel, BACKWARD_ARRAYS),
         )
         for config, blocks in configs

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import backward_tensor_maps
 from .backward_problem import BackwardProblem
+from .config import Config
 from .config_backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from .config_seed_backward import (
     DalibiConfig,
@@ -15,11 +17,13 @@ from .config_seed_backward import (
     DqConfig,
     SeedBackwardConfig,
 )
+from .config_wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
 from .options import changes_scores
-from .select import KERNELS, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
+from .select import KERNELS, TENSOR, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
 from .target import Target
+from .tensor_maps import fits
 
-BUILT = ("reference", "v2", "mma", "cpu")  # of KERNELS, those that have a backward
+BUILT = ("reference", "v2", "mma", "wgmma", "cpu")  # of KERNELS, those that have a backward
 
 # (tile_m, tile_n): the first that fits into the device's shared memory and is not mostly past the last row. A key has
 # two threads in v2_dkdv. Not measured yet.
@@ -66,6 +70,39 @@ MMA_DQ_TILES = (
     (256, False, 64, 32, 16, False, 1, 1, 2),
     (256, False, 32, 16, 16, False, 1, 1, 2),
 )
+# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b, apart): as in MMA_DKDV_TILES; apart: dK
+# and dV have a kernel each. H200, float16, 2048 / head_dim heads, 16k tokens, 2026-11-23, us at seqlen 1k, 4k, 16k and
+# 4k causal. head_dim 64: 112 x 128 601, 1814, 7254, 1049; 96 x 128 582, 1859, 7466, 1076; 64 x 128 603, 2016, 8159,
+# 1116; 48 x 192 680, 2095, 8072, 1139. head_dim 128: 64 x 128 in three stages 495, 1702, 6992, 933, in two 501, 1730,
+# 7217, 963; 48 x 128 566, 1955, 8131, 1102. head_dim 256, dK and dV together: 64 x 128 692, 2401, 9804, 1362; 48 x 128
+# for dK 840, 2945, 12187, 1601.
+WGMMA_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (64, True, 112, 128, 2, 2, False),
+    (64, False, 64, 128, 2, 2, False),
+    (96, True, 80, 128, 2, 2, False),
+    (128, True, 64, 128, 3, 3, False),
+    (128, False, 48, 128, 2, 2, False),
+    (192, True, 80, 128, 2, 2, True),
+    (256, False, 64, 128, 2, 1, True),
+)
+# (largest head_dim, for plain scores only, tile_m, tile_n, stages_a, stages_b). Measured likewise. head_dim 64: 128 x
+# 128 418, 1312, 5157, 744; 128 x 96 461, 1427, 5590, 812; 192 x 64 476, 1462, 5336, 789. head_dim 128: 128 x 112 360,
+# 1133, 4395, 641; 128 x 96 357, 1185, 4611, 663; 128 x 64 351, 1166, 4594, 645. head_dim 256: 128 x 64 321, 1072, 4110,
+# 624; 128 x 48 361, 1179, 4506, 670.
+WGMMA_DQ_TILES: tuple[tuple[Any, ...], ...] = (
+    (64, True, 128, 128, 2, 2),
+    (64, False, 128, 64, 2, 2),
+    (96, True, 128, 128, 2, 2),
+    (128, True, 128, 112, 2, 2),
+    (128, False, 128, 64, 2, 2),
+    (192, True, 128, 80, 2, 2),
+    (256, False, 128, 64, 2, 1),
+)
+WGMMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
+    (128, False, 32, 64, 2, 2, False),
+    (256, False, 32, 64, 2, 1, True),
+)
+WGMMA_SIMULATOR_DQ_TILES: tuple[tuple[Any, ...], ...] = ((256, False, 64, 32, 2, 2),)
 MMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
     (128, False, 32, 32, 16, False, 0, 1, 2),
     (256, False, 32, 32, 16, False, 0, 0, 2),
@@ -123,8 +160,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         )
     if target.arrays_on_host and not target.simulated:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
-    if name == "mma":
-        reason = _no_mma(problem, target)
+    if name in TENSOR:
+        reason = _no_tensor_cores(name, problem, target)
         if reason is not None:
             return reason
     needed = max((config.shared_bytes for config in _configs(name, problem, target)), default=0)
@@ -141,11 +178,13 @@ def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[Backw
     """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
     if name == "v2":
         return v2_configs(problem, target)
+    if name == "wgmma":
+        return wgmma_configs(problem, target)
     return mma_configs(problem, target) if name == "mma" else ()
 
 
-def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
-    """Why mma's kernels do not take the problem, apart from shared memory."""
+def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
+    """Why the kernels of "mma" or "wgmma" do not take the problem, apart from shared memory."""
     forward = problem.forward
     if not forward.aligned:
         return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
@@ -155,10 +194,22 @@ def _no_mma(problem: BackwardProblem, target: Target) -> str | None:
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None
-    reason = no_tensor_cores("mma", forward, target)
+    reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v)
+        if reason is None and name == "wgmma":
+            reason = _no_tma(problem, target)
     return reason
+
+
+def _no_tma(problem: BackwardProblem, target: Target) -> str | None:
+    """Why TMA cannot fetch an operand, or None. The strides alone decide it, which are the same for every kernel."""
+    for config in wgmma_configs(problem, target):
+        for operand, tensor_map in backward_tensor_maps(config, problem):
+            reason = fits(tensor_map)
+            if reason is not None:
+                return f"{('q', 'k', 'v', 'do')[operand]} cannot be fetched by TMA: {reason}"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,13 +248,55 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     return tuple(made)
 
 
-def _first_that_fits(candidates: Sequence[Sequence[MmaBackwardConfig]], target: Target) -> Sequence[MmaBackwardConfig]:
+@functools.lru_cache(maxsize=4096)
+def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    forward = problem.forward
+    head_dim, plain = max(forward.head_dim, forward.head_dim_v), not changes_scores(forward.uses)
+
+    def rows_of(table: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [row[2:] for row in table if head_dim <= row[0] and (plain or not row[1])]
+
+    made: list[BackwardConfig] = [_mma_rows(problem, target)]
+    wanted = [name for name in ("dk", "dv") if name in problem.wanted]
+    dkdv = WGMMA_SIMULATOR_DKDV_TILES if target.simulated else WGMMA_DKDV_TILES
+    made += _first_that_fits([_wgmma_dkdv(problem, wanted, *row) for row in rows_of(dkdv)], target)
+    if "dq" in problem.wanted:
+        dq = WGMMA_SIMULATOR_DQ_TILES if target.simulated else WGMMA_DQ_TILES
+        made += _first_that_fits([_wgmma_dq(problem, *row) for row in rows_of(dq)], target)
+    return tuple(made)
+
+
+def _wgmma_dkdv(
+    problem: BackwardProblem, wanted: list[str], tile_m: int, tile_n: int, stages_a: int, stages_b: int, apart: bool
+) -> list[WgmmaBackwardConfig]:
+    parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
+    return [
+        WgmmaDkdvConfig(
+            **_features(problem), kernel="wgmma_dkdv", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a,
+            stages_b=stages_b if "dk" in part else 2, of_dk="dk" in part, of_dv="dv" in part,
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def _wgmma_dq(
+    problem: BackwardProblem, tile_m: int, tile_n: int, stages_a: int, stages_b: int
+) -> list[WgmmaBackwardConfig]:
+    return [
+        WgmmaDqConfig(
+            **_features(problem), kernel="wgmma_dq", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b
+        )
+    ]
+
+
+def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
     """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
 
-    def fits(config: MmaBackwardConfig) -> bool:
+    def fit(config: Config) -> bool:
         return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
-    return next((made for made in candidates if all(map(fits, made))), candidates[-1])
+    return next((made for made in candidates if all(map(fit, made))), candidates[-1])
 
 
 def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:

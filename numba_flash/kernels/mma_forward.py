@@ -182,7 +182,10 @@ def make(config):
             now = special.thread_index()
             position, keys = notes.get(places.q + int32(keys_at))
             first_row = (now >> int32(5)) * warp_rows
-            visible(j, first_row, now & int32(31), position, int32(keys), sizes, row.mask_bits, row.distance)
+            left, right = sizes.left, sizes.right
+            visible(
+                j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance
+            )  # fmt: skip
         elif scaled:
             position, _ = notes.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))

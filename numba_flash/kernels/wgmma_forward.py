@@ -211,7 +211,8 @@ def make(config):
     def look(j, notice, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
-        visible(j, first_row, lane, position(notice), word(notice + KEYS), sizes, mask_bits, distance)
+        keys = word(notice + KEYS)
+        visible(j, first_row, lane, position(notice), sizes.left, sizes.right, keys, mask_bits, distance)
 
     @inlined
     def tile_of(notice):

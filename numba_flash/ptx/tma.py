@@ -52,6 +52,16 @@ def load_5d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, c4):
 
 
 @intrinsic
+def load_bytes(typingctx, target, source, barrier, count):
+    """cp.async.bulk: `count` bytes at global address `source` -> shared address `target`; they count on `barrier`.
+
+    No tensor map: the bytes lie side by side (PTX ISA 9.7.9.25.4.1). Both addresses and count: multiples of 16.
+    """
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];"
+    return asm.scalars(text, _void(_i32, _i64, _i32, _i32))
+
+
+@intrinsic
 def multicast_4d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, blocks):
     """Box at (c0, c1, c2, c3) -> shared address `target` of each block of the cluster whose bit is set in `blocks`.
 

@@ -62,8 +62,7 @@ def _deliver(blocks, target, tensor_map, barrier, coordinates):
     count = _bytes(tensor_map)
     for block in blocks:
         mbarrier = find(thread, barrier, block)
-        if not mbarrier.fenced:
-            raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
+        _check_known(mbarrier)
         words = block.shared.words(target, count, _alignment(tensor_map))
         block.shared.start_copy(words, thread)
         block.transfers.append(_Arrival(block, target, tensor_map, tensor, box, coordinates, words, mbarrier))
@@ -115,6 +114,36 @@ def load_4d(target, tensor_map, barrier, c0, c1, c2, c3):
 
 def load_5d(target, tensor_map, barrier, c0, c1, c2, c3, c4):
     _load(target, tensor_map, barrier, c0, c1, c2, c3, c4)
+
+
+class _BytesArrival:
+    """Bytes on their way to a block; called when they come."""
+
+    def __init__(self, block, target, data, words, mbarrier):
+        self.block, self.target, self.data, self.words, self.mbarrier = block, target, data, words, mbarrier
+        self.column, self.epoch = block.order.transfer(mbarrier.number)
+
+    def __call__(self):
+        shared = self.block.shared
+        shared.data[self.target : self.target + self.data.size] = self.data
+        shared.copied(self.words, self.column, self.epoch)
+        self.mbarrier.transfer(-self.data.size, self.block, self.column, self.epoch)
+
+
+def load_bytes(target, source, barrier, count):
+    thread, target, count = current(), int(target), int(count)
+    block, mbarrier = thread.block, find(thread, barrier)
+    if count <= 0 or count % 16:
+        raise Misuse(f"tma.load_bytes moves a multiple of 16 bytes, not {count}")
+    _check_known(mbarrier)
+    words, data = block.shared.words(target, count, 16), block.memory.bytes_at(source, count, 16)
+    block.shared.start_copy(words, thread)
+    block.transfers.append(_BytesArrival(block, target, data, words, mbarrier))
+
+
+def _check_known(mbarrier):
+    if not mbarrier.fenced:
+        raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
 
 
 def multicast_4d(target, tensor_map, barrier, c0, c1, c2, c3, blocks):

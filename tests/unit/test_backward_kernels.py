@@ -13,10 +13,17 @@ from numba_flash.arrays import read
 from numba_flash.backward_problem import BackwardProblem
 from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.explaining import BackwardExplanation
 from numba_flash.options import uses
 from numba_flash.select import KERNELS
-from numba_flash.select_backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs
+from numba_flash.select_backward import (
+    BUILT,
+    SIMULATOR_TILES,
+    select_backward,
+    v2_configs,
+    wgmma_configs,
+)
 from numba_flash.target import Target
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -94,10 +101,18 @@ def test_every_gpu_from_turing_on(config):
 
 
 @compiler.needed
-@pytest.mark.parametrize("config", [*v2_configs(everything((300, 500)), HOPPER), *CONFIGS[1:3]], ids=named)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *v2_configs(everything((300, 500)), HOPPER), *CONFIGS[1:3],
+        *wgmma_configs(problem(dtype="float16"), HOPPER)[1:],
+    ],
+    ids=named,
+)  # fmt: skip
 def test_the_kernel_has_the_parameters_that_it_is_given(config):
     taken = inspect.signature(compiled.source(config).py_func).parameters
-    assert list(taken) == [made.__name__ for made, _ in arguments.types(config)]
+    maps = ["tensor_maps"] if config.tensor_maps else []
+    assert list(taken) == [*maps, *[made.__name__ for made, _ in arguments.types(config)]]
 
 
 def test_what_is_launched_for_what_is_wanted():
@@ -168,7 +183,8 @@ def test_what_auto_takes():
         return select_backward(problem(**options), target, "auto", family).kernel
 
     assert kernel(HOPPER) == kernel(TURING) == kernel(SIMULATOR) == "v2"
-    assert kernel(HOPPER, dtype="float16") == "mma" and kernel(TURING, dtype="float16") == "v2"
+    assert kernel(HOPPER, dtype="float16") == "wgmma" and kernel(TURING, dtype="float16") == "v2"
+    assert kernel(A100, dtype="float16") == kernel(B200, dtype="bfloat16") == "mma"
     assert kernel(HOST) == "cpu"
 
 
@@ -218,6 +234,54 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
         assert offsets[exchanged[0]] % config.ALIGNMENT == 0
 
 
+@pytest.mark.parametrize("head_dim", [8, 72, 256])
+@pytest.mark.parametrize("kind", [WgmmaDkdvConfig, WgmmaDqConfig])
+def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim):
+    config = kind("wgmma", "float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
+    plan, panels = config.shared_plan(), -(-head_dim // 64)
+    assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
+    assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
+    assert plan.own_b - plan.own_a == 64 * 128 * panels and plan.stream_a - plan.own_b == 64 * 128
+    assert plan.stream_b - plan.stream_a == 3 * 64 * 128 * panels and plan.row_facts - plan.stream_b == 64 * 128
+    assert plan.state - plan.row_facts == (3 * 8 * 64 if kind is WgmmaDkdvConfig else 0)
+    assert plan.end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1)
+
+
+def wgmma_tiles(head_dim, **options):
+    """[(kernel, tile_m, tile_n, which gradients)] of what select makes for wgmma."""
+    configs = select_backward(problem(head_dim, dtype="float16", **options), HOPPER, "wgmma", "cupy").configs
+    assert configs[0].kernel == "mma_rows"
+    of = {(True, True): "dk dv", (True, False): "dk", (False, True): "dv", (None, None): "dq"}
+    which = [of[getattr(c, "of_dk", None), getattr(c, "of_dv", None)] for c in configs[1:]]
+    return [(c.kernel, c.tile_m, c.tile_n, words) for c, words in zip(configs[1:], which, strict=True)]
+
+
+def test_the_kernels_of_the_hopper_backward():
+    both = [("wgmma_dkdv", 64, 128, "dk dv"), ("wgmma_dq", 128, 112, "dq")]
+    assert wgmma_tiles(128) == both
+    assert wgmma_tiles(128, wanted=("dq",)) == both[1:]
+    assert wgmma_tiles(128, wanted=("dv",)) == [("wgmma_dkdv", 64, 128, "dv")]
+    assert [words for *_, words in wgmma_tiles(256)] == ["dk", "dv", "dq"], "both sums do not fit into registers"
+    assert wgmma_tiles(200) == wgmma_tiles(256)
+
+
+# One each of what TMA and the table do not take.
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(head_dim=257), "head_dim up to 256, not 257"),
+        (dict(mask=empty(300, 500, dtype="bool")), "no mask yet"),
+        (dict(alibi_slopes=empty(2, dtype="float32"), wanted=("dalibi_slopes",)), "no gradient of alibi_slopes"),
+        (dict(do=empty(1, 2, 300, 64, dtype="float16", strides=(0, 64, 200, 1))), "do cannot be fetched by TMA|do has"),
+        (dict(q=empty(1, 2, 300, 64, dtype="float16", strides=(0, 0, 64, 1))), "q cannot be fetched by TMA"),
+        (dict(do=empty(1, 2, 300, 64, dtype="float16", strides=(0, 0, 64, 1))), "do cannot be fetched by TMA"),
+    ],
+)
+def test_what_the_hopper_backward_refuses(options, words):
+    with pytest.raises(NotImplementedError, match=words):
+        select_backward(problem(**dict(dtype="float16") | options), HOPPER, "wgmma", "cupy")
+
+
 # Each field that a Config checks.
 @pytest.mark.parametrize(
     ("make", "word"),
@@ -248,6 +312,16 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
         (lambda: MmaDqConfig("mma_dq", "float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float32", 64, 64, 64, 128), "float16 and bfloat16"),
+        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
+        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 40, 128), "in steps of 16, not 40"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, mask=True), "no bias and no mask"),
+        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
     ],
 )
 def test_a_config_checks_itself(make, word):

@@ -20,13 +20,15 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash import assembler, compiled, select, select_backward
 from numba_flash.config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.options import uses
 
 pytestmark = compiler.needed
 
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE) | {"wgmma": (HOPPER,)}
+MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
+MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -35,6 +37,8 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
+for kernel in ("wgmma_dkdv", "wgmma_dq"):
+    IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -98,6 +102,18 @@ def backward_gates():
             **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
             tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
             column_groups=groups, stages=stages,
+        )  # fmt: skip
+    for head_dim, only_plain, tile_m, tile_n, a, b, apart in select_backward.WGMMA_DKDV_TILES:
+        for dk, dv in ((True, False), (False, True)) if apart else ((True, True),):
+            words = f"{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
+            yield f"wgmma_dkdv-{head_dim}-{tile_m}x{tile_n}-{words}", WgmmaDkdvConfig(
+                **(plain if only_plain else rich), kernel="wgmma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
+                tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b if dk else 2, of_dk=dk, of_dv=dv,
+            )  # fmt: skip
+    for head_dim, only_plain, tile_m, tile_n, a, b in select_backward.WGMMA_DQ_TILES:
+        yield f"wgmma_dq-{head_dim}-{tile_m}x{tile_n}{'' if only_plain else '-rich'}", WgmmaDqConfig(
+            **(plain if only_plain else rich), kernel="wgmma_dq", head_dim=head_dim, head_dim_v=head_dim,
+            tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b,
         )  # fmt: skip
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)

@@ -112,6 +112,10 @@ USES = {
         "tma.multicast_4d(at, g, at, i, i, i, i, 3)",
     ),
     "tma.prefetch_5d": ("cp.async.bulk.prefetch.tensor.5d.L2", "tma.prefetch_5d(g, i, i, i, i, i)"),
+    "tma.load_bytes": (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "tma.load_bytes(at, g, at, 16)",
+    ),
     "tma.prefetch": ("prefetch.tensormap", "tma.prefetch(g)"),
     "tma.parameter": ("cvta.param.u64", "u[0] = uint32(made())", ("ENTRY",)),
     "vote.any_lane": ("vote.sync.any.pred", "u[0] = vote.any_lane(uint32(i))"),

@@ -136,15 +136,15 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def tile(config: Any, strips: int) -> Tile:
-    """Of a tile of config.tile_n keys, of which a warp has `strips` strips of 16 rows."""
-    tile_n, group = config.tile_n, config.group
+def tile(config: Any, strips: int, columns: int = 0) -> Tile:
+    """Of a tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+    tile_n, group = columns or config.tile_n, config.group
     blocks = tile_n // 8
     words = -(-blocks // 16)
     minus_inf, value = float32(-math.inf), chain(config).value
 
     @inlined
-    def visible(j, first_row, lane, tile_pos, keys, sizes, mask_bits, distance):
+    def visible(j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance):
         """mask_bits (2 * strips, words) <- bits for those of the lane's columns of tile j that its rows see.
 
         first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`. It
@@ -152,8 +152,8 @@ def tile(config: Any, strips: int) -> Tile:
         """
         # ranges.row_keys, counted from the tile's first key: behind the clamp 32 bits hold every sum.
         tile_key, column = int64(j) * tile_n, int32(first_column_of(lane))
-        lowest = clamp(tile_pos - sizes.left - tile_key)
-        highest = clamp(tile_pos + sizes.right + 1 - tile_key)
+        lowest = clamp(tile_pos - left - tile_key)
+        highest = clamp(tile_pos + right + 1 - tile_key)
         keys_left = int32(keys - tile_key)
         for r in range(2 * strips):
             query = int32(uint32(first_row + first_row_of(lane) + r * 8) // uint32(group))

@@ -1,0 +1,77 @@
+"""The part of gradients' contract that wgmma's kernels are run through in the simulator, in tiles of 32 and 64.
+
+All of it takes minutes, and runs on a GPU.
+"""
+
+import numpy as np
+import pytest
+from contract_backward import (  # noqa: F401
+    Rung,
+    incoming,
+    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_kv_head_gets_the_sum_of_its_group,
+    test_all_options_at_once,
+    test_head_dim_v_may_differ,
+    test_lse_beyond_the_range_of_exp,
+    test_many_tiles,
+    test_nothing_is_defined,
+    test_parts_of_the_keys,
+    test_scale,
+    test_what_is_not_wanted_changes_nothing,
+)
+
+from numba_flash import select_backward, testing
+
+
+@pytest.fixture(scope="module")
+def rung():
+    return Rung("wgmma", testing.rows_padded, tensor=True, tile=64)
+
+
+# What a row of the tables may say: several consumers, rings of other lengths, tiles that are no power of two, dK and dV
+# apart. (tile_m, tile_n, stages_a, stages_b, apart), (tile_m, tile_n, stages_a, stages_b)
+ROWS = {
+    "two consumers": ((32, 128, 2, 2, False), (128, 32, 2, 2)),
+    "three stages": ((16, 64, 3, 3, False), (64, 16, 3, 3)),
+    "one stage of b": ((48, 64, 2, 1, False), (64, 48, 2, 1)),
+    "apart": ((32, 64, 2, 1, True), (64, 32, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", ROWS)
+def test_every_kind_of_row(rung, how, monkeypatch):
+    dkdv, dq = ROWS[how]
+    monkeypatch.setattr(select_backward, "WGMMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
+    monkeypatch.setattr(select_backward, "WGMMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
+    select_backward.wgmma_configs.cache_clear()
+    # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim 69, more than a panel,
+    # says that nobody else has this problem: what was decided is remembered by problem.
+    case = rung.problem(100, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
+    rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
+    select_backward.wgmma_configs.cache_clear()
+
+
+def test_plain_scores_of_a_group(rung):
+    rung.check(rung.problem(70, 130, batch=1, heads=3, heads_kv=1, head_dim=68), causal=True)
+
+
+def test_keys_past_the_end_may_be_anything(rung):
+    case = rung.problem(24, 90, batch=2, heads=1, head_dim=8)
+    case.k[1, :, 70:], case.v[1, :, 70:] = np.nan, np.inf
+    case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
+    gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
+    assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+# A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.
+@pytest.mark.parametrize("where", ["k", "v", "q", "do"])
+def test_rows_that_meet_nan_are_computed_again(rung, where):
+    case = rung.problem(24, 40, batch=1, heads=1, head_dim=8)
+    do, o, lse, dlse = incoming(case)
+    array = do if where == "do" else getattr(case, where)
+    array[:, :, 20 if where in ("q", "do") else 30] = np.nan
+    case.options |= dict(causal=True)
+    _, o, lse, _ = incoming(case)
+    gradients = rung.check(case, (do, o, lse, dlse))
+    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in struck) and not struck[0].all()
