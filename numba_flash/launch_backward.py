@@ -69,9 +69,7 @@ class _Sequence(Launch):
         steps = [(config, grid(config, problem), operands(config)) for config in choice.configs]
         self._steps = [
             (
-                on_gpu(
-                    config, target, blocks, len(taken), scalars(config, problem), tensor_maps(config, problem)
-                ),
+                on_gpu(config, target, blocks, len(taken), scalars(config, problem), tensor_maps(config, problem)),
                 taken,
             )
             for config, blocks, taken in steps

@@ -16,7 +16,7 @@ import math
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ..ptx import bar, cvt, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, wgmma
+from ..ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from .steps import (
     elements,
     fragment_scores,
@@ -46,7 +46,7 @@ from .steps.wgmma_backward_state import (
 
 
 def make(config):
-    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
+    tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim = config.depth, config.width, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
     plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
@@ -124,7 +124,7 @@ def make(config):
 
     @inlined
     def of_word(base, which):
-        """A word of the block's state, for one thread, which reads it anew rather than keep it: it has few registers."""
+        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined

@@ -26,7 +26,8 @@ pytestmark = compiler.needed
 
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE) | dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
+MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
+MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -35,7 +36,8 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
-    IN_PTX[f"wgmma_{kernel[4:]}"], IN_SASS[f"wgmma_{kernel[4:]}"] = IN_PTX["wgmma"], IN_SASS["wgmma"]
+for kernel in ("wgmma_dkdv", "wgmma_dq"):
+    IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
