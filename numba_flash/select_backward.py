@@ -258,7 +258,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
         return [row[2:] for row in table if head_dim <= row[0] and (plain or not row[1])]
 
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
-    wanted = [name for name in ("dk", "dv") if name in problem.wanted]
+    wanted = [name for name in problem.wanted if name in ("dk", "dv")]
     dkdv = WGMMA_SIMULATOR_DKDV_TILES if target.simulated else WGMMA_DKDV_TILES
     made += _first_that_fits([_wgmma_dkdv(problem, wanted, *row) for row in rows_of(dkdv)], target)
     if "dq" in problem.wanted:

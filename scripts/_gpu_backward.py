@@ -8,7 +8,7 @@ import numpy as np
 from _gpu import compile_ahead, job, pool
 
 import numba_flash
-from numba_flash import gradients, select, select_backward, testing
+from numba_flash import gradients, select, select_backward, testing, testing_exact
 from numba_flash.gradients import AttentionGradients
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
@@ -124,6 +124,69 @@ def check_backward(kernel, options, tools):
         return random
     hard = {f"adversarial {number}": case for number, case in enumerate(adversarial(kernel, options.small))}
     return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
+
+
+def check_whole_numbers(kernel, options, tools):
+    """Problems whose products are exact, compared bit by bit; for tensor cores every width whose tiles differ."""
+    import cupy as cp
+
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    tensor = kernel in select.TENSOR
+    dims = ((24, 40), (64, 64), (80, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (250, 40))
+    every = [
+        (dtype, dim, seqlens, heads, causal)
+        for dtype in (("float16", "bfloat16") if tensor else ("float32",))
+        for dim in (dims if tensor else dims[:2])
+        for seqlens in ((100, 130), (600, 600), (257, 1000))
+        for heads in ((2, 2), (6, 2))
+        for causal in (False, True)
+    ]
+    every = every[:: 9 if options.small else 1]
+    calls, wrong = [], []
+    for number, (dtype, (dim, dim_v), seqlens, (heads, heads_kv), causal) in enumerate(every):
+        case, given, right = testing_exact.whole_problem(
+            number, dtype, *seqlens, heads=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v, causal=causal
+        )
+        do, o, lse = map(tools.on_gpu, given)
+        arguments = case.arguments(tools.on_gpu) | dict(do=do, o=o, lse=lse, kernel=kernel)
+        calls.append((arguments, right, gradients.understand_call(arguments)[1]))
+    compile_ahead((config, made.target.cc) for *_, made in calls for config in made.choice.configs)
+    for number, (arguments, right, _) in enumerate(calls):
+        found = numba_flash.attention_backward(**arguments)
+        for name in ("dq", "dk", "dv"):
+            got, exact = cp.asnumpy(getattr(found, name)), getattr(right, name)
+            if got.tobytes() != exact.tobytes():
+                wrong.append(f"{every[number]}: {int((got != exact).sum())} of {exact.size} elements of {name}")
+    for words in wrong[:10]:
+        print("     ", words, flush=True)
+    assert not wrong, f"{len(wrong)} gradients of {len(every)} problems are not exact"
+    return f"{len(every)} problems"
+
+
+def check_repeats(kernel, options, tools):
+    """The same bits a thousand times, beside a stream that keeps the GPU busy now and then."""
+    import cupy as cp
+
+    if kernel not in select_backward.BUILT:
+        return "no backward yet"
+    repeats, dtype = 10 if options.small else 1000, "float16" if kernel in select.TENSOR else "float32"
+    busy, big = cp.cuda.Stream(non_blocking=True), cp.ones((2048, 2048), cp.float32)
+    g = np.random.default_rng(5)
+    for dim, causal in ((64, True), (128, False), (128, True)) if dtype == "float16" else ((64, True),):
+        shapes = ((8, 700), (2, 900), (2, 900))
+        q, k, v = (cp.asarray(g.standard_normal((2, *shape, dim)).astype(dtype)) for shape in shapes)
+        do = cp.asarray(g.standard_normal(q.shape).astype(dtype))
+        o, lse = numba_flash.attention(q, k, v, causal=causal, kernel=kernel, return_lse=True)
+        first = None
+        for number in range(repeats):
+            if number % 7 == 0:
+                with busy:
+                    big @ big
+            made = numba_flash.attention_backward(do, q, k, v, o, lse, causal=causal, kernel=kernel)[:3]
+            first = first or made
+            assert all(bool((x == y).all()) for x, y in zip(first, made, strict=True)), f"repeat {number}: other bits"
+    return f"{repeats} times each"
 
 
 def adversarial(kernel, small):

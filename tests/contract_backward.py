@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import numba_flash
-from numba_flash import testing
+from numba_flash import testing, testing_exact
 from numba_flash.gradients import AttentionGradients
 from numba_flash.testing import Case
 
@@ -180,6 +180,18 @@ def test_nothing_is_defined(rung, nothing):
         case.options["bias"] = np.ones((1, 1, 1, extents["seqlen_k"]), np.float32)
     gradients = rung.check(case)
     assert all(not x.any() for x in gradients if x is not None)
+
+
+# Products of whole numbers, which nothing rounds: a single one that is wrong changes a bit. Tiles that are walked whole
+# and in part, of one head and of a group.
+@pytest.mark.parametrize("causal", [False, True])
+def test_whole_numbers_come_out_exactly(rung, causal):
+    case, (do, o, lse), right = testing_exact.whole_problem(
+        0, rung.dtype, int(1.3 * rung.tile), int(2.2 * rung.tile), head_dim=24, head_dim_v=40, causal=causal
+    )
+    found = rung(case, (do, o, lse, None), wanted=("dq", "dk", "dv"))
+    for name in ("dq", "dk", "dv"):
+        assert same_bits(getattr(found, name), getattr(right, name)), name
 
 
 def with_scores_around(rung, level):

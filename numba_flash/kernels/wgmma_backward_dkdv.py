@@ -49,7 +49,7 @@ from .steps.wgmma_backward_state import (
 
 
 def make(config):
-    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
+    tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
     plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
@@ -130,7 +130,7 @@ def make(config):
 
     @inlined
     def of_word(base, which):
-        """A word of the block's state, for one thread, which reads it anew rather than keep it: it has few registers."""
+        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined

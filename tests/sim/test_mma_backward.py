@@ -20,6 +20,7 @@ from contract_backward import (  # noqa: F401
     test_random_problems_agree_with_the_oracle,
     test_scale,
     test_what_is_not_wanted_changes_nothing,
+    test_whole_numbers_come_out_exactly,
 )
 
 from numba_flash import select_backward, testing

@@ -18,6 +18,7 @@ from contract_backward import (  # noqa: F401
     test_parts_of_the_keys,
     test_scale,
     test_what_is_not_wanted_changes_nothing,
+    test_whole_numbers_come_out_exactly,
 )
 
 from numba_flash import select_backward, testing

@@ -14,7 +14,10 @@ Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, byte
 
 
 def make(config, own_maps, stream_maps):
-    """-> (load_own, load_a, load_b), device functions. own_maps, stream_maps: the maps of (a, b); None: no such tile."""
+    """-> (load_own, load_a, load_b), device functions.
+
+    own_maps, stream_maps: which of the kernel's maps the tiles a and b have; None: there is no such tile.
+    """
     plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
     own_rows, stream_rows = config.own_rows, config.stream_rows
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
