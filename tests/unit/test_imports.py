@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # From the top down. A module may import any that stands in a later line, or later in its own.
 ORDER = """
     __main__ demo debug
-    compat.flash_attn compat.torch bridges.transformers bridges.torch bridges.jax
+    compat.flash_attn compat.torch bridges.transformers bridges.torch bridges.jax bridges.torch_vmap
     testing explaining merging ladder
     gradients api copies launch_backward launch enqueue counters
     sim.launch
@@ -43,7 +43,7 @@ ORDER = """
     sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select makespan arguments_backward arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps
+    arrays recording config_backward config_seed_backward config ranges reference toolchain tensor_maps
     context forked cache_folder
 """.split()
 
