@@ -191,6 +191,11 @@ def _torch(x: Any) -> Array:
     except RuntimeError as error:  # only a dense tensor has an address and strides
         if _is_transformed(x):
             raise Recorded("a tensor was given that torch.func transforms, which has no address", "torch") from None
+        if sys.modules["torch"]._C._functorch.is_legacy_batchedtensor(x):
+            raise NotImplementedError(
+                "a tensor was given as torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) make "
+                "them, by a vmap that no function of ours can take part in; use torch.func.vjp with vmap, or jacrev"
+            ) from None
         if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
             raise
         raise TypeError(

@@ -33,23 +33,23 @@ def torch_check() -> Callable[[Iterable[Any]], None]:
         refuse_tangents(array.owner for array in given if array is not None)
         mode = recording_mode()
         if mode:
-            raise Recorded(f"torch's {mode} records what is done, and would miss what is computed here", "torch")
+            raise Recorded(f"{mode} records what is done, and would miss what is computed here", "torch")
 
     return check
 
 
 def recording_mode() -> str | None:
-    """The name of a mode of torch that sees every operation; None if there is none.
+    """What mode of torch sees every operation; None if there is none.
 
     The mode of `torch.set_default_device` only says where new tensors go.
     """
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack():
-        return "mode"
+        return "a dispatch mode of torch"
     for number in range(torch._C._len_torch_function_stack()):
         kind = type(torch._C._get_function_stack_at(number))
         if kind.__module__ != "torch.utils._device":
-            return kind.__name__
+            return f"torch's mode {kind.__name__}"
     return None
 
 
