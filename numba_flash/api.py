@@ -121,19 +121,21 @@ def attention(
             q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
             out, stream, kernel,
         )  # fmt: skip
+        like, o, lse = given[0], given[O], given[LSE]
+        work_on = arrays.stream_of(given, stream)
+        empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
+        if o is None:
+            o = given[O] = empty(like, problem.o_shape, problem.dtype)
+        if lse is None and return_lse:
+            lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     except arrays.Recorded as recorded:
         return bridge(recorded.family)(
             q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out,
             stream=stream, kernel=kernel,
         )  # fmt: skip
-    like, o, lse = given[0], given[O], given[LSE]
-    work_on = arrays.stream_of(given, stream)
-    empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
-    if o is None:
-        o = given[O] = empty(like, problem.o_shape, problem.dtype)
-    if lse is None and return_lse:
-        lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
+    if out is not None:
+        arrays.note_writing(o, lse)
     if choice.copies:
         keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
         if problem.q_offset_source != "array":
@@ -211,7 +213,7 @@ def understand(
 
     The arrays come in the order of Operands; o and lse are what came in out=, or None.
     """
-    read = arrays.read
+    read, checks = arrays.read, arrays.checks
     o = lse = None
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
@@ -231,6 +233,8 @@ def understand(
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    if q.layout.family in checks:
+        checks[q.layout.family](given)
     # nearly always q, k and v are all, and what is not there need not be looked at one by one
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key = (

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from . import context
+from .recording import Recorded as Recorded
+from .recording import torch_check
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +128,9 @@ class _TorchLayouts(_Layouts):
     def facts(device: Any, shape: Any, strides: Any, dtype: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"a tensor on {device}")
+        # While torch.jit.trace runs, the numbers of a shape are new objects each time, so that it always comes here.
+        if sys.modules["torch"]._C._get_tracing_state() is not None:
+            raise Recorded("torch.jit.trace records what is done, and would miss what is computed here", "torch")
         index = device.index if device.type == "cuda" else None
         strides = strides or _contiguous_strides(tuple(shape), 1)
         return index, tuple(shape), strides, dtype.itemsize, _name(dtype), False
@@ -142,14 +147,6 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Recorded(NotImplementedError):
-    """A framework is recording what is done to this array; its bridge, numba_flash.bridges.<family>, makes the call."""
-
-    def __init__(self, message: str, family: str):
-        super().__init__(message)
-        self.family = family
-
-
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
 
@@ -162,13 +159,13 @@ _probe = np.empty(3)
 _as_expected = _address_at(id(_probe) + _ADDRESS).value == _probe.ctypes.data
 
 
-def _host_pointer(x: np.ndarray) -> int:
+def host_pointer(x: np.ndarray) -> int:
     return _address_at(id(x) + _ADDRESS).value if _as_expected else x.ctypes.data
 
 
 def _numpy(x: Any) -> Array:
     facts = _numpy_layouts[None, x.shape, x.strides, 1, x.dtype, not x.flags.writeable]
-    return Array(_host_pointer(x), facts, x)
+    return Array(host_pointer(x), facts, x)
 
 
 def _cupy(x: Any) -> Array:
@@ -192,11 +189,22 @@ def _torch(x: Any) -> Array:
             )
         return Array(pointer, _torch_layouts[x.device, x.shape, strides, x.dtype], x)
     except RuntimeError as error:  # only a dense tensor has an address and strides
+        if _is_transformed(x):
+            raise Recorded("a tensor was given that torch.func transforms, which has no address", "torch") from None
+        if sys.modules["torch"]._C._functorch.is_legacy_batchedtensor(x):
+            raise NotImplementedError(
+                "a tensor was given as torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) make "
+                "them, by a vmap that no function of ours can take part in; use torch.func.vjp with vmap, or jacrev"
+            ) from None
         if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
             raise
         raise TypeError(
             f"a torch tensor must be dense and on the CPU or a CUDA device, not {x.layout} on {x.device}"
         ) from error
+
+
+def _is_transformed(x: Any) -> bool:
+    return sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _torch_dispatching(x: Any) -> Array:
@@ -213,7 +221,7 @@ def _jax(x: Any) -> Array:
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
     facts = _layouts["jax"][None, host.shape, host.strides, 1, host.dtype, True]
-    return Array(_host_pointer(host), facts, x, host)
+    return Array(host_pointer(host), facts, x, host)
 
 
 def _jax_buffer(x: Any) -> Array:
@@ -222,7 +230,7 @@ def _jax_buffer(x: Any) -> Array:
         return _cuda_interface(x, "jax")
     host = np.asarray(x)
     facts = _layouts["jax"][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
-    return Array(_host_pointer(host), facts, x, host)
+    return Array(host_pointer(host), facts, x, host)
 
 
 def jax_addresses(buffers: Sequence[Any]) -> tuple[list[int], int | None]:
@@ -231,7 +239,7 @@ def jax_addresses(buffers: Sequence[Any]) -> tuple[list[int], int | None]:
     A callback knows their shapes and dtypes. `read`, which asks for those, takes three times as long.
     """
     if buffers[0].__dlpack_device__()[0] == 1:  # kDLCPU
-        return [_host_pointer(x.__array__()) for x in buffers], None
+        return [host_pointer(x.__array__()) for x in buffers], None
     pointers = [x.__cuda_array_interface__["data"][0] for x in buffers]
     return pointers, _device_of(max(pointers))  # an empty array has no address
 
@@ -267,7 +275,7 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
     if x.__dlpack_device__()[0] == 1:  # kDLCPU
         host = np.from_dlpack(x)
         facts = _layouts[family][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
-        return Array(_host_pointer(host), facts, x, host)
+        return Array(host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
 
     view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_DEFAULT)  # which then waits for the producer
@@ -300,6 +308,10 @@ def _device_of(pointer: int) -> int:
 
 _READERS: dict[type, Callable[[Any], Array]] = {np.ndarray: _numpy}
 
+# family -> what is to be called with all arrays of a call, once they are read: it raises Recorded where the family's
+# library records whatever is done, by other means than its arrays. There from the first array of the family on.
+checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
+
 
 def read(name: str, x: Any) -> Array:
     """The address and layout of argument `name`."""
@@ -322,6 +334,7 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
         return _cupy
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
+        checks.setdefault("torch", torch_check())
         plain = sys.modules["torch"].Tensor.__torch_dispatch__
         return _torch if type(x).__torch_dispatch__ is plain else _torch_dispatching
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
@@ -345,7 +358,7 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     family, device = like.layout.family, like.layout.device
     if family == "numpy":
         x = np.empty(shape, _numpy_dtype(dtype))
-        return Array(_host_pointer(x), like.layout, x, x)  # a layout of its own would be looked up for nothing
+        return Array(host_pointer(x), like.layout, x, x)  # a layout of its own would be looked up for nothing
     if family == "cupy":
         cupy = sys.modules["cupy"]
         if cupy.cuda.runtime.getDevice() == device:
@@ -361,7 +374,14 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
             x = torch.empty_like(like.owner)  # 0.8 us sooner than new_empty (H200)
         else:
             x = like.owner.new_empty(shape, **({} if dtype == facts.dtype else {"dtype": getattr(torch, dtype)}))
-        return _torch(x) if device is None else Array(x.data_ptr(), like.layout, x)  # only the host looks at strides
+            if device is None:
+                return _torch(x)  # the oracle looks at strides
+        try:
+            return Array(x.data_ptr(), facts, x)
+        except RuntimeError:
+            if not _is_transformed(x):
+                raise
+            raise Recorded("torch.func transforms whatever is made here", "torch") from None
     if family == "numba":
         from numba import cuda
 
@@ -428,6 +448,13 @@ def _cupy_stream(address: int) -> Any:
     made = external.__new__(external)
     super(external, made).__init__(address, -1)  # of the device that is current
     return made
+
+
+def note_writing(*written: Array | None) -> None:
+    """Before arrays of the caller's are written: torch then notices it where autograd saved what stood there."""
+    for array in written:
+        if array is not None and array.layout.family == "torch":
+            sys.modules["torch"].autograd.graph.increment_version(array.owner)
 
 
 def give(like: Array, array: Array) -> Any:

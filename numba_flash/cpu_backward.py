@@ -17,32 +17,78 @@ from numba import njit, prange
 
 from . import cpu_backward_plan as at
 from . import forked
-from .arrays import ITEM_SIZE
+from .arrays import ITEM_SIZE, host_pointer
 from .backward_problem import GRADIENTS, BackwardProblem
 from .cpu import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
 from .cpu_backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
 from .cpu_backward_sums import run_sums_float32, run_sums_float64
 from .cpu_cache import c_function, cached
-from .simd import Shape, call
+from .cpu_elements import INT
+from .simd import Shape, call, load, store
+
+
+@njit(error_model="numpy", inline="always")
+def set_up(launch, shared, pointers):
+    """Fill a call's frame, which begins the shared memory; returns its address."""
+    frame = (shared + 63) // 64 * 64
+    for n in range(17):
+        store(frame, at.POINTERS + n, pointers[n])
+    counter = frame + at.FRAME_NUMBERS * 8
+    done = counter + 64
+    sums_k = done + load(launch, at.DONE_BYTES, INT)
+    store(frame, at.COUNTER, counter)
+    store(frame, at.DONE, done)
+    store(frame, at.SUMS_K, sums_k)
+    store(frame, at.SUMS_V, sums_k + load(launch, at.SUMS_K_BYTES, INT))
+    store(frame, at.GIVE_WAY, load(launch, at.ADDRESS_OF_GIVE_WAY, INT))
+    return frame
+
+
+@njit(error_model="numpy", inline="always")
+def begin(one, frame):
+    """Before a pass: its plan, and no task handed out. Returns its kernel and phase."""
+    store(frame, at.PLAN, load(one, at.PASS_PLAN, INT))
+    store(load(frame, at.COUNTER, INT), 0, INT)
+    return load(one, at.PASS_KERNEL, INT), load(one, at.PASS_PHASE, INT)
 
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, frame, phase, scratch_bytes):
-    """All tasks of a pass on this thread."""
-    memory = np.empty((64 + scratch_bytes) // 8, np.int64)
-    call(kernel, frame, phase, (memory.ctypes.data + 63) // 64 * 64)
+def run_serial(
+    launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias,
+    dalibi_slopes,
+):  # fmt: skip
+    """All passes on this thread."""
+    memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
+    scratch = (memory.ctypes.data + 63) // 64 * 64
+    pointers = (
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+    )  # fmt: skip
+    frame = set_up(launch, shared, pointers)
+    for n in range(load(launch, at.PASSES, INT)):
+        kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
+        call(kernel, frame, phase, scratch)
     memory[0] = 0  # keeps it alive until here
 
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, frame, phase, scratch_bytes):
-    """All tasks of a pass on `workers` threads, each of which fetches the next task when it is done with one."""
+def run_parallel(
+    workers, launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv,
+    dbias, dalibi_slopes,
+):  # fmt: skip
+    """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
+    scratch_bytes = load(launch, at.SCRATCH, INT)
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
-    for worker in prange(workers):
-        call(kernel, frame, phase, scratch + worker * scratch_bytes)
+    pointers = (
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+    )  # fmt: skip
+    frame = set_up(launch, shared, pointers)
+    for n in range(load(launch, at.PASSES, INT)):
+        kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
+        for worker in prange(workers):
+            call(kernel, frame, phase, scratch + worker * scratch_bytes)
     memory[0] = 0  # keeps it alive until here
 
 
@@ -68,21 +114,12 @@ def _give_way():
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-class _Pass(NamedTuple):
-    """What runs on all threads before the next begins."""
-
-    kernel: int
-    numbers: np.ndarray
-    address: int
-    phase: int
-    scratch_bytes: int
-
-
 class _Launch(NamedTuple):
-    passes: tuple[_Pass, ...]
-    done: int  # how many key tiles there are in all
-    sums_bytes: tuple[int, int]
+    numbers: np.ndarray  # what run_serial and run_parallel are told
+    address: int
+    shared: int  # int64 numbers of memory that the tasks share, all 0 to begin with
     serial: bool
+    plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,10 +128,10 @@ def _launch(problem):
     double = p.dtype == "float64"
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
-    passes = []
+    passes = []  # what runs on all threads before the next begins
 
     def add(what, numbers, phase, scratch_bytes):
-        passes.append(_Pass(_kernel(what, double).address, numbers, numbers.ctypes.data, phase, scratch_bytes))
+        passes.append((_kernel(what, double).address, numbers, phase, scratch_bytes))
 
     if {"dq", "dk", "dv"} & set(problem.wanted):
         add("rows", plan.numbers, GRADIENTS_OF_ROWS, plan.scratch_bytes)
@@ -107,39 +144,25 @@ def _launch(problem):
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     serial = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND < SERIAL_SECONDS
-    return _Launch(tuple(passes), plan.units * plan.key_tiles, plan.sums_bytes, serial)
-
-
-def _whole_lines(memory):
-    """The first address in `memory` at which a cache line begins."""
-    return (memory.ctypes.data + 63) // 64 * 64
+    numbers, shared = at.make_launch(plan, passes, _give_way())
+    plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
+    return _Launch(numbers, numbers.ctypes.data, shared, serial, plans)
 
 
 def backward(problem: BackwardProblem, pointers: list[int]) -> None:
     """Write the gradients wanted; pointers are addresses in the order of arrays.GradientOperands, 0 = none."""
     launch = _launch(problem)
-    frame, counter, done = np.zeros(at.FRAME_NUMBERS, np.int64), np.zeros(1, np.int64), np.zeros(launch.done, np.int64)
-    sums_k, sums_v = (np.zeros(64 + count, np.uint8) for count in launch.sums_bytes)
-    frame[at.POINTERS : at.POINTERS + len(pointers)] = pointers
-    frame[at.COUNTER : at.GIVE_WAY + 1] = (
-        counter.ctypes.data, done.ctypes.data, _whole_lines(sums_k), _whole_lines(sums_v), _give_way()
-    )  # fmt: skip
-    for one in launch.passes:
-        frame[at.PLAN], counter[0] = one.address, 0
-        _run(one, frame.ctypes.data, launch.serial)
-
-
-def _run(one, frame, serial):
-    if serial or forked.threads_lost:
-        run_serial(one.kernel, frame, one.phase, one.scratch_bytes)
+    shared = np.zeros(launch.shared, np.int64)
+    if launch.serial or forked.threads_lost:
+        run_serial(launch.address, host_pointer(shared), *pointers)
         return
     with forked.launch_lock:
-        run_parallel(numba.get_num_threads(), one.kernel, frame, one.phase, one.scratch_bytes)
+        run_parallel(numba.get_num_threads(), launch.address, host_pointer(shared), *pointers)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `backward` would run, or load it from the cache, and run nothing."""
     if _launch(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 4)
+        run_serial.compile((numba.int64,) * 19)
     else:
-        run_parallel.compile((numba.int64,) * 5)
+        run_parallel.compile((numba.int64,) * 20)

@@ -26,7 +26,11 @@ NUMBERS = slot.NUMBERS + 39
 PLAN, POINTERS = 0, 1
 O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
-FRAME_NUMBERS = 24
+FRAME_NUMBERS = 24  # whole cache lines
+
+# What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
+ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, PASSES, FIRST_PASS = range(6)
+PASS_KERNEL, PASS_PLAN, PASS_PHASE, PASS_NUMBERS = range(4)
 
 # Keys of a tile: the scores of a panel and their gradients nearly stay in the first-level cache.
 TILE_N = 96
@@ -107,3 +111,19 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
     return numbers, -(-scratch // 64) * 64
+
+
+def make_launch(plan: Plan, passes: list[tuple[int, np.ndarray, int, int]], give_way: int) -> tuple[np.ndarray, int]:
+    """The numbers of a launch, and how many int64 numbers of memory its tasks share.
+
+    passes: for each the kernel's address, its plan, its phase and a thread's bytes of scratch memory.
+    """
+    numbers = np.zeros(FIRST_PASS + PASS_NUMBERS * len(passes), np.int64)
+    done, sums_k, sums_v = (-(-n // 64) * 64 for n in (8 * plan.units * plan.key_tiles, *plan.sums_bytes))
+    scratch = max((scratch_bytes for *_, scratch_bytes in passes), default=0)
+    numbers[:FIRST_PASS] = give_way, done, sums_k, scratch, len(passes)
+    for n, (kernel, of_pass, phase, _) in enumerate(passes):
+        begin = FIRST_PASS + n * PASS_NUMBERS
+        numbers[begin : begin + PASS_NUMBERS] = kernel, of_pass.ctypes.data, phase
+    shared = 64 + FRAME_NUMBERS * 8 + 64 + done + sums_k + sums_v  # the counter has a line of its own
+    return numbers, shared // 8

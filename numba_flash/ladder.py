@@ -43,6 +43,10 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
     else:
         y = arrays.read("out", out)
         check_output("out", y, given)
+    if given.layout.family in arrays.checks:
+        arrays.checks[given.layout.family]((given, y))
+    if out is not None:
+        arrays.note_writing(y)
     target = Target.of(given.layout.device)
     if kernel == "reference":
         if given.layout.device is not None:

@@ -232,6 +232,11 @@ class _Forward(_Callback):
             layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
             **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
         )  # fmt: skip
+        if found.choice.copies:
+            raise NotImplementedError(
+                f"kernel={found.choice.kernel!r} runs on a GPU, and these JAX arrays are in host memory. Nothing is "
+                "copied where JAX traces: put the arrays on the GPU, or leave kernel out"
+            )
         return found.problem, found.launch
 
 
@@ -242,11 +247,11 @@ class _Backward(_Callback):
         known = self.options._asdict()
         if known["kernel"] not in select_backward.BUILT:
             known["kernel"] = "auto"
-        inputs: dict[str, Any] = {name: layouts.get(name) for name in self.order if name not in GRADIENT_OF}
-        inputs["q_offsets"] = inputs.pop("q_offset")
+        inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
+        optional = tuple(layouts.get(name) for name in self.order[5:10])
         found = gradients.decide(
-            **inputs, **known, wanted=tuple(name for name in GRADIENT_OF if name in layouts), deterministic=True,
-            has_stream=has_stream, aligned=aligned,
+            **inputs, **known, optional=optional, wanted=tuple(name for name in GRADIENT_OF if name in layouts),
+            deterministic=True, has_stream=has_stream, aligned=aligned,
         )  # fmt: skip
         return found.problem.forward, found.launch
 

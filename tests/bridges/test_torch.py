@@ -275,3 +275,27 @@ def test_what_autograd_runs_can_be_explained_and_warmed_up():
     numba_flash.warmup(q, k, v, causal=True)
     with pytest.raises(ValueError, match="softcap"):
         numba_flash.explain(q, k, v, softcap=-1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(causal=True, scale=0.5, softcap=2.0, window=(3, 0), q_offset=1)], ids=["plain", "options"]
+)
+def test_checkpointed_blocks_in_one_graph_for_any_length(options):
+    """No option, given or not, may become an input of the graph by itself: the second block could not have it."""
+
+    def attend(q):
+        # as literals, as a model would write them
+        if options:
+            return numba_flash.attention(q, q, q, causal=True, scale=0.5, softcap=2.0, window=(3, 0), q_offset=1)
+        return numba_flash.attention(q, q, q)
+
+    def step(x):
+        for _ in range(2):
+            x = x + torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
+        return x.square().sum()
+
+    compiled_step = compiled(step, dynamic=True)
+    for seqlen in (5, 7):
+        (x,) = tensors((1, 2, seqlen, 4))
+        found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled_step, step))
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

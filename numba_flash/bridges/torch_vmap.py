@@ -1,0 +1,55 @@
+"""torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call.
+
+Of arrays that are mapped with the batch this is a view where their strides allow it, which is so when the mapped
+dimension comes first, and a copy where not. An array that is not mapped is repeated: without memory where it has a
+batch of 1, else by copies, as many as there are in the mapped dimension.
+"""
+
+from torch import Tensor
+
+BATCH_FIRST = {"q": 4, "k": 4, "v": 4, "do": 4, "o": 4, "lse": 3, "dlse": 3, "seqlens_k": 1, "q_offset": 1}
+BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2}  # dimensions with the batch, which may be missing or 1
+
+
+def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:
+    """An argument of one call for all of the mapped dimension. dim: where it stands in x, None = nowhere; size: how
+    long it is; own: each is to have a gradient of its own, also of what all of them share."""
+    if x is None:
+        return None
+    if name in BROADCAST:
+        shape = own_shape(x, dim)
+        if dim is None and not own and (len(shape) < BROADCAST[name] or shape[0] == 1):
+            return x  # is the same for all of the batch
+        x = _mapped(x, dim, size).reshape(size, *(1,) * (BROADCAST[name] - len(shape)), *shape)
+        x = x.expand(size, batch, *x.shape[2:]) if x.shape[1] == 1 else x
+    else:
+        x = _mapped(x, dim, size)
+    return x.flatten(0, 1) if x.ndim > 1 else x
+
+
+def unfold_gradient(gradient: Tensor, name: str, shape: tuple[int, ...], size: int, batch: int) -> Tensor:
+    """The gradient of what `fold` made of an argument of this shape, as that of the argument; it is mapped in front."""
+    gradient = unfold(gradient, size, batch)
+    if name in BROADCAST and (len(shape) < BROADCAST[name] or shape[0] == 1):
+        gradient = gradient.sum(1)
+    return gradient.reshape(size, *shape)
+
+
+def unfold(x: Tensor, size: int, batch: int) -> Tensor:
+    """A result of the one call, with the mapped dimension in front."""
+    return x.reshape(size, batch, *x.shape[1:])
+
+
+def is_summed(name: str, x: Tensor, dim: int | None, batch: int) -> bool:
+    """Whether `unfold_gradient` adds gradients up."""
+    shape = own_shape(x, dim)
+    return name in BROADCAST and batch > 1 and (len(shape) < BROADCAST[name] or shape[0] == 1)
+
+
+def own_shape(x: Tensor, dim: int | None) -> tuple[int, ...]:
+    """Of each in the mapped dimension."""
+    return tuple(n for at, n in enumerate(x.shape) if dim is None or at != dim % x.ndim)
+
+
+def _mapped(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -1,0 +1,69 @@
+"""Whether a framework records what is done to arrays, so that a kernel it does not see would be missing from it.
+
+Most arrays tell so themselves when `arrays.read` meets them. Here is what torch keeps apart from its tensors.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Recorded(NotImplementedError):
+    """A framework records what is done to this array; its bridge, numba_flash.bridges.<family>, makes the call."""
+
+    def __init__(self, message: str, family: str):
+        super().__init__(message)
+        self.family = family
+
+
+def torch_check() -> Callable[[Iterable[Any]], None]:
+    """A function of a call's arrays, which raises where torch records for this thread whatever is done.
+
+    Modes see every operation of torch: make_fx, FakeTensorMode, a counter of operations. They would miss the kernel
+    and keep the allocation of its result. Forward-mode differentiation would lose its tangents. The function runs in
+    each call, which costs it 0.1 us.
+    """
+    torch = sys.modules["torch"]
+    forward_ad = torch.autograd.forward_ad
+    dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+    def check(given: Iterable[Any]) -> None:
+        if not (dispatch_modes() or function_modes() or forward_ad._current_level >= 0):
+            return
+        refuse_tangents(array.owner for array in given if array is not None)
+        mode = recording_mode()
+        if mode:
+            raise Recorded(f"{mode} records what is done, and would miss what is computed here", "torch")
+
+    return check
+
+
+def recording_mode() -> str | None:
+    """What mode of torch sees every operation; None if there is none.
+
+    The mode of `torch.set_default_device` only says where new tensors go.
+    """
+    torch = sys.modules["torch"]
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode of torch"
+    for number in range(torch._C._len_torch_function_stack()):
+        kind = type(torch._C._get_function_stack_at(number))
+        if kind.__module__ != "torch.utils._device":
+            return f"torch's mode {kind.__name__}"
+    return None
+
+
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Raise where one of these torch tensors has a tangent of forward-mode differentiation."""
+    torch = sys.modules["torch"]
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(NO_TANGENTS)
+
+
+NO_TANGENTS = (
+    "numba_flash has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian): use "
+    "reverse mode (backward, torch.func.grad, vjp, jacrev), or pass torch.autograd.forward_ad.unpack_dual(x).primal"
+)
