@@ -7,6 +7,7 @@ from .. import api
 from ..problem import check_bool
 from .arguments import check_no_dropout, described, number, renamed
 
+UNBOUNDED = (-1, -1)
 NAMES = dict(scale="softmax_scale", window="window_size", return_lse="return_attn_probs")
 
 
@@ -17,7 +18,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
@@ -39,13 +40,16 @@ def flash_attn_func(
     """
     if type(dropout_p) is not float or dropout_p:
         check_no_dropout(dropout_p)
-    for name, flag in (("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
-        check_bool(name, flag)
-    _check_not_nested(q=q, k=k, v=v)
+    check_bool("deterministic", deterministic)
+    window = None if window_size is UNBOUNDED else _window(window_size)
+    scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
+    cap = None if type(softcap) is float and softcap <= 0 else _softcap(softcap)
+    if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
+        _refuse_nested(q=q, k=k, v=v)
     try:
         found = api.attention(
-            q, k, v, causal=causal, window=_window(window_size), scale=number("softmax_scale", softmax_scale),
-            softcap=_softcap(softcap), alibi_slopes=alibi_slopes, layout="bshd", return_lse=return_attn_probs,
+            q, k, v, causal=causal, window=window, scale=scale, softcap=cap, alibi_slopes=alibi_slopes, layout="bshd",
+            return_lse=return_attn_probs,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
@@ -72,7 +76,7 @@ def _softcap(softcap: Any) -> float | None:
     return None if cap <= 0 else cap  # NaN is attention's to refuse
 
 
-def _check_not_nested(**tensors: Any) -> None:
+def _refuse_nested(**tensors: Any) -> None:
     for name, x in tensors.items():
         if getattr(x, "is_nested", False):
             raise NotImplementedError(

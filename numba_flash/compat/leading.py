@@ -76,8 +76,8 @@ def attend_by_views(
         tensors = _with_groups(*tensors)
     dimensions = max(x.ndim for x in tensors)
     tensors = [x[(None,) * (dimensions - x.ndim)] for x in tensors]
-    extents = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
-    return _attend(tensors, list(extents), attend).view(shape)
+    extents = [max(found) if min(found) else 0 for found in zip(*(x.shape[:-2] for x in tensors), strict=True)]
+    return _attend(tensors, extents, attend).view(shape)
 
 
 def _with_groups(query: Tensor, key: Tensor, value: Tensor, *attn_mask: Tensor) -> list[Tensor]:

@@ -63,8 +63,11 @@ def scaled_dot_product_attention(
             attn_mask = bridge.autocast(attn_mask)
     attend = functools.partial(_attend, is_causal, q_offset, scale)
     try:
-        if _are_batch_and_heads(query.shape, key.shape, value.shape, enable_gqa):
+        dimensions = _plain_dimensions(query.shape, key.shape, value.shape, enable_gqa)
+        if dimensions == 4:
             return attend(query, key, value, attn_mask)
+        if dimensions == 3 and (attn_mask is None or attn_mask.ndim <= 3):
+            return attend(query[None], key[None], value[None], attn_mask)[0]
         return attend_by_views(query, key, value, attn_mask, enable_gqa, attend)
     except (TypeError, ValueError, NotImplementedError) as error:
         _check_devices(query, key=key, value=value, attn_mask=attn_mask)
@@ -117,11 +120,12 @@ def _understood(attn_mask: Any, is_causal: bool, query: Tensor, key: Tensor) -> 
     return attn_mask, False, 0
 
 
-def _are_batch_and_heads(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
-    """Whether these shapes are those of `numba_flash.attention`, as nearly always."""
-    if not len(q) == len(k) == len(v) == 4:
-        return False
-    return q[0] == k[0] == v[0] and k[1] == v[1] and (q[1] == k[1] or enable_gqa)
+def _plain_dimensions(q: Any, k: Any, v: Any, enable_gqa: bool) -> int:
+    """How many dimensions these shapes have, if they are ([batch,] heads, ...) without broadcasting, as nearly always;
+    else 0."""
+    if not 3 <= len(q) == len(k) == len(v) <= 4 or k[-3] != v[-3] or not (q[-3] == k[-3] or enable_gqa):
+        return 0
+    return len(q) if len(q) == 3 or q[0] == k[0] == v[0] else 0
 
 
 def _attend(
