@@ -1,8 +1,14 @@
 """The signature of flash-attn 2.8."""
 
+import operator
 from typing import Any
 
 from .. import api
+from ..problem import check_bool
+from .arguments import check_no_dropout, described, number, renamed
+
+UNBOUNDED = (-1, -1)
+NAMES = dict(scale="softmax_scale", window="window_size", return_lse="return_attn_probs")
 
 
 def flash_attn_func(
@@ -12,7 +18,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
@@ -29,15 +35,51 @@ def flash_attn_func(
     return_attn_probs: return (o, lse, None), lse (batch, heads, seqlen_q); as in flash-attn without dropout, there
     are no probabilities.
 
-    Raises NotImplementedError for dropout_p other than 0, and whatever `numba_flash.attention` raises.
+    Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
+    `numba_flash.attention` does, with the names of these arguments.
     """
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0, dropout is not implemented yet, not {dropout_p!r}")
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise ValueError(f"window_size must be a pair (left, right) with -1 for unbounded, not {window_size!r}")
-    left, right = (None if side == -1 else side for side in window_size)
-    found = api.attention(
-        q, k, v, causal=causal, window=(left, right), scale=softmax_scale, softcap=softcap if softcap > 0 else None,
-        alibi_slopes=alibi_slopes, layout="bshd", return_lse=return_attn_probs,
-    )  # fmt: skip
+    if type(dropout_p) is not float or dropout_p:
+        check_no_dropout(dropout_p)
+    check_bool("deterministic", deterministic)
+    window = None if window_size is UNBOUNDED else _window(window_size)
+    scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
+    cap = None if type(softcap) is float and softcap <= 0 else _softcap(softcap)
+    if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
+        _refuse_nested(q=q, k=k, v=v)
+    try:
+        found = api.attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=cap, alibi_slopes=alibi_slopes, layout="bshd",
+            return_lse=return_attn_probs,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, NAMES)  # noqa: B904 - the same error
     return (*found, None) if return_attn_probs else found
+
+
+def _window(window_size: Any) -> tuple[int | None, int | None]:
+    """`numba_flash.attention`'s pair."""
+    allowed = "window_size must be a pair (left, right) of whole numbers from 0, or -1 for unbounded"
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ValueError(f"{allowed}, not {described(window_size)}")
+    if not all(side is None or hasattr(side, "__index__") and not isinstance(side, bool) for side in window_size):
+        raise TypeError(f"{allowed}, not {window_size!r}")
+    left, right = (-1 if side is None else operator.index(side) for side in window_size)
+    if min(left, right) < -1:
+        raise ValueError(f"{allowed}, not {window_size!r}")
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def _softcap(softcap: Any) -> float | None:
+    cap = number("softcap", softcap)
+    if not isinstance(cap, int | float) or isinstance(cap, bool):
+        raise TypeError(f"softcap must be a number, with 0.0 for none, not {softcap!r}")
+    return None if cap <= 0 else cap  # NaN is attention's to refuse
+
+
+def _refuse_nested(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if getattr(x, "is_nested", False):
+            raise NotImplementedError(
+                f"{name} is a nested tensor: sequences of several lengths are not implemented yet. Pass padded ones "
+                "to numba_flash.attention, with seqlens_k="
+            )

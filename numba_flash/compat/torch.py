@@ -1,9 +1,19 @@
 """The signature of torch's own attention."""
 
+import functools
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from .. import api
-from ..bridges.torch import autocast
+from ..arrays import Layout
+from ..bridges import torch as bridge
+from ..problem import Problem, check_bool
+from .arguments import check_no_dropout, number, renamed
+from .leading import attend_by_views, result_shape
+
+NAMES = dict(q="query", k="key", v="value", causal="is_causal", mask="attn_mask", bias="attn_mask")
 
 
 def scaled_dot_product_attention(
@@ -21,26 +31,129 @@ def scaled_dot_product_attention(
 
     >>> o = scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    query: (batch, heads, seqlen_q, head_dim); key and value with seqlen_k, and with fewer heads if enable_gqa.
-    attn_mask: bool, True = attend, or added to the scores, in float32 or query's dtype; broadcastable to (batch,
-    heads, seqlen_q, seqlen_k), and not together with is_causal. Query 0 stands at key 0 ("top-left"). Under
-    torch.autocast float32 tensors are cast, as they are there. A query that sees no key gives 0.
+    query: (..., heads, seqlen_q, head_dim); key: (..., heads, seqlen_k, head_dim); value: (..., heads, seqlen_k,
+    head_dim_v). Any number of leading dimensions, heads among them; they are broadcast to one another, as in torch.
+    With enable_gqa=True key and value may have fewer heads, which divide query's.
+    attn_mask: bool, True = attend, or added to the scores, in float32 or query's dtype; broadcastable to (..., heads,
+    seqlen_q, seqlen_k), and not together with is_causal. Also a CausalBias of torch.nn.attention.bias.
+    is_causal: query 0 stands at key 0 ("top-left"). scale: a number; None = head_dim ** -0.5.
+    Under torch.autocast tensors are cast, as they are there, except a float32 attn_mask, which is more exact as it is.
+    A query that sees no key gives 0. Tensors on the meta device give one there.
 
-    Raises NotImplementedError for dropout_p other than 0 and for other than 4 dimensions, and whatever
-    `numba_flash.attention` raises.
+    Returns (..., heads, seqlen_q, head_dim_v). The leading dimensions are seen as (batch, heads) by views, and nothing
+    is copied. Where no view does, as for keys that repeat in the second of three dimensions, each index of the
+    shortest dimension is an attention of its own, and the results are stacked, which is a copy of them.
+
+    Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
+    `numba_flash.attention` does, with the names of these arguments.
     """
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0, dropout is not implemented yet, not {dropout_p!r}")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise NotImplementedError(f"{name} must have 4 dimensions, not shape {tuple(tensor.shape)}")
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask must be None when is_causal=True")
-    if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
-        heads = f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
-        raise ValueError(f"enable_gqa must be True where query, key and value have {heads} heads")
-    additive = attn_mask is not None and attn_mask.is_floating_point()
-    return api.attention(
-        autocast(query), autocast(key), autocast(value), causal=is_causal, q_offset=0, scale=scale,
-        bias=attn_mask if additive else None, mask=None if additive else attn_mask,
+    if type(dropout_p) is not float or dropout_p:
+        check_no_dropout(dropout_p)
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)
+    if scale is not None:
+        scale = number("scale", scale)
+    _check_tensors(query, key, value)
+    q_offset: int | None = 0
+    if attn_mask is not None:
+        attn_mask, is_causal, q_offset = _understood(attn_mask, is_causal, query, key)
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+        query, key, value = bridge.autocast(query), bridge.autocast(key), bridge.autocast(value)
+        if attn_mask is not None and attn_mask.dtype is not torch.float32:
+            attn_mask = bridge.autocast(attn_mask)
+    attend = functools.partial(_attend, is_causal, q_offset, scale)
+    try:
+        dimensions = _plain_dimensions(query.shape, key.shape, value.shape, enable_gqa)
+        if dimensions == 4:
+            return attend(query, key, value, attn_mask)
+        if dimensions == 3 and (attn_mask is None or attn_mask.ndim <= 3):
+            return attend(query[None], key[None], value[None], attn_mask)[0]
+        return attend_by_views(query, key, value, attn_mask, enable_gqa, attend)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        _check_devices(query, key=key, value=value, attn_mask=attn_mask)
+        result_shape(query, key, value, attn_mask, enable_gqa)  # it may have been about shapes made of those given
+        raise renamed(error, NAMES)  # noqa: B904 - the same error
+
+
+def _bool(name: str, value: Any) -> bool:
+    check_bool(name, value)
+    return bool(value)  # of NumPy's, which torch's operations do not take
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        wrong = [(name, x) for name, x in dict(query=query, key=key, value=value).items() if not isinstance(x, Tensor)]
+        raise TypeError(f"{wrong[0][0]} must be a torch tensor, not {type(wrong[0][1]).__name__}")
+    if query.is_nested or key.is_nested or value.is_nested:
+        name, x = next((n, x) for n, x in dict(query=query, key=key, value=value).items() if x.is_nested)
+        raise NotImplementedError(
+            f"{name} is a nested tensor, {x.layout}: sequences of several lengths are not implemented yet. Pass "
+            "torch.nested.to_padded_tensor(...) of each, and an attn_mask that is False for the padding"
+        )
+
+
+def _check_devices(query: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != query.device:
+            raise ValueError(f"{name} must be on the device of query, {query.device}, not on {x.device}")
+
+
+def _understood(attn_mask: Any, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, int | None]:
+    """attn_mask, is_causal and q_offset. A CausalBias of torch has no numbers: it says where query 0 stands."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch tensor or None, not {type(attn_mask).__name__}")
+    if is_causal:
+        raise ValueError("attn_mask must be None when is_causal=True; combine the two in attn_mask")
+    if type(attn_mask) is not Tensor and type(attn_mask).__name__ == "CausalBias":
+        from torch.nn.attention.bias import CausalBias, CausalVariant
+
+        if isinstance(attn_mask, CausalBias):
+            lengths = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+            if lengths != (*query.shape[-2:-1], *key.shape[-2:-1]):
+                shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+                raise ValueError(f"attn_mask is a CausalBias of (seqlen_q, seqlen_k) = {lengths}, but {shapes}")
+            return None, True, 0 if attn_mask.variant == CausalVariant.UPPER_LEFT else None
+    if attn_mask.is_nested:
+        raise NotImplementedError("attn_mask is a nested tensor, which is not implemented; pass a padded one")
+    if attn_mask.dtype is not torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool (True = attend) or floating point (added), not {attn_mask.dtype}")
+    return attn_mask, False, 0
+
+
+def _plain_dimensions(q: Any, k: Any, v: Any, enable_gqa: bool) -> int:
+    """How many dimensions these shapes have, if they are ([batch,] heads, ...) without broadcasting, as nearly always;
+    else 0."""
+    if not 3 <= len(q) == len(k) == len(v) <= 4 or k[-3] != v[-3] or not (q[-3] == k[-3] or enable_gqa):
+        return 0
+    return len(q) if len(q) == 3 or q[0] == k[0] == v[0] else 0
+
+
+def _attend(
+    is_causal: bool, q_offset: int | None, scale: float | None, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`numba_flash.attention` of 4 dimensions."""
+    bias, mask = (None, attn_mask) if attn_mask is not None and attn_mask.dtype is torch.bool else (attn_mask, None)
+    if query.is_meta:
+        return _on_meta(query, key, value, bias, mask, is_causal, q_offset, scale)
+    return api.attention(query, key, value, causal=is_causal, q_offset=q_offset, scale=scale, bias=bias, mask=mask)
+
+
+def _on_meta(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, is_causal: bool,
+    q_offset: int | None, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """What torch's dispatcher says of tensors without numbers, after the checks that they would have with numbers."""
+    _check_devices(query, key=key, value=value, attn_mask=mask if bias is None else bias)
+    added, seen = (x if x is None else _layout(x) for x in (bias, mask))
+    Problem.of(
+        _layout(query), _layout(key), _layout(value), None, None, added, seen, None, None, None, q_offset, is_causal,
+        None, scale, None, "bhsd", True,
     )  # fmt: skip
+    return bridge.forward(
+        query, key, value, bias, mask, None, None, None, q_offset, is_causal, None, None, scale, None, "bhsd", "auto"
+    )[0]  # fmt: skip
+
+
+def _layout(x: Tensor) -> Layout:
+    return Layout("torch", None, tuple(x.shape), x.stride(), x.itemsize, str(x.dtype).removeprefix("torch."), False)

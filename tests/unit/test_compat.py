@@ -62,11 +62,24 @@ def test_the_signature_is_that_of_flash_attn():
     ("options", "error", "words"),
     [
         (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (dict(dropout_p=None), TypeError, "dropout_p"),
+        (dict(dropout_p=np.array(0.0)), TypeError, "dropout_p must be a number"),
         (dict(window_size=4), ValueError, "window_size"),
-        (dict(window_size=(-2, 0)), ValueError, "window"),
+        (dict(window_size=(-2, 0)), ValueError, "window_size must be a pair .* or -1 for unbounded, not .-2, 0"),
+        (dict(window_size=(1.0, 0)), TypeError, "window_size"),
+        (dict(window_size=(True, 0)), TypeError, "window_size"),
+        (dict(softmax_scale=np.array(0.5)), TypeError, "write softmax_scale=float"),
+        (dict(softmax_scale="0.5"), TypeError, "softmax_scale must be a number"),
+        (dict(softcap=np.array(1.0)), TypeError, "softcap must be a number"),
+        (dict(softcap=None), TypeError, "softcap"),
+        (dict(softcap=np.nan), ValueError, "softcap must be finite"),
+        (dict(causal=1), TypeError, "causal"),
+        (dict(deterministic=1), TypeError, "deterministic"),
+        (dict(return_attn_probs=1), TypeError, "return_attn_probs"),
+        (dict(q=Q[0]), ValueError, r"q must have 4 dimensions .batch, seqlen, heads, head_dim."),
         (dict(alibi_slopes=np.ones(3, np.float32)), ValueError, "alibi_slopes"),
     ],
 )
 def test_what_flash_attn_func_refuses(options, error, words):
     with pytest.raises(error, match=words):
-        flash_attn_func(Q, K, V, **options)
+        flash_attn_func(**(dict(q=Q, k=K, v=V) | options))

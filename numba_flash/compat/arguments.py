@@ -1,0 +1,44 @@
+"""Arguments that several signatures share, and errors in the words of the signature that was called."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+NUMBER = (float, int, np.floating, np.integer)
+
+
+def check_no_dropout(dropout_p: Any) -> None:
+    if not isinstance(dropout_p, NUMBER):
+        raise TypeError(f"dropout_p must be a number, and for now 0.0, not {described(dropout_p)}")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p is a probability from 0 to 1, and for now 0.0, not {dropout_p!r}")
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p must be 0.0, dropout is not implemented yet, not {dropout_p!r}")
+
+
+def number(name: str, value: Any) -> float | None:
+    """A Python number for a NumPy scalar. An array of one number is refused: a kernel takes a number, and to read it
+    from a GPU the host would have to wait."""
+    if isinstance(value, np.floating | np.integer):
+        return value.item()
+    if hasattr(value, "shape"):
+        hint = f"write {name}=float(...), which waits for the GPU if the number is there"
+        if "scale" in name:
+            hint += f"; if it needs a gradient, multiply the queries by it and pass {name}=1.0"
+        raise TypeError(f"{name} must be a number or None, not {described(value)}: {hint}")
+    return value
+
+
+def described(value: Any) -> str:
+    """What was given, without the numbers of an array, which may be many and on a GPU."""
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """An error of `numba_flash.attention` with the argument names of another signature. names: ours -> theirs."""
+    if error.args and isinstance(error.args[0], str):
+        ours = rf"\b({'|'.join(names)})\b"
+        error.args = (re.sub(ours, lambda found: names[found[0]], error.args[0]), *error.args[1:])
+    return error
