@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from .. import api
+from . import proven
 from .torch import autocast
 
 try:
@@ -50,6 +51,8 @@ class Visible:
         shape: tuple[int, int, int, int],
         options: Options,
         start: torch.Tensor | None = None,
+        masked: Options | None = None,
+        proof: torch.Tensor | None = None,
     ) -> None:
         self._make_whole = make_whole
         self._whole: torch.Tensor | None = None
@@ -57,6 +60,8 @@ class Visible:
         self.shape, self.ndim = torch.Size(shape), 4
         self.options = options  # of attention()
         self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
+        # In a traced program: what holds where proof, a bool on the host, turns out to be False.
+        self.masked, self.proof = masked, proof
 
     def whole(self) -> torch.Tensor:
         """The additive mask of eager attention."""
@@ -146,7 +151,7 @@ def attention(
     compute = functools.partial(api.attention, scale=scaling, softcap=softcap, layout="bshd")
     if isinstance(attention_mask, Visible):
         if attention_mask.holds_for(query, key):
-            return _attend(compute, attention_mask, q, k, v, position_bias), None
+            return _attend(q, k, v, position_bias, attention_mask, scaling, softcap), None
         attention_mask = attention_mask.whole()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -157,20 +162,14 @@ def attention(
 
 
 def _attend(
-    compute: Callable[..., torch.Tensor], seen: Visible, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, scale: Any, softcap: Any
 ) -> torch.Tensor:
-    if seen.start is not None:
-        k, v = _from(seen.start, k, 1), _from(seen.start, v, 1)
-        bias = None if bias is None else _from(seen.start, bias.expand(k.shape[0], -1, -1, k.shape[1]), 3)
-    return compute(q, k, v, bias=bias, **seen.options)
-
-
-def _from(start: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
-    """x with entry start[b] of batch entry b first along axis; what was before it comes last."""
-    index = (torch.arange(x.shape[axis], device=x.device) + start[:, None]) % x.shape[axis]
-    shape = [1] * x.ndim
-    shape[0], shape[axis] = index.shape
-    return x.gather(axis, index.view(shape).expand_as(x))
+    if bias is not None and seen.start is not None:
+        bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
+    if seen.proof is not None and seen.masked is not None:
+        return proven.attention(q, k, v, bias, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
+    k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
+    return api.attention(q, k, v, bias=bias, scale=scale, softcap=softcap, layout="bshd", **seen.options)
 
 
 def _refuse(
@@ -211,6 +210,9 @@ def visible(
     Padding that leaves one stretch of keys, on the left, on the right or on both sides, becomes its start and length,
     which every kernel takes; to see whether it does, three numbers are read from the device. Other padding, and every
     mask_function that is more than a window, becomes a mask.
+
+    While torch.compile traces, neither numbers nor mask functions can be looked at. Then the program finds out, once
+    in each run, whether the mask says no more than a window and one stretch of keys.
     """
     if isinstance(attention_mask, Visible):  # made ahead
         return attention_mask
@@ -222,42 +224,70 @@ def visible(
     shape = (batch_size, 1, q_length, kv_length)
     described = functools.partial(Visible, functools.partial(masking_utils.eager_mask, **given), shape)
     window = _window(mask_function, local_size)
-    if window is None:
+    tracing = torch.compiler.is_compiling()
+    if window is None and not tracing:
         return described(dict(mask=masking_utils.sdpa_mask(**given)))
     offset = q_offset - kv_offset  # the position of query 0 among these keys
     if isinstance(offset, torch.Tensor):
         offset = offset.to(torch.int32).expand(batch_size)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:batch_size, kv_offset : kv_offset + kv_length].bool()
+    if window is None:
+        likely = _likely_window(local_size, "allow_is_bidirectional_skip" in others)
+        return described(**_traced(likely, offset, padding, given))
     if padding is None:
         return described(dict(window=window, q_offset=offset))
-    padding = padding[:batch_size, kv_offset : kv_offset + kv_length].bool()
-    return described(*_padded(window, offset, padding, q_length))
+    return described(**_padded(window, offset, padding, q_length))
 
 
-def _padded(
-    window: Window, offset: Any, padding: torch.Tensor, q_length: int
-) -> tuple[Options] | tuple[Options, torch.Tensor]:
-    """The last arguments of Visible."""
+def _padded(window: Window, offset: Any, padding: torch.Tensor, q_length: int) -> dict[str, Any]:
+    """The arguments of Visible for a window and padding."""
+    start, length, within = _stretch(padding)
     masked = dict(window=window, q_offset=offset, mask=padding[:, None, None])
-    if torch.compiler.is_compiling():  # what is in it is not known
-        return (masked,)
-    keys = torch.arange(padding.shape[-1], device=padding.device)
-    start, length = padding.int().argmax(-1).int(), padding.sum(-1, dtype=torch.int32)
-    one = padding == ((keys >= start[:, None]) & (keys < (start + length)[:, None]))
-    every, stretch, front = torch.stack([padding.all(), one.all(), ~start.any()]).tolist()
+    if torch.compiler.is_compiling():
+        stretch = _of_stretch(window, offset, start, length, within, q_length)
+        return stretch | dict(masked=masked, proof=(padding == within).all().to("cpu"))
+    every, one, front = torch.stack([padding.all(), (padding == within).all(), ~start.any()]).tolist()
     if every:
-        return (dict(window=window, q_offset=offset),)
-    if not stretch:
-        return (masked,)
-    if front:
-        return (dict(window=window, q_offset=offset, seqlens_k=length),)
+        return dict(options=dict(window=window, q_offset=offset))
+    if one:
+        return _of_stretch(window, offset, None if front else start, length, within, q_length)
+    return dict(options=masked)
+
+
+def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Visible for a mask function that cannot be looked at, but is likely this window."""
+    mask = masking_utils.sdpa_mask(**given)
+    q_length, kv_length = mask.shape[2:]
+    expected = _matrix(window, offset, q_length, kv_length, mask.device)
+    stretch: dict[str, Any] = dict(options=dict(window=window, q_offset=offset))
+    if padding is not None:
+        start, length, within = _stretch(padding)
+        expected = expected & within[:, None, None]
+        stretch = _of_stretch(window, offset, start, length, within, q_length)
+    return stretch | dict(masked=dict(mask=mask), proof=(mask == expected).all().to("cpu"))
+
+
+def _stretch(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first key of each batch entry, how many there are, and what padding would be if they followed one another."""
+    start, length = padding.int().argmax(-1).int(), padding.sum(-1, dtype=torch.int32)
+    keys = torch.arange(padding.shape[-1], device=padding.device)
+    return start, length, (keys >= start[:, None]) & (keys < (start + length)[:, None])
+
+
+def _of_stretch(
+    window: Window, offset: Any, start: torch.Tensor | None, length: torch.Tensor, within: torch.Tensor, q_length: int
+) -> dict[str, Any]:
+    if start is None:
+        return dict(options=dict(window=window, q_offset=offset, seqlens_k=length))
     if q_length > 1:
-        return dict(window=window, q_offset=offset - start, seqlens_k=length), start
+        return dict(options=dict(window=window, q_offset=offset - start, seqlens_k=length), start=start)
     # One query sees one stretch of keys. A window of its own says which, and no key has to be moved.
-    (left, right), kv_length = window, padding.shape[1]
+    (left, right), kv_length = window, within.shape[1]
     first = start if left is None else start.clamp(min=offset - left)
     end = start + length if right is None else (start + length).clamp(max=offset + right + 1)
-    return (dict(window=(kv_length, None), q_offset=first + kv_length, seqlens_k=end.clamp(min=0)),)
+    return dict(options=dict(window=(kv_length, None), q_offset=first + kv_length, seqlens_k=end.clamp(min=0)))
 
 
 def _window(mask_function: Any, local_size: int | None) -> Window | None:
@@ -272,6 +302,24 @@ def _window(mask_function: Any, local_size: int | None) -> Window | None:
             (masking_utils.sliding_window_causal_mask_function(local_size), (local_size - 1, 0)),
         ]
     return next((window for function, window in made if _same(function, mask_function)), None)
+
+
+def _likely_window(local_size: int | None, bidirectional: bool) -> Window:
+    """The window of the masks that models make with these arguments, packed sequences and chunks aside."""
+    if bidirectional:
+        return local_size, local_size
+    return None if local_size is None else local_size - 1, 0
+
+
+def _matrix(window: Window, offset: Any, q_length: int, kv_length: int, device: Any) -> torch.Tensor:
+    """(batch or 1, 1, q_length, kv_length), True = seen."""
+    q = torch.arange(q_length, device=device) + (offset[:, None] if isinstance(offset, torch.Tensor) else offset)
+    distance = torch.arange(kv_length, device=device) - q[..., None]
+    left, right = window
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if left is None else seen & (distance >= -left)
+    seen = seen if right is None else seen & (distance <= right)
+    return seen.view(-1, 1, q_length, kv_length)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -252,14 +252,53 @@ def test_mixed_precision(device):
     assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in model.model.layers.parameters())
 
 
-def test_a_model_compiled_as_a_whole(device):
-    model = llama().train().to(device)
+@pytest.mark.parametrize("build", [llama, mistral])
+@pytest.mark.parametrize("side", [None, "none", "left", "right", "holes"])
+def test_a_model_compiled_as_a_whole(build, side, device, monkeypatch):
+    """Forward and backward; and no mask reaches a kernel where a window and one stretch of keys say the same."""
+    model = build().train().to(device)
     model.set_attn_implementation(OURS)
-    ids, mask = torch.randint(3, TOKENS, (3, LENGTH), device=device), padding_mask("left", device)
-    expected = model(ids, attention_mask=mask).logits
+    ids = torch.randint(3, TOKENS, (3, LENGTH), device=device)
+    mask = None if side is None else padding_mask(side, device)
+    kept = slice(None) if mask is None else mask.bool()
+    found = []
     torch._dynamo.reset()
-    found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=mask).logits
-    assert torch.allclose(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+    asked = spied(monkeypatch)
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        asked.clear()
+        model.zero_grad()
+        logits = run(ids, attention_mask=mask, use_cache=False).logits[kept]
+        logits.square().mean().backward()
+        found.append([logits, *(x.grad for x in model.parameters())])
+    for expected, compiled in zip(*found, strict=True):
+        assert torch.allclose(expected, compiled, rtol=1e-4, atol=1e-5 * float(expected.detach().abs().max()))
+    assert asked and any(options.get("mask") is not None for options in asked) == (side == "holes")
+
+
+def test_packed_sequences_stay_apart_in_a_compiled_model():
+    model = llama().eval()
+    model.set_attn_implementation(OURS)
+    ids, positions = torch.randint(3, TOKENS, (1, LENGTH)), torch.tensor([[*range(5), *range(7)]])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for given in (positions, torch.arange(LENGTH)[None]):
+            found = [run(ids, position_ids=given, use_cache=False).logits for run in (model, compiled)]
+            assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+def spied(monkeypatch):
+    """The options of each call of attention()."""
+    asked = []
+    attention = bridge.api.attention
+
+    def recording(*arrays, **options):
+        asked.append(options)
+        return attention(*arrays, **options)
+
+    recording._torchdynamo_inline = attention._torchdynamo_inline
+    monkeypatch.setattr(bridge.api, "attention", recording)
+    return asked
 
 
 def losses(model, implementation, dtype, steps=200, turned=False):
@@ -336,11 +375,7 @@ def test_what_a_model_writes_to_its_mask_counts(write, guard):
 
 def test_no_mask_slows_padded_prompts_down(monkeypatch):
     """A mask of any kind leaves the fast kernels: padding on one side never becomes one."""
-    asked = []
-    attention = bridge.api.attention
-    monkeypatch.setattr(
-        bridge.api, "attention", lambda *args, **options: asked.append(options) or attention(*args, **options)
-    )
+    asked = spied(monkeypatch)
     model = gemma2().eval()
     model.set_attn_implementation(OURS)
     ids = torch.randint(3, TOKENS, (3, LENGTH))
