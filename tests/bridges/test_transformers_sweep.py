@@ -37,10 +37,10 @@ SAMPLE = dict(
     doge="makes its mask smaller itself",
     mixtral="experts",
     deepseek_v2="latent keys, values of another size",
-    jamba="attention and state spaces in turn",
+    lfm2="attention and convolutions in turn",
     opt="learned positions from the mask",
     gpt_oss="attention sinks: refused",
-    falcon="an attention class of its own",
+    voxtral_realtime_encoder="audio, a window, fewer positions than its padding mask has",
 )
 NAMED = os.environ.get("NUMBA_FLASH_ARCHITECTURES", "").split()
 
