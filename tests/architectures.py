@@ -130,6 +130,10 @@ def inputs(model, images):
     names = inspect.signature(model.forward).parameters
     tokens = torch.randint(3, 80, (BATCH, LENGTH), generator=generator)
     main, config = model.main_input_name, model.config
+    text = getattr(config, "text_config", None)
+    if text is not None and not model.can_generate():  # the result is that of one token, which must not be padding
+        eos = getattr(text, "eos_token_id", None)
+        tokens[:, LENGTH // 2] = 90 if eos in (None, 2) else eos
     if main not in names:  # of a part that says nothing of its own
         main = next((name for name in ("pixel_values", "input_features", "input_values") if name in names), main)
     given = {}
