@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # From the top down. A module may import any that stands in a later line, or later in its own.
 ORDER = """
     __main__ demo debug
-    compat.flash_attn compat.torch bridges.transformers bridges.torch bridges.jax
+    compat.flash_attn compat.torch bridges.transformers bridges.proven bridges.torch bridges.jax
     testing explaining merging ladder
     gradients api copies launch_backward launch enqueue counters
     sim.launch
