@@ -183,6 +183,11 @@ def _torch(x: Any) -> Array:
     try:
         pointer, strides = x.data_ptr(), None if x.is_contiguous() else x.stride()
         if x.is_neg() or (not pointer and x.numel()):
+            if x.is_meta:
+                raise TypeError(
+                    "a torch tensor on the meta device has no numbers; compat.torch.scaled_dot_product_attention gives "
+                    "the shape of its result"
+                )
             raise TypeError(
                 "a torch tensor must have its own numbers in memory, not those of another one, negated (pass "
                 "tensor.resolve_neg()), or none, as in torch.func.functionalize"
@@ -196,6 +201,8 @@ def _torch(x: Any) -> Array:
                 "a tensor was given as torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) make "
                 "them, by a vmap that no function of ours can take part in; use torch.func.vjp with vmap, or jacrev"
             ) from None
+        if x.is_nested:
+            raise TypeError(NESTED) from error
         if x.layout is sys.modules["torch"].strided and (x.is_cuda or x.is_cpu):
             raise
         raise TypeError(
@@ -207,7 +214,12 @@ def _is_transformed(x: Any) -> bool:
     return sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+NESTED = "a torch tensor must not be nested; pass torch.nested.to_padded_tensor(...)"
+
+
 def _torch_dispatching(x: Any) -> Array:
+    if x.is_nested:
+        raise TypeError(NESTED)
     raise Recorded(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
 
 

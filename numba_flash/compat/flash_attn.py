@@ -8,6 +8,7 @@ from ..problem import check_bool
 from .arguments import check_no_dropout, described, number, renamed
 
 UNBOUNDED = (-1, -1)
+# Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
 NAMES = dict(scale="softmax_scale", window="window_size", return_lse="return_attn_probs")
 
 
@@ -15,11 +16,11 @@ def flash_attn_func(
     q: Any,
     k: Any,
     v: Any,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
+    softcap: float = 0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -38,12 +39,12 @@ def flash_attn_func(
     Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
-    if type(dropout_p) is not float or dropout_p:
+    if type(dropout_p) not in (int, float) or dropout_p:
         check_no_dropout(dropout_p)
     check_bool("deterministic", deterministic)
     window = None if window_size is UNBOUNDED else _window(window_size)
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
-    cap = None if type(softcap) is float and softcap <= 0 else _softcap(softcap)
+    cap = None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap)
     if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
         _refuse_nested(q=q, k=k, v=v)
     try:

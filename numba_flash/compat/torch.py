@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import api
 from ..arrays import Layout
 from ..bridges import torch as bridge
+from ..bridges.torch import NO_DROPOUT
 from ..problem import Problem, check_bool
 from .arguments import check_no_dropout, number, renamed
 from .leading import attend_by_views, result_shape
@@ -21,7 +22,7 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = NO_DROPOUT,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -47,7 +48,7 @@ def scaled_dot_product_attention(
     Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
-    if type(dropout_p) is not float or dropout_p:
+    if type(dropout_p) not in (int, float) or dropout_p:
         check_no_dropout(dropout_p)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)

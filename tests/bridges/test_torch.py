@@ -299,3 +299,20 @@ def test_checkpointed_blocks_in_one_graph_for_any_length(options):
         (x,) = tensors((1, 2, seqlen, 4))
         found, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled_step, step))
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# Tensors without numbers of their own in one dense piece: what to do instead is in the message.
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.to("meta"), "q: a torch tensor on the meta device has no numbers; compat"),
+        (lambda x: torch.nested.nested_tensor([x[0], x[0]]), "q: a torch tensor must not be nested; pass"),
+        (lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), "must not be nested; pass"),
+    ],
+    ids=["meta", "nested", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_numbers_are_refused_by_name(change, words):
+    (x,) = tensors((2, 3, 5, 4), requires_grad=False)
+    with pytest.raises(TypeError, match=words):
+        numba_flash.attention(change(x), x, x)

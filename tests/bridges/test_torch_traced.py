@@ -114,6 +114,7 @@ def test_real_tensors_in_a_fake_mode():
         attend(q)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
 @pytest.mark.parametrize(
     "calm",
     [
@@ -134,8 +135,7 @@ def test_what_records_nothing_is_not_taken_for_a_tracer(calm, monkeypatch):
 
 
 def gradients_of_given(q):
-    with torch.no_grad():
-        o, lse = numba_flash.attention(given(0), given(0), given(0), return_lse=True)
+    o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=q.dtype)
     return numba_flash.attention_backward(q, q, q, q, o, lse).dq
 
 

@@ -64,6 +64,7 @@ def bert():
 DECODERS = (llama, gemma2, mistral)
 # No query sees nothing but padding: eager attention gives it the mean of the padding, and the contract zero.
 PADDING = {"none": (0, 0, 0), "left": (4, 0, 9), "right": (-2, 0, -3)}
+SIDES = (*PADDING, "both", "holes")
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +74,13 @@ def seeded():
 
 def padding_mask(side, device):
     mask = torch.ones(3, LENGTH, dtype=torch.long, device=device)
-    for row, amount in zip(mask, PADDING[side], strict=True):
-        row[slice(0, amount) if amount >= 0 else slice(amount, None)] = 0
+    if side == "holes":
+        mask[1, 3] = mask[2, 5:7] = 0
+    for row, *amounts in zip(
+        mask, PADDING.get(side, PADDING["left"]), PADDING.get(side, PADDING["right"]), strict=True
+    ):
+        for amount in amounts if side != "holes" else ():
+            row[slice(0, amount) if amount >= 0 else slice(amount, None)] = 0
     return mask
 
 
@@ -130,19 +136,14 @@ def test_packed_sequences_do_not_see_each_other(device):
         assert not torch.allclose(found[1], model(ids).logits, rtol=1e-2, atol=1e-3)
 
 
-def matrix(visible, q_length, kv_length):
-    """The whole mask that a Visible stands for."""
-    k = torch.arange(kv_length)
-    q = torch.arange(q_length)[:, None] + kv_length - q_length
-    seen = torch.ones(q_length, kv_length, dtype=torch.bool)
-    if visible.left is not None:
-        seen &= k >= q - visible.left
-    if visible.right is not None:
-        seen &= k <= q + visible.right
-    seen = seen.expand(3, 1, q_length, kv_length)
-    if visible.lengths is not None:
-        seen = seen & (k < visible.lengths[:, None, None, None])
-    return seen if visible.padding is None else seen & visible.padding[:, None, None]
+def seen(described, batch, q_length, kv_length, is_causal=None):
+    """Which keys the queries see, bool (batch, 1, q_length, kv_length): equal scores, and each key its own value."""
+    q, k = torch.zeros(batch, 1, q_length, 8), torch.zeros(batch, 1, kv_length, 8)
+    module = torch.nn.Module()
+    if is_causal is not None:
+        module.is_causal = is_causal
+    v = torch.eye(kv_length).expand(batch, 1, -1, -1)
+    return bridge.attention(module, q, k, v, described)[0].transpose(1, 2) > 0
 
 
 FUNCTIONS = {
@@ -157,7 +158,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("side", [*PADDING, None])
+@pytest.mark.parametrize("side", [*SIDES, None])
 @pytest.mark.parametrize("shape", [(12, 12, 0, 0), (1, 12, 11, 0), (5, 12, 7, 0), (5, 12, 14, 7), (5, 12, 0, 0)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_masks_mean_what_they_mean_to_torch(name, shape, side):
@@ -172,15 +173,31 @@ def test_masks_mean_what_they_mean_to_torch(name, shape, side):
     )  # fmt: skip
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     found = bridge.visible(**arguments)
-    at_the_end = q_offset + q_length == kv_offset + kv_length
-    if name in ("another window", "chunks", "more") or (not at_the_end and name != "both ways"):
-        assert isinstance(found, torch.Tensor)
-    elif found is None:
-        found = bridge.Visible(None, None if name.endswith("both ways") else 0)
-    if isinstance(found, bridge.Visible):
-        assert (side == "right") == (found.lengths is not None)
-        found = matrix(found, q_length, kv_length)
-    assert torch.equal(found, expected.expand_as(found))
+    assert torch.equal(seen(found, 3, q_length, kv_length), expected.expand(3, 1, q_length, kv_length))
+    assert ("mask" in found.options) == (name in ("another window", "chunks", "more") or side == "holes")
+    assert torch.equal(found.whole(), masking_utils.eager_mask(**arguments))
+
+
+@pytest.mark.parametrize("is_causal", [True, False, None])
+@pytest.mark.parametrize("name", ["causal", "both ways"])
+def test_a_mask_says_what_is_seen_whatever_the_module_says(name, is_causal):
+    """The decoder of BigBird-Pegasus is not causal by its attribute, but by its mask alone."""
+    found = seen(bridge.visible(2, 5, 5, mask_function=FUNCTIONS[name][0]), 2, 5, 5, is_causal)
+    expected = torch.ones(5, 5, dtype=torch.bool)
+    assert torch.equal(found, (expected.tril() if name == "causal" else expected).expand(2, 1, 5, 5))
+
+
+@pytest.mark.parametrize("q_length", [1, 5])
+@pytest.mark.parametrize("q_offset", [0, 3])
+def test_a_static_cache_needs_no_mask(q_length, q_offset):
+    """More keys than are filled, and a position that is known on the device alone."""
+    padding = torch.ones(2, q_offset + q_length, dtype=torch.bool)
+    padding[1, :2] = False
+    arguments = dict(batch_size=2, q_length=q_length, kv_length=12, attention_mask=padding)
+    found = bridge.visible(**arguments, q_offset=torch.tensor(q_offset))
+    assert "mask" not in found.options
+    expected = masking_utils.sdpa_mask(**arguments, q_offset=q_offset, allow_is_causal_skip=False)
+    assert torch.equal(seen(found, 2, q_length, 12), expected)
 
 
 def attend(**options):
@@ -235,14 +252,53 @@ def test_mixed_precision(device):
     assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in model.model.layers.parameters())
 
 
-def test_a_model_compiled_as_a_whole(device):
-    model = llama().train().to(device)
+@pytest.mark.parametrize("build", [llama, mistral])
+@pytest.mark.parametrize("side", [None, "none", "left", "right", "holes"])
+def test_a_model_compiled_as_a_whole(build, side, device, monkeypatch):
+    """Forward and backward; and no mask reaches a kernel where a window and one stretch of keys say the same."""
+    model = build().train().to(device)
     model.set_attn_implementation(OURS)
-    ids, mask = torch.randint(3, TOKENS, (3, LENGTH), device=device), padding_mask("left", device)
-    expected = model(ids, attention_mask=mask).logits
+    ids = torch.randint(3, TOKENS, (3, LENGTH), device=device)
+    mask = None if side is None else padding_mask(side, device)
+    kept = slice(None) if mask is None else mask.bool()
+    found = []
     torch._dynamo.reset()
-    found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, attention_mask=mask).logits
-    assert torch.allclose(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+    asked = spied(monkeypatch)
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        asked.clear()
+        model.zero_grad()
+        logits = run(ids, attention_mask=mask, use_cache=False).logits[kept]
+        logits.square().mean().backward()
+        found.append([logits, *(x.grad for x in model.parameters())])
+    for expected, compiled in zip(*found, strict=True):
+        assert torch.allclose(expected, compiled, rtol=1e-4, atol=1e-5 * float(expected.detach().abs().max()))
+    assert asked and any(options.get("mask") is not None for options in asked) == (side == "holes")
+
+
+def test_packed_sequences_stay_apart_in_a_compiled_model():
+    model = llama().eval()
+    model.set_attn_implementation(OURS)
+    ids, positions = torch.randint(3, TOKENS, (1, LENGTH)), torch.tensor([[*range(5), *range(7)]])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for given in (positions, torch.arange(LENGTH)[None]):
+            found = [run(ids, position_ids=given, use_cache=False).logits for run in (model, compiled)]
+            assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+def spied(monkeypatch):
+    """The options of each call of attention()."""
+    asked = []
+    attention = bridge.api.attention
+
+    def recording(*arrays, **options):
+        asked.append(options)
+        return attention(*arrays, **options)
+
+    recording._torchdynamo_inline = attention._torchdynamo_inline
+    monkeypatch.setattr(bridge.api, "attention", recording)
+    return asked
 
 
 def losses(model, implementation, dtype, steps=200, turned=False):
@@ -278,18 +334,57 @@ def test_training_follows_the_loss_of_eager_attention(device):
     assert error <= 2 * yardstick
 
 
-def test_a_model_that_reads_its_mask_gets_one():
-    """Doge adds to it: without a mask it would see what comes later."""
-    made = bridge.visible(2, 5, 5, allow_is_causal_skip=False)
-    assert made.dtype is torch.bool and torch.equal(made.expand(2, 1, 5, 5)[1, 0], torch.ones(5, 5).tril().bool())
-    assert bridge.visible(2, 5, 5) is None
+READ = {
+    "added": lambda mask, scores: scores + mask,
+    "added to": lambda mask, scores: mask + scores,
+    "compared": lambda mask, scores: mask == 0,
+    "joined": lambda mask, scores: torch.cat([scores, mask], -1),
+    "cut": lambda mask, scores: mask[:, :, :, :3],
+    "used in a choice": lambda mask, scores: torch.where(mask < 0, 0, scores),
+    "asked for its dtype": lambda mask, scores: torch.zeros(2, dtype=mask.dtype),
+    "asked for its size": lambda mask, scores: torch.tensor(mask.size()),
+    "asked for its shape": lambda mask, scores: torch.tensor(mask.shape),
+    "moved": lambda mask, scores: mask.to(scores.dtype).bool(),
+    "filled in": lambda mask, scores: scores.masked_fill(mask.bool(), -1),
+    "compared and joined": lambda mask, scores: torch.cat([mask == 0, ~mask.bool()], dim=2),
+}
 
 
-def test_a_model_that_reads_its_mask_unasked_is_told_what_it_got():
-    made = bridge.visible(2, 5, 5, attention_mask=torch.ones(2, 5).tril(2))
-    assert isinstance(made, bridge.Visible) and not hasattr(made, "shape")
-    with pytest.raises(AttributeError, match="'dtype' was asked for: this model reads its mask"):
-        made.dtype  # noqa: B018
+@pytest.mark.parametrize("how", READ)
+def test_a_model_that_reads_its_mask_reads_that_of_eager_attention(how):
+    arguments = dict(attention_mask=padding_mask("left", "cpu").bool(), dtype=torch.float64)
+    scores = torch.randn(3, 1, LENGTH, LENGTH, dtype=torch.float64)
+    made, eager = (
+        bridge.visible(3, LENGTH, LENGTH, **arguments),
+        masking_utils.eager_mask(3, LENGTH, LENGTH, **arguments),
+    )
+    assert torch.equal(READ[how](made, scores), READ[how](eager, scores))
+    assert made.holds_for(scores, scores)
+    assert "mask" not in made.options
+
+
+@pytest.mark.parametrize("write", [lambda mask: mask.fill_(0), lambda mask: mask[..., :4].fill_(0)])
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_what_a_model_writes_to_its_mask_counts(write, guard):
+    with guard():
+        made = bridge.visible(1, 4, 4)
+        assert torch.equal(seen(made, 1, 4, 4)[0, 0], torch.ones(4, 4).tril().bool())
+        write(made)
+        assert seen(made, 1, 4, 4).all()
+
+
+def test_no_mask_slows_padded_prompts_down(monkeypatch):
+    """A mask of any kind leaves the fast kernels: padding on one side never becomes one."""
+    asked = spied(monkeypatch)
+    model = gemma2().eval()
+    model.set_attn_implementation(OURS)
+    ids = torch.randint(3, TOKENS, (3, LENGTH))
+    with torch.no_grad():
+        model(ids, attention_mask=padding_mask("right", "cpu"))
+    for side in ("none", "left"):
+        model.generate(ids, attention_mask=padding_mask(side, "cpu"), max_new_tokens=3, do_sample=False)
+    assert len(asked) == (1 + 2 * 3) * 2
+    assert not any("mask" in options or options["bias"] is not None for options in asked)
 
 
 def test_what_a_model_makes_of_its_mask_may_be_the_lowest_number():
