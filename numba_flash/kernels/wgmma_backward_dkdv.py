@@ -23,8 +23,6 @@ Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shar
 tensor maps of q, k, v and do. dk and dv are contiguous.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
@@ -57,20 +55,11 @@ from .steps.wgmma_backward_state import (
 )
 
 
-class ScoreTile(NamedTuple):
-    """What fragment_scores asks of a Config, with queries as the columns."""
-
-    tile_n: int
-    group: int
-    softcap: bool
-    alibi_dtype: str | None
-
-
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
+    plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     facts_bytes = config.row_facts_bytes
     s_count, frag_count, blocks = tile_m // 2, tile_m // 4, tile_m // 8
@@ -83,7 +72,7 @@ def make(config):
     own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
     stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_m // 16))
-    a_bytes, b_bytes = stream_panel * -(-depth // 64), stream_panel * -(-width // 64)
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     multiply_k_q = wgmma.product_shared(tile_m, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
     multiply_v_do = wgmma.product_shared(tile_m, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
     multiply_ds_q = wgmma.product_registers(depth, kind, row_steps, 1)
@@ -110,8 +99,7 @@ def make(config):
     own_maps = (K_MAP, V_MAP if of_dk else None)
     load_own, load_a, load_b = wgmma_backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     head, _ = scores.make(config)
-    tile = ScoreTile(tile_m, 1, config.softcap, config.alibi_dtype)
-    seen_count, one_score, visible, _, _ = fragment_scores.make(tile, 1)
+    seen_count, one_score, visible, _, _ = fragment_scores.make(config.score_tile, 1)
     weight, sure_weight, through_softcap = score_gradients.make(config, one_score)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, 16, head_dim_v, head_dim_v % 8 == 0)

@@ -49,7 +49,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim = config.depth, config.width, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
-    plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
+    plan, at = config.shared_plan(), config.barriers()
     s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, depth // 2
     has_softcap, has_alibi, padded = config.softcap, config.alibi_dtype is not None, config.seqlens_k
 
@@ -59,8 +59,7 @@ def make(config):
     own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
     stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    k_panels = -(-depth // 64)
-    a_bytes, b_bytes = stream_panel * k_panels, stream_panel * -(-width // 64)
+    k_panels, a_bytes, b_bytes = -(-depth // 64), config.stream_a_bytes, config.stream_b_bytes
     multiply_q_k = wgmma.product_shared(tile_n, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
     multiply_do_v = wgmma.product_shared(tile_n, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
     multiply_ds_k = wgmma.product_registers(depth, kind, row_steps, 1)
@@ -85,7 +84,7 @@ def make(config):
     b_stage_of, b_phase_of = wgmma_backward_state.ring(config.stages_b)
     load_own, load_a, load_b = wgmma_backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     head, _ = scores.make(config)
-    seen_count, one_score, visible, _, _ = fragment_scores.make(config, 1)
+    seen_count, one_score, visible, _, _ = fragment_scores.make(config.score_tile, 1)
     weight, sure_weight, through_softcap = score_gradients.make(config, one_score)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
     repair_queries = repair_queries_step.make(config, sure_weight, through_softcap)

@@ -17,7 +17,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 ORDER = """
     __main__ demo debug
     compat.flash_attn compat.torch bridges.transformers bridges.torch bridges.jax
-    testing explaining merging ladder
+    testing_exact testing explaining merging ladder
     gradients api copies launch_backward launch enqueue counters
     sim.launch
     cpu_backward cpu cpu_backward_kernel cpu_backward_sums cpu_kernel cpu_backward_panel cpu_panel cpu_elements
@@ -25,9 +25,11 @@ ORDER = """
     compiled assembler
     kernels.v2_backward_dkdv kernels.v2_backward_dq kernels.v2_backward_dbias kernels.v2_backward_dalibi kernels.delta
     kernels.mma_backward_dkdv kernels.mma_backward_dq kernels.mma_backward_rows
+    kernels.wgmma_backward_dkdv kernels.wgmma_backward_dq
     kernels.v1 kernels.v2 kernels.mma_forward kernels.wgmma_forward
     kernels.softmax_safe kernels.softmax_online kernels.softmax_blocked
     kernels.steps.wgmma_supply kernels.steps.wgmma_places
+    kernels.steps.wgmma_backward_producer kernels.steps.wgmma_backward_state
     kernels.steps.output_rows kernels.steps.gradient_rows kernels.steps.fragment_products kernels.steps.score_gradients
     kernels.steps.repair_rows kernels.steps.repair_keys kernels.steps.repair_queries kernels.steps.fragment_scores
     kernels.steps.fragment_outputs kernels.steps.row_facts kernels.steps.notes
@@ -43,7 +45,7 @@ ORDER = """
     sim.register_limits sim.registers
     sim.errors ptx.asm ptx.fragments
     select_backward select makespan arguments_backward arguments target backward_problem problem
-    arrays config_backward config_seed_backward config ranges reference toolchain tensor_maps
+    arrays config_backward config_seed_backward config_wgmma_backward config ranges reference toolchain tensor_maps
     context forked cache_folder
 """.split()
 
