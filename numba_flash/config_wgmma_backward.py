@@ -24,6 +24,16 @@ class SharedPlan(NamedTuple):
     end: int
 
 
+class Barriers(NamedTuple):
+    """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
+
+    own_full: int
+    a_full: int
+    a_empty: int
+    b_full: int
+    b_empty: int
+
+
 @dataclass(frozen=True)
 class WgmmaBackwardConfig(Config):
     """What wgmma_backward_dkdv and wgmma_backward_dq share.
@@ -38,8 +48,8 @@ class WgmmaBackwardConfig(Config):
 
     tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group: ClassVar[int] = 1  # a tile is of one head
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     STATE_WORDS: ClassVar[int] = 16
     # consumers -> registers of a thread of the producer and of the consumers
@@ -104,15 +114,30 @@ class WgmmaBackwardConfig(Config):
         return tile_bytes(self.own_rows, self.depth)
 
     @property
+    def stream_a_bytes(self) -> int:
+        """Of one stage."""
+        return tile_bytes(self.stream_rows, self.depth)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return tile_bytes(self.stream_rows, self.width)
+
+    @property
     def row_facts_bytes(self) -> int:
         """Of one stage of stream_a."""
         return 0
 
+    def barriers(self) -> Barriers:
+        at = self.shared_plan().barriers
+        a_full = at + 8
+        b_full = a_full + 16 * self.stages_a
+        return Barriers(at, a_full, a_full + 8 * self.stages_a, b_full, b_full + 8 * self.stages_b)
+
     def shared_plan(self) -> SharedPlan:
         own_b = self.own_a_bytes
         stream_a = own_b + self.own_b_bytes
-        stream_b = stream_a + self.stages_a * tile_bytes(self.stream_rows, self.depth)
-        row_facts = stream_b + self.stages_b * tile_bytes(self.stream_rows, self.width)
+        stream_b = stream_a + self.stages_a * self.stream_a_bytes
+        row_facts = stream_b + self.stages_b * self.stream_b_bytes
         state = row_facts + self.stages_a * self.row_facts_bytes
         barriers = state + 4 * self.STATE_WORDS
         end = barriers + 8 * (1 + 2 * self.stages_a + 2 * self.stages_b)

@@ -52,7 +52,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
+    plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     facts_bytes = config.row_facts_bytes
     s_count, frag_count, blocks = tile_m // 2, tile_m // 4, tile_m // 8
@@ -65,7 +65,7 @@ def make(config):
     own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
     stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_m // 16))
-    a_bytes, b_bytes = stream_panel * -(-depth // 64), stream_panel * -(-width // 64)
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     multiply_k_q = wgmma.product_shared(tile_m, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
     multiply_v_do = wgmma.product_shared(tile_m, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
     multiply_ds_q = wgmma.product_registers(depth, kind, row_steps, 1)

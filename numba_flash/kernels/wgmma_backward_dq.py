@@ -43,7 +43,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim = config.depth, config.width, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
-    plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
+    plan, at = config.shared_plan(), config.barriers()
     s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, depth // 2
     varies, padded = config.derivative_varies, config.has("seqlens_k")
 
@@ -53,8 +53,7 @@ def make(config):
     own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
     stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    k_panels = -(-depth // 64)
-    a_bytes, b_bytes = stream_panel * k_panels, stream_panel * -(-width // 64)
+    k_panels, a_bytes, b_bytes = -(-depth // 64), config.stream_a_bytes, config.stream_b_bytes
     multiply_q_k = wgmma.product_shared(tile_n, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
     multiply_do_v = wgmma.product_shared(tile_n, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
     multiply_ds_k = wgmma.product_registers(depth, kind, row_steps, 1)

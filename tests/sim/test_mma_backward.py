@@ -62,7 +62,7 @@ def test_every_kind_of_row(rung, how, monkeypatch):
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
 
 
-def test_warps_that_share_rows_repair_them_once(rung, monkeypatch):
+def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch):
     dkdv, dq = ROWS["two groups"]
     monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
     monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))

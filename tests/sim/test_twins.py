@@ -418,6 +418,41 @@ def test_tma_loads_and_stores_boxes(where, swizzle):
     np.testing.assert_array_equal(tile[places], box.view(np.uint16).ravel())
 
 
+def load_some_bytes(source, out, count, waits, fenced):
+    smem = cuda.shared.array(0, np.dtype(np.uint32))
+    at = shared.address(smem)
+    mbarrier.init(at + 256, 1)
+    if fenced:
+        fence.mbarrier_init()
+    mbarrier.arrive_expect_tx(at + 256, count)
+    tma.load_bytes(at, memory.address(source, 4), at + 256, count)
+    if waits:
+        mbarrier.wait(at + 256, 0)
+    for x in range(4):
+        out[x] = ld_st.load_b32(at + 4 * x)
+
+
+def test_tma_loads_bytes_without_a_map():
+    source, out = np.arange(32, dtype=np.uint32), np.zeros(4, np.uint32)
+    launch(load_some_bytes, 1, source, out, shared_bytes=512, scalars=(64, 1, 1))
+    np.testing.assert_array_equal(out, source[4:8])
+
+
+@pytest.mark.parametrize(
+    ("scalars", "match"),
+    [
+        ((64, 0, 1), "is read before it arrived"),
+        ((24, 1, 1), "a multiple of 16 bytes, not 24"),
+        ((0, 1, 1), "a multiple of 16 bytes, not 0"),
+        ((128, 1, 1), "lie outside of every operand"),
+        ((64, 1, 0), "fence.mbarrier_init is missing"),
+    ],
+)
+def test_bytes_that_cannot_be_loaded(scalars, match):
+    source, out = np.arange(32, dtype=np.uint32), np.zeros(4, np.uint32)
+    misuse(load_some_bytes, 1, source, out, match=match, shared_bytes=512, scalars=scalars)
+
+
 @pytest.mark.parametrize("rank", [2, 4, 5])
 def test_tma_of_other_ranks(rank):
     shape = (1, 1, 2, 3, 16)[-rank:]

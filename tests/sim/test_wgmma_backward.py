@@ -22,6 +22,7 @@ from contract_backward import (  # noqa: F401
 )
 
 from numba_flash import select_backward, testing
+from numba_flash.kernels.steps import recompute_queries
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +48,20 @@ def test_every_kind_of_row(rung, how, monkeypatch):
     select_backward.wgmma_configs.cache_clear()
     # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim 69, more than a panel,
     # says that nobody else has this problem: what was decided is remembered by problem.
-    case = rung.problem(100, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
+    case = rung.problem(66, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
     select_backward.wgmma_configs.cache_clear()
 
 
 def test_plain_scores_of_a_group(rung):
-    rung.check(rung.problem(70, 130, batch=1, heads=3, heads_kv=1, head_dim=68), causal=True)
+    rung.check(rung.problem(40, 100, batch=1, heads=3, heads_kv=1, head_dim=68), causal=True)
 
 
-def test_keys_past_the_end_may_be_anything(rung):
+def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
+    def repair(*_):
+        raise AssertionError("a row of dQ was not finite: K past the end was multiplied by 0")
+
+    monkeypatch.setattr(recompute_queries, "make", lambda *_: repair)  # rows would come out right by it, and slowly
     case = rung.problem(24, 90, batch=2, heads=1, head_dim=8)
     case.k[1, :, 70:], case.v[1, :, 70:] = np.nan, np.inf
     case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan

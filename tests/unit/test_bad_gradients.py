@@ -75,7 +75,7 @@ WRONG = [
     (dict(bias=array(5, 8), wanted=("dbias",)), ValueError, ["bias", "(5, 8)"]),
     (dict(kernel="v9"), ValueError, ["kernel must be one of auto", "'v9'"]),
     (dict(kernel="v1"), NotImplementedError, ["kernel='v1'", "not built yet", "What would run", "'reference'"]),
-    (dict(kernel="wgmma"), NotImplementedError, ["kernel='wgmma'", "not built yet"]),
+    (dict(kernel="wgmma"), NotImplementedError, ["kernel='wgmma'", "no GPU is usable", "'reference' or 'cpu'"]),
     (dict(kernel="v2"), NotImplementedError, ["no GPU is usable", "NUMBA_ENABLE_CUDASIM"]),
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet"])

@@ -5,7 +5,6 @@ Consumers are told at `full` mbarriers that a tile has come, and say at `empty` 
 
 from numba import int32
 
-from ...config import tile_bytes
 from ...ptx import mbarrier, tma
 from . import wgmma_backward_state
 from .inlined import inlined
@@ -18,15 +17,13 @@ def make(config, own_maps, stream_maps):
 
     own_maps, stream_maps: which of the kernel's maps the tiles a and b have; None: there is no such tile.
     """
-    plan, at = config.shared_plan(), wgmma_backward_state.barriers(config)
+    plan, at = config.shared_plan(), config.barriers()
     own_rows, stream_rows = config.own_rows, config.stream_rows
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     load_4d, expect, wait = tma.load_4d, mbarrier.arrive_expect_tx, mbarrier.wait
     a_panels, b_panels = -(-config.depth // 64), -(-config.width // 64)
-    a_bytes, b_bytes = tile_bytes(stream_rows, config.depth), tile_bytes(stream_rows, config.width)
-    own_bytes = tile_bytes(own_rows, config.depth)
-    if own_maps[1] is not None:
-        own_bytes += tile_bytes(own_rows, config.width)
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
+    own_bytes = own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
     a_stage_of, a_phase_of = wgmma_backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = wgmma_backward_state.ring(config.stages_b)
 

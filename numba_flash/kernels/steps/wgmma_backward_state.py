@@ -4,7 +4,6 @@ Places are bytes from the block's base in shared memory.
 """
 
 import functools
-from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
@@ -13,23 +12,6 @@ from .inlined import inlined
 
 # The words of the block's state.
 BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, GROUP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
-
-
-class Barriers(NamedTuple):
-    """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
-
-    own_full: int
-    a_full: int
-    a_empty: int
-    b_full: int
-    b_empty: int
-
-
-def barriers(config):
-    at = config.shared_plan().barriers
-    a_full = at + 8
-    b_full = a_full + 16 * config.stages_a
-    return Barriers(at, a_full, a_full + 8 * config.stages_a, b_full, b_full + 8 * config.stages_b)
 
 
 @functools.cache
@@ -50,7 +32,7 @@ def ring(stages):
 @functools.cache
 def make(config):
     """-> (set_up, put, put_position, word, position), device functions."""
-    at, state = barriers(config), config.shared_plan().state
+    at, state = config.barriers(), config.shared_plan().state
     load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
     init = mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
