@@ -26,6 +26,7 @@ html_title = f"numba_flash {release}"
 html_show_sourcelink = False
 html_theme_options = {"show_prev_next": True, "navigation_with_keys": False, "secondary_sidebar_items": ["page-toc"]}
 autodoc_typehints = "none"
+autodoc_docstring_signature = False  # a first line like "merge(o1, ...) -> ..." is a sentence
 
 
 def as_it_is(app, what, name, obj, options, lines):
