@@ -1,9 +1,11 @@
 """Sphinx's configuration; `sh scripts/docs` builds with it."""
 
+import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import numba_flash  # noqa: E402
 
@@ -14,12 +16,15 @@ version = release = numba_flash.__version__
 extensions = ["sphinx.ext.autodoc", "myst_nb"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-# Notebooks under docs are run while the pages are built, and an exception in one fails the build.
+# The examples are scripts that are notebooks, too: "# %%" begins a cell. They are run while the pages are built, and an
+# exception in one fails the build.
+shutil.copytree(ROOT / "examples", ROOT / "docs" / "examples", dirs_exist_ok=True)
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
-exclude_patterns = ["drawings"]
+exclude_patterns = ["drawings", "conf.py", "**/__pycache__"]
 nitpicky = True
 html_theme = "pydata_sphinx_theme"
 html_title = f"numba_flash {release}"
