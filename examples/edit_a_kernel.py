@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Step through a kernel, and change it
 #
-# The kernels are Python. In Numba's simulator a change runs at once. This notebook prints what one thread computes,
-# breaks the kernel `v2` on purpose, sees the tests find it, and then changes it in a way that leaves the result as it is.
-# No GPU is needed.
+# The kernels are Python. In Numba's simulator a change runs at once. This notebook prints what one thread computes.
+# It breaks the kernel `v2` on purpose, and the tests find it. Then it changes the kernel in a way that leaves the
+# result as it is. No GPU is needed.
 
 # %%
 import os

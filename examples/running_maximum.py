@@ -35,7 +35,8 @@ print(numba_flash.explain(q, k, v, causal=True, kernel="v2"))
 # ## Look into the thread
 #
 # `stop_at` puts a debugger into one thread of one block. This debugger asks nobody: it notes some variables where it
-# stops, and goes on. Line 17 of the listing is a good place: the tile's weights are there, and `l` is still the old sum.
+# stops, and goes on. Line 17 of the listing is a good place: the tile's weights are there, and `l` is still the old
+# sum.
 
 # %%
 seen = []
@@ -86,25 +87,25 @@ fig.tight_layout()
 # %% [markdown]
 # ## Which tiles are visited
 #
-# `ranges.py` finds the key tiles of a query tile: those without a mask, those with one, and those that nobody sees. This
-# is a causal mask with a window of 24 keys.
+# `ranges.py` finds the key tiles of a query tile: those without a mask, those with one, and those that nobody sees.
+# Here is a causal mask with a window of 35 keys.
 
 # %%
 kinds = np.zeros((4, 4))
 for i in range(4):
-    first = ranges.row_keys(i * tile, 24, 0, 64)
-    bottom = ranges.row_keys(i * tile + tile - 1, 24, 0, 64)
+    first = ranges.row_keys(i * tile, 35, 0, 64)
+    bottom = ranges.row_keys(i * tile + tile - 1, 35, 0, 64)
     begin, free, cut, end = ranges.key_tiles(*first, *bottom, tile)
     kinds[i, begin:end] = 1  # visited, with a mask
     kinds[i, free:cut] = 2  # visited, without
 
 queries, keys = np.ogrid[:64, :64]
-sees = (keys <= queries) & (keys >= queries - 24)
+sees = (keys <= queries) & (keys >= queries - 35)
 fig, axis = plt.subplots(figsize=(4.5, 4.5))
 axis.imshow(np.kron(kinds, np.ones((tile, tile))) + 0.5 * sees, cmap="Blues")
 axis.set_xlabel("key")
 axis.set_ylabel("query")
-axis.set_title("dark: a score that counts; white: never visited")
+axis.set_title("darkest: a tile without a mask; white: never visited")
 for edge in np.arange(1, 4) * tile - 0.5:
     axis.axvline(edge, color="0.6")
     axis.axhline(edge, color="0.6")

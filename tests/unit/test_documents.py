@@ -41,7 +41,8 @@ def is_ours(name, places):
 def exists(name, places):
     if "/" not in name:
         return any(path.match(name) for path in FILES)
-    return any(True for place in places for _ in place.glob(name))
+    # A table of contents names pages and examples without their endings.
+    return any(True for place in places for ending in ("", ".md", ".py") for _ in place.glob(name + ending))
 
 
 def docstrings(path):
