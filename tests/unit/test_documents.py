@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import numba_flash
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -76,8 +78,13 @@ def test_python_of_documents_runs(path):
         exec(compile(code, path.name, "exec"), namespace)
 
 
-def test_readme_has_python_to_run():
+def test_readme_is_short_and_has_python_to_run():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert runnable(ROOT / "README.md")
+
+
+def test_what_is_cited_is_this_version():
+    assert f"\nversion: {numba_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text()
