@@ -72,7 +72,7 @@ class SeedConfig(Config):
 
     `pad` is how many elements are added to each row of a shared tile that every thread reads its own
     row of: with pad 0 and a head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which
-    is the seeds' experiment.
+    shows bank conflicts (docs/tensor_cores.md).
     """
 
     pad: int = 1

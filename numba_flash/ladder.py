@@ -21,9 +21,9 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
     >>> numba_flash.softmax(cupy.array([1.0, 2.0, 3.0]), kernel="blocked")
 
     kernel: "safe" reads a row three times (maximum, sum, result); "online" twice, correcting the sum
-    whenever the maximum grows (the seeds' equations 1 and 2); "blocked" gives a row to a whole block,
-    whose threads' maxima and sums are joined by equation 3; "reference" is NumPy in float64, in host
-    memory. The three kernels run on a GPU, or on NumPy arrays in Numba's simulator.
+    whenever the maximum grows; "blocked" gives a row to a whole block, whose threads' maxima and sums
+    are joined; "reference" is NumPy in float64, in host memory. The three kernels run on a GPU, or on
+    NumPy arrays in Numba's simulator. Equations 2 to 5 of docs/algorithm.md; Milakov and Gimelshein (2018).
 
     x: float16, bfloat16, float32 or float64, any shape whose leading axes can be walked with one
     stride; computed in float32 (float64 for float64). A row of -inf alone has no softmax and gives NaN,

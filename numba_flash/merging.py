@@ -13,7 +13,7 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
     >>> parts = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 100), (100, 300))]
     >>> o, lse = merge(*parts[0], *parts[1])
 
-    The seeds' equations 3 and 13: with lse = max_i lse_i + log(sum_i e^(lse_i - max)), o is the sum of
+    Equation 12 of docs/algorithm.md: with lse = max_i lse_i + log(sum_i e^(lse_i - max)), o is the sum of
     e^(lse_i - lse) * o_i. Exact, in any order and number; parts that saw no key (lse -inf) count nothing,
     whatever their o; where no part saw one, o is 0 and lse -inf.
 

@@ -95,7 +95,8 @@ def backward(
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
-    P is not kept from the forward but computed again, P = e^(S - lse), and then, by the seeds' equations,
+    P is not kept from the forward but computed again, P = e^(S - lse). Then, by equations 13 to 18
+    of docs/algorithm.md,
 
         dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numba_flash
 
-DOCUMENTS = ("README.md", "CHANGELOG.md")  # beside the package in a checkout; an installed package has none
+# Beside the package in a checkout; an installed package has none.
+DOCUMENTS = (
+    "README.md", "CHANGELOG.md", "docs/contract.md", "docs/environment.md", "docs/frameworks.md", "docs/stepping.md",
+)  # fmt: skip
 MIN_WORDS = 25  # less says too little to be found by its meaning
 MAX_WORDS = 100  # more no longer fits the 256 tokens the model reads
 
@@ -24,9 +27,9 @@ def project_passages() -> list[Passage]:
     package = Path(numba_flash.__file__).parent
     root = package.parent
     found: list[Passage] = []
-    for path in (root / name for name in DOCUMENTS):
-        if path.is_file():
-            found += split(path.read_text(encoding="utf-8"), path.name)
+    for name in DOCUMENTS:
+        if (root / name).is_file():
+            found += split((root / name).read_text(encoding="utf-8"), name)
     for path in sorted(package.rglob("*.py")):
         if package / "demo" in path.parents:  # or the demo would find its own words
             continue

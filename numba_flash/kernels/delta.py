@@ -1,11 +1,11 @@
-"""delta = rowsum(dO * O) - dlse: what is taken from every dP of a row, in every backward.
+"""delta = rowsum(dO * O) - dlse: what is subtracted from every dP of a row, in every backward.
 
-Source: "flash attention from math to code" and the notes that begin with "The goal of flash attention" name
-dS = dsoftmax(dP). For p = softmax(s) that is ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of keys is
+Source: Dao et al., FlashAttention (2022), appendix B; equation 16 and listing 6 of docs/algorithm.md. For
+p = softmax(s), ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of keys is
 
     sum_k P_ik dP_ik = sum_k P_ik (dO_i . V_k) = dO_i . (sum_k P_ik V_k) = dO_i . O_i
 
-so that it needs only the row itself. With lse an output of its own, d lse_i / d s_j = p_j adds dlse_i to the
+so it needs only the row itself. With lse an output of its own, d lse_i / d s_j = p_j adds dlse_i to the
 bracket. A few threads share a row, so that neighbouring ones read neighbouring columns.
 
 Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
@@ -34,7 +34,7 @@ def make(config):
         q_index = cuda.blockIdx.x % tiles * rows + thread // lanes
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)
 
-        part = compute(0)
+        part = compute(0)  # listing 6, line 1
         if q_index < seqlen_q:
             do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
             for x in range(lane, head_dim_v, lanes):
@@ -45,7 +45,7 @@ def make(config):
             total = compute(0)
             for other in range(lanes):
                 total += parts[thread + other]
-            if has_dlse:
+            if has_dlse:  # line 2
                 total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
             arrays.delta[(b * heads + h) * seqlen_q + q_index] = total
 

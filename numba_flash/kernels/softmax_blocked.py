@@ -1,12 +1,7 @@
-"""Softmax with one block per row: each thread runs equation 1 on its share, then shares are joined.
+"""Softmax with one block per row: listing 3 of docs/algorithm.md. Threads take shares, then the shares are joined.
 
-Source: "flash attention from math to code", section 1, equation 3. Two sequences B and S, each with
-its maximum and its sum, are together
-
-    A.max = max(B.max, S.max)
-    A.sum = S.sum * e^(S.max - A.max) + B.sum * e^(B.max - A.max)                            (3)
-
-which is what lets FlashAttention join tiles, splits of the keys, and GPUs.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), section 3.1; equation 5 of
+docs/algorithm.md, which also lets FlashAttention join tiles, splits of the keys, and GPUs.
 
 Launch: grid (rows), block (config.threads, a power of two), 2 * threads numbers of shared memory.
 """
@@ -34,7 +29,7 @@ def make(config):
         m_smem = shared.pointer(smem, 0)  # (threads,)
         d_smem = shared.pointer(smem, threads)  # (threads,)
 
-        # equation 1 on every threads-th element
+        # line 1: equation 3 on every threads-th element
         m = minus_inf
         d = compute(0)
         for i in range(thread, n, threads):
@@ -48,7 +43,7 @@ def make(config):
         m_smem[thread] = m
         d_smem[thread] = d
 
-        # equation 3, halving the number of sequences each time
+        # lines 2 to 6: equation 5, halving the number of parts each time
         half = threads // 2
         while half > 0:
             cuda.syncthreads()
@@ -64,7 +59,7 @@ def make(config):
             half = half // 2
         cuda.syncthreads()
 
-        # equation 2
+        # lines 7 and 8: equation 4
         m = m_smem[0]
         d = d_smem[0]
         for i in range(thread, n, threads):

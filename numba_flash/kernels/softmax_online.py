@@ -1,9 +1,7 @@
-"""Softmax in two passes, one thread per row: maximum and sum in one, because the sum can be corrected.
+"""Softmax in two passes, one thread per row: listing 2 of docs/algorithm.md. The sum can be corrected.
 
-Source: "flash attention from math to code", section 1, equations 1 and 2:
-
-    for i: m_i = max(x_i, m_(i-1));  d_i = d_(i-1) * e^(m_(i-1) - m_i) + e^(x_i - m_i)      (1)
-    for i: y_i = e^(x_i - m_N) / d_N                                                        (2)
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), algorithm 3; equations 3 and 4 of
+docs/algorithm.md. m is the maximum so far, d the sum of e^(x - m) so far.
 
 Launch: grid (rows / threads, rounded up), block (config.threads). Each element is read twice.
 """
@@ -24,9 +22,9 @@ def make(config):
         x, y, n = arrays.x, arrays.y, sizes.n
         row = cuda.grid(1)
         if row < sizes.rows:
-            m = load(x, row * strides.x[0])  # equation 1 at i = 1, where m_0 = -inf and d_0 = 0
+            m = load(x, row * strides.x[0])  # line 1: equation 3 at the first element
             d = compute(1)
-            for i in range(1, n):
+            for i in range(1, n):  # lines 2 to 4
                 x_i = load(x, row * strides.x[0] + i * strides.x[1])
                 if x_i > m:
                     d = d * math.exp(m - x_i) + compute(1)
@@ -35,7 +33,7 @@ def make(config):
                     d += math.exp(x_i - m)
                 elif x_i != x_i:
                     d = x_i  # NaN makes the row NaN
-            for i in range(n):  # equation 2
+            for i in range(n):  # line 5: equation 4
                 y_i = math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m) / d
                 store(y, row * strides.y[0] + i * strides.y[1], y_i)
 

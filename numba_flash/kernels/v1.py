@@ -1,22 +1,15 @@
-"""FlashAttention-1, one thread per query row: the seeds' first listing.
+"""FlashAttention-1, one thread per query row: listing 4 of docs/algorithm.md.
 
-Source: "flash attention from math to code", section 3, lines 1 to 27 and equation 14; the CUDA listing
-of "Understanding the Forward Pass of FlashAttention". Letters: l and m are the running row sum and
-maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when written); S holds
-the scores of a row and then e^(S - max_tmp). TileQ is tile_m, TileK is tile_n; k' is q_index.
+Source: Dao et al., FlashAttention (2022), algorithm 1; equations 7 and 8 of docs/algorithm.md. Letters: l and m are
+the running row sum and row maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when
+written). S holds the scores of a row and then e^(S - max_tmp). q_index is the listing's n.
 
-K and V tiles outside, Q tiles inside: a block owns one head, keeps K_j and V_j while every query
-passes by, and O is read, rescaled and written back at each outer step, together with l and m.
+K and V tiles are outside, Q tiles inside. A block owns one head. It keeps K_j and V_j while every query passes by. O,
+l and m are read, rescaled and written back in each outer step.
 
-Slips of the sources that are not repeated here: the CUDA listing multiplies the old row by `value`,
-the new product, where equation 14 has the old O; it indexes Q and O rows by seq_len instead of
-head_dim; it has no barrier between the use of Q_i by one pass and its load in the next (there each
-thread reads only the row it loaded, here rows are loaded together, so there is one). Line 24 divides
-by sum_new * e^max_new, which overflows for scores above 88; line 23 says the same and does not.
-
-Between the outer steps O stays in the computing precision (acc_o): rescaled in float16 at every step
-it would lose a bit each time. For float32 and float64 that is the seeds' own O. The logarithm of the
-sum, m + log(l), is written at the end where it is asked for, though only v2 needs nothing else.
+Between the outer steps O stays in the computing precision (acc_o). Rescaled in float16 at every step, it would lose a
+bit each time. For float32 and float64 acc_o has the precision of O itself. The division is by sum_new alone: the
+factors e^max of numerator and denominator are subtracted as exponents first, so that large scores do not overflow.
 
 Launch: grid (batch * heads), block (tile_m), config.shared_bytes of dynamic shared memory.
 """
@@ -68,27 +61,27 @@ def make(config):
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
-        # What the listing takes as given: l = 0, m = -inf, O = 0
+        # listing 4, line 1: l = 0, m = -inf, O = 0
         for q_index in range(thread, seqlen_q, tile_m):
             row_sum[lm_base + q_index] = compute(0)
             row_max[lm_base + q_index] = minus_inf
             for x in range(head_dim_v):
                 acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
 
-        # line 1: the tiles that some query sees
+        # line 2: the tiles that some query sees
         top_first, top_end = row_keys(q_start, left, right, keys)
         bottom_first, bottom_end = row_keys(seqlen_q - 1 + q_start, left, right, keys)
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
-            # line 2: load K_j, V_j
+            # line 3: load K_j, V_j
             first_y = j * tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
             load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
             load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
-            for i in range(m_tiles):  # line 3
+            for i in range(m_tiles):  # line 4
                 cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
-                # line 4: load Q_i
+                # line 5: load Q_i
                 first_row = i * tile_m
                 load_q(
                     q_smem,
@@ -100,13 +93,13 @@ def make(config):
                     tile_m,
                 )
                 cuda.syncthreads()
-                q_index = first_row + thread  # line 5: each thread k has a row, k' of line 22
+                q_index = first_row + thread  # line 6: thread k has row k, query n
                 q_pos = q_index + q_start
                 first_key, end_key = row_keys(q_pos, left, right, keys)
                 if q_index < seqlen_q and first_key < first_y + tile_n and first_y < end_key:
                     max_tmp = minus_inf
                     sees = False
-                    for y in range(tile_n):  # lines 6 to 12
+                    for y in range(tile_n):  # lines 7 to 11
                         total = compute(0)
                         for x in range(k_row):
                             total += q_smem[q_k + x] * k_smem[y * k_row + x]
@@ -118,30 +111,30 @@ def make(config):
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
                         s_smem[s_k + y] = s
-                    if sees:  # else max_tmp is -inf, and -inf - -inf is NaN
+                    if sees:  # line 12: else max_tmp is -inf, and -inf - -inf is NaN
                         sum_tmp = compute(0)
-                        for y in range(tile_n):  # lines 13 to 16
+                        for y in range(tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
                             s_smem[s_k + y] = p
                             sum_tmp += p
-                        sum_prev = row_sum[lm_base + q_index]  # line 17
+                        sum_prev = row_sum[lm_base + q_index]  # line 15
                         max_prev = row_max[lm_base + q_index]
-                        max_new = max(max_tmp, max_prev)  # line 18
-                        old = sum_prev * math.exp(max_prev - max_new)
+                        max_new = max(max_tmp, max_prev)  # line 16
+                        old = sum_prev * math.exp(max_prev - max_new)  # line 17
                         new = math.exp(max_tmp - max_new)
-                        sum_new = sum_tmp * new + old  # line 19
-                        row_sum[lm_base + q_index] = sum_new  # line 20
+                        sum_new = sum_tmp * new + old  # line 18
+                        row_sum[lm_base + q_index] = sum_new  # line 19
                         row_max[lm_base + q_index] = max_new
-                        for x in range(head_dim_v):  # lines 21 to 25
+                        for x in range(head_dim_v):  # lines 20 and 21
                             value = compute(0)
                             for y in range(tile_n):
                                 p = s_smem[s_k + y]
                                 if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
                                     value += p * v_smem[y * v_row + x]
                             o_at = (lm_base + q_index) * head_dim_v + x
-                            acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 23
+                            acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 22
 
-        # Round O, and give lse = m + log(l); a row without keys is zero and its lse -inf
+        # line 23: round O, and give lse = m + log(l). A row without keys is zero, and its lse -inf
         for q_index in range(thread, seqlen_q, tile_m):
             o_base = row_base(strides.o, b, h, q_index)
             for x in range(head_dim_v):

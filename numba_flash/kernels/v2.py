@@ -1,16 +1,13 @@
-"""FlashAttention-2, one thread per query row: the seeds' second listing.
+"""FlashAttention-2, one thread per query row: listing 5 of docs/algorithm.md.
 
-Source: "flash attention from math to code", section 4, lines 1 to 30, and the four steps of the
-incremental softmax (maximum, sum, output, final normalization). Letters: m is the running row maximum
-(the listing's max_row), l the running sum of exponentials (sum_row), s a score and p = e^(s - m) its
-weight, both kept in the tile S; alpha = e^(m_old - m_new). TileQ is tile_m, TileK is tile_n.
+Source: Dao, FlashAttention-2 (2023), algorithm 1; equations 9 to 11 of docs/algorithm.md. Letters: m is the running
+row maximum, l the running sum of e^(s - m), s a score and p = e^(s - m_new) its weight. Scores and then weights are
+kept in the tile S. alpha = e^(m_old - m_new). q_index is the listing's n.
 
-The loops are swapped against v1: a block owns one tile of queries and walks over the keys, so m, l
-and O_i stay on chip, nothing is read back, and O is divided by l once, after the last tile (lines 23
-and 25 divide in every step; step 4 divides at the end, which is the same sum with fewer divisions).
-The query tiles no longer share anything, so each is a block of its own: the grid is batch x heads x
-query tiles where the seeds' is batch x heads, else a single long sequence would keep one
-multiprocessor busy and leave the others idle.
+The loops are swapped against v1. A block owns one tile of queries and walks over the keys, so m, l and O_i stay on
+chip, and nothing is read back. O is divided by l once, after the last tile (equation 10), where v1 divides in every
+step. The query tiles share nothing, so each is a block of its own: with batch x heads blocks, as in v1, a single long
+sequence would keep one multiprocessor busy and leave the others idle.
 
 Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared
 memory. Any lengths: threads past the last query take part in loads and barriers and store nothing.
@@ -57,7 +54,7 @@ def make(config):
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
-        i = cuda.blockIdx.x % m_tiles  # line 1: one block for each i
+        i = cuda.blockIdx.x % m_tiles  # listing 5, line 1: one block for each i
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
@@ -98,7 +95,7 @@ def make(config):
             load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
-                # lines 7 to 13: S[k, :] = Q_i[k, :] . K_j^T and its maximum
+                # lines 7 to 11: S[k, :] = Q_i[k, :] . K_j^T and its maximum
                 max_tmp = minus_inf
                 sees = False
                 for y0 in range(0, tile_n, keys_at_once):
@@ -117,8 +114,8 @@ def make(config):
                         s_smem[s_k + y0 + u] = s
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
-                if sees:  # else m_new could still be -inf, and -inf - -inf is NaN
-                    # lines 14 to 19, with e^(S - m_new) at once: steps 1 and 2
+                if sees:  # line 12: else m_new could still be -inf, and -inf - -inf is NaN
+                    # lines 13 to 17
                     m_new = max(max_tmp, m)
                     alpha = math.exp(m - m_new)
                     sum_tmp = compute(0)
@@ -128,7 +125,7 @@ def make(config):
                         sum_tmp += p
                     l = alpha * l + sum_tmp
                     m = m_new
-                    # lines 20 to 27: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j, step 3
+                    # line 18: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j
                     for x0 in range(0, v_row, columns):
                         for x in range(columns):
                             o_part[x] = compute(0)  # summed by itself: short sums round less than one long one
@@ -140,7 +137,7 @@ def make(config):
                         for x in range(columns):
                             o_k[x0 + x] = alpha * o_k[x0 + x] + o_part[x]
 
-        # line 29, after the one division of step 4; a row without keys is zero and its lse -inf
+        # lines 19 and 20: the one division. A row without keys is zero, and its lse -inf
         if q_index < seqlen_q:
             inverse = compute(0)
             row_lse = minus_inf

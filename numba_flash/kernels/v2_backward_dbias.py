@@ -1,10 +1,10 @@
 """The gradient of bias: dS of the finished scores, summed over the dimensions in which bias is broadcast.
 
-Source and letters: those of kernels/v2_backward_dkdv.py; bias is added to a score, so its gradient is (3), dS. A
-block owns a tile of bias' own elements and walks over all positions that read them: over the batch entries and the
-heads where bias has one for all, over the query tiles where it is one row for all queries (rows_summed), and over
-the key tiles where it is one column for all keys (keys_summed). So nothing is added up in global memory, and every
-sum has one order; a bias that is broadcast over everything keeps few blocks busy.
+Source: equation 15 of docs/algorithm.md; letters as in kernels/v2_backward_dkdv.py. A bias is added to a score, so its
+gradient is dS. A block owns a tile of bias' own elements and walks over all positions that read them: over the batch
+entries and the heads where bias has one for all, over the query tiles where it is one row for all queries
+(rows_summed), and over the key tiles where it is one column for all keys (keys_summed). So nothing is added up in
+global memory, and every sum has one order; a bias that is broadcast over everything keeps few blocks busy.
 
 Launch: grid (bias' batch * heads * query tiles * key tiles), block (tile_m), config.shared_bytes of dynamic shared
 memory. One thread per query row.

@@ -1,19 +1,14 @@
-"""dK and dV of FlashAttention-2, two threads per key row.
+"""dK and dV of FlashAttention-2, two threads per key row: listing 7 of docs/algorithm.md.
 
-Source: the backward equations of the notes that begin with "The goal of flash attention",
+Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 13 to 15 and 18 of docs/algorithm.md. P is computed again
+from the log-sum-exp: P = e^(S - lse), equation 11. Letters: s is a score, p its weight, dp and ds their gradients.
+delta is that of kernels/delta.py.
 
-    (1) dV = P^T dO    (2) dP = dO V^T    (3) dS = dsoftmax(dP) = P * (dP - delta)    (5) dK = dS^T Q
-
-(the notes write Q dS^T for (5), whose shapes do not fit), and the recomputation of P from the log-sum-exp, "2. Store
-the Logsumexp instead of l, m for backward" in section 4 of "flash attention from math to code": P = e^(S - lse).
-Letters: s is a score, p its weight, dp and ds their gradients; delta is that of kernels/delta.py. TileQ is tile_m,
-TileK is tile_n.
-
-The loops are those of v1: a block owns one tile of keys and the queries pass by, those of every head that reads this
-KV head, so that sums over queries and heads stay on chip and nothing is added up in global memory. Of a key's two
-threads one computes S, P and dV, the other dP, dS and dK, so that twice as many sums fit into registers. They run the
-same code: the first multiplies its row of K by Q_i and then its row of P by dO_i, the second its row of V by dO_i
-and then its row of dS by Q_i. So K_j and V_j lie one behind the other, and likewise Q_i and dO_i, and P and dS.
+The loops are those of v1. A block owns one tile of keys and the queries pass by, those of every head that reads this
+KV head. So sums over queries and heads stay on chip, and nothing is added up in global memory. Of a key's two threads
+one computes S, P and dV, the other dP, dS and dK, so that twice as many sums fit into registers. Both run the same
+code: the first multiplies its row of K by Q_i and then its row of P by dO_i, the second its row of V by dO_i and then
+its row of dS by Q_i. So K_j and V_j lie one behind the other, and likewise Q_i and dO_i, and P and dS.
 
 Launch: grid (batch * heads_kv * key tiles), block (2 * tile_n), config.shared_bytes of dynamic shared memory. Any
 lengths: threads past the last key take part in loads and barriers and store nothing.
@@ -67,11 +62,12 @@ def make(config):
         products = cuda.local.array(at_once, compute)  # (at_once,)
         acc = cuda.local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
+        # line 1: load K_j, V_j
         k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
         load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, threads)
         load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, threads)
 
-        of_p = thread < tile_n  # else of dP
+        of_p = thread < tile_n  # line 2: the first thread of a key, else the second
         k_index = first_y + thread % tile_n
         kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
         # what its width is multiplied by, and then its weights
@@ -90,16 +86,16 @@ def make(config):
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         if last_y < first_y:
             end = begin
-        for h in range(h_kv * group, (h_kv + 1) * group):
+        for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
             lse_base = (b * heads + h) * seqlen_q  # and of delta
             for i in range(begin, end):
-                cuda.syncthreads()  # everyone is done with the tiles before
+                cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 first_row = i * tile_m
                 q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
                 load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
                 load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
                 cuda.syncthreads()
-                for row in range(0, tile_m, at_once):  # S = Q_i K_j^T, and (2)
+                for row in range(0, tile_m, at_once):  # lines 5 to 7: S = Q_i K_j^T, and dP
                     dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
                     for u in range(at_once):
                         product, q_index = products[u], first_row + row + u
@@ -116,7 +112,7 @@ def make(config):
                 cuda.syncthreads()
                 if not of_p:
                     s_p = s_y - tile_n * s_row  # where the other thread's width of P begins
-                    for row in range(tile_m):  # (3)
+                    for row in range(tile_m):  # line 9
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
@@ -124,10 +120,10 @@ def make(config):
                             if varies:
                                 ds *= derivative_smem[s_p + row]
                         weights_smem[s_y + row] = ds
-                if counts:  # (1) and (5)
+                if counts:  # lines 10 and 11
                     add_rows(acc, weights_smem, s_y, qdo_smem, second)
 
-        if k_index < seqlen_k:
+        if k_index < seqlen_k:  # line 12
             if of_p:
                 if write_dv:
                     base = row_base(strides.dv, b, h_kv, k_index)

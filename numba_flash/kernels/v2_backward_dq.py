@@ -1,8 +1,9 @@
-"""dQ of FlashAttention-2, one thread per query row; and of each row its share of the gradient of ALiBi's slope.
+"""dQ of FlashAttention-2, one thread per query row: listing 8 of docs/algorithm.md. Also ALiBi's share of each row.
 
-Source and letters: those of kernels/v2_backward_dkdv.py, with equation (4), dQ = dS K. The loops are those of
-kernels/v2.py: a block owns one tile of queries, its dQ stays on chip, and the keys pass by. S and dP are computed
-once more than in a kernel that did it all at once, but that one would have to add up dQ in global memory.
+Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 14, 15 and 17 of docs/algorithm.md. Letters as in
+kernels/v2_backward_dkdv.py. The loops are those of kernels/v2.py: a block owns one tile of queries, its dQ stays on
+chip, and the keys pass by. S and dP are computed once more than in a kernel that does everything at once, but such a
+kernel would have to add up dQ in global memory.
 
 Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory. Any
 lengths: threads past the last query take part in loads and barriers and store nothing.
@@ -54,11 +55,12 @@ def make(config):
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
         dq_k = cuda.local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
 
+        # listing 8, line 1: load Q_i, dO_i
         q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
         load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
         load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, tile_m)
 
-        # this thread's row k, the keys that it sees, and its lse and delta
+        # line 2: this thread's row k, the keys that it sees, and its lse and delta
         q_index = first_row + thread
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
@@ -70,25 +72,25 @@ def make(config):
         for x in range(k_row):
             dq_k[x] = compute(0)
 
-        # the tiles that some row of the block sees
+        # line 3: the tiles that some row of the block sees
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
         bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         for j in range(begin, end):
-            cuda.syncthreads()  # everyone is done with the tiles before
+            cuda.syncthreads()  # line 4: everyone is done with the tiles before
             first_y = j * tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
             load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
             load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
-                # (2) and (3): dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
+                # lines 5 to 8: dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
                 of_slope += ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
-                if write_dq:  # (4): dQ_i[k, :] += dS[k, :] K_j
+                if write_dq:  # line 9: dQ_i[k, :] += dS[k, :] K_j
                     add_k(dq_k, ds_smem, s_k, k_smem, 0)
 
         if q_index < seqlen_q:
-            if write_dq:  # scale, by which S has Q K^T, comes in once
+            if write_dq:  # line 10: scale, by which S has Q K^T, comes in once
                 base = row_base(strides.dq, b, h, q_index)
                 for x in range(head_dim):
                     store(arrays.dq, base + x * strides.dq[3], dq_k[x] * compute(score.scale))

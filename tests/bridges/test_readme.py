@@ -1,19 +1,28 @@
-"""README's examples for frameworks; tests/unit/test_documents.py runs the others."""
+"""The examples of README and docs for frameworks; tests/unit/test_documents.py runs the others."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FRAMEWORK = re.compile(r"^(?:import|from) (torch|jax|transformers)\b", re.MULTILINE)
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(code, id=f"{page.stem}-{FRAMEWORK.search(code)[1]}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    if FRAMEWORK.search(code)
+]
 
 
-@pytest.mark.parametrize(
-    "code", [code for code in BLOCKS if FRAMEWORK.search(code)], ids=lambda code: FRAMEWORK.search(code)[1]
-)
-def test_readme_python_runs(code):
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python_of_documents_runs(code):
     for framework in FRAMEWORK.findall(code):
         pytest.importorskip(framework, reason=f"needs {framework}")
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+
+
+def test_each_framework_has_an_example():
+    named = {framework for block in BLOCKS for framework in FRAMEWORK.findall(block.values[0])}
+    assert named == {"torch", "jax", "transformers"}

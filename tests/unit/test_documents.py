@@ -1,7 +1,7 @@
-"""README.md, CHANGELOG.md and docstrings: the files they name exist, and README's Python runs.
+"""README.md, CHANGELOG.md, docs and docstrings: what they name exists, and the Python of README and docs runs.
 
-A block of README's Python that starts with an import is run, all of them in order and in one namespace;
-the others (a signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges.
+A block of Python that starts with an import is run, all of a page in order and in one namespace; the others (a
+signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges.
 """
 
 import ast
@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import numba_flash
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
-DOCUMENTS = sorted(ROOT.glob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-FILES = [path for folder in (PACKAGE, ROOT / "scripts", ROOT / "tests") for path in folder.rglob("*")]
+FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "scripts", "tests", ".github"))]
+FILES = [path for folder in FOLDERS for path in folder.rglob("*")]
 FILES += ROOT.glob("*")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,7 +43,8 @@ def is_ours(name, places):
 def exists(name, places):
     if "/" not in name:
         return any(path.match(name) for path in FILES)
-    return any(True for place in places for _ in place.glob(name))
+    # A table of contents names pages and examples without their endings.
+    return any(True for place in places for ending in ("", ".md", ".py") for _ in place.glob(name + ending))
 
 
 def docstrings(path):
@@ -53,7 +57,7 @@ def docstrings(path):
 def test_documents_name_files_that_exist(path):
     text = path.read_text()
     examples = "\n".join(code for _, code in FENCE.findall(text))
-    assert missing(FENCE.sub("", text) + BARE_NAME.sub("", examples), (ROOT, PACKAGE)) == []
+    assert missing(FENCE.sub("", text) + BARE_NAME.sub("", examples), (ROOT, PACKAGE, path.parent)) == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -61,13 +65,85 @@ def test_docstrings_name_files_that_exist(path):
     assert missing("\n".join(docstrings(path)), (ROOT, PACKAGE, path.parent)) == []
 
 
-def test_readme_python_runs():
-    blocks = [code for language, code in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
-    runnable = [code for code in blocks if code.startswith(("import ", "from ")) and not FRAMEWORK.search(code)]
-    assert runnable
-    namespace = {"__name__": "readme"}
-    for code in runnable:
-        exec(compile(code, "README.md", "exec"), namespace)
+def runnable(path):
+    """The blocks of Python that a page shows to be run, without those for frameworks."""
+    blocks = [code for language, code in FENCE.findall(path.read_text()) if language == "python"]
+    return [code for code in blocks if code.startswith(("import ", "from ")) and not FRAMEWORK.search(code)]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if runnable(path)], ids=lambda path: path.name)
+def test_python_of_documents_runs(path):
+    namespace = {"__name__": "document"}
+    for code in runnable(path):
+        exec(compile(code, path.name, "exec"), namespace)
+
+
+def test_readme_is_short_and_has_python_to_run():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert runnable(ROOT / "README.md")
+
+
+def test_what_is_cited_is_this_version():
+    assert f"\nversion: {numba_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text()
+EQUATIONS = [int(number) for number in re.findall(r"\\tag\{(\d+)\}", ALGORITHM)]
+# {listing: its lines' numbers}
+LISTINGS = {
+    int(number): [int(line) for line in re.findall(r"^ ?(\d+)  ", body, re.MULTILINE)]
+    for number, body in re.findall(r"^```text\nListing (\d+): (.*?)^```$", ALGORITHM, re.MULTILINE | re.DOTALL)
+}
+CITED = re.compile(r"\b(equation|listing|line)s? (\d+)(?:(?: to| and) (\d+))?")
+
+
+def cited(kind, text):
+    """The numbers that `text` cites of a kind: equation, listing, line."""
+    found = [numbers for name, *numbers in CITED.findall(" ".join(text.split())) if name == kind]
+    return [int(number) for numbers in found for number in numbers if number]
+
+
+def comments(path):
+    """The comments and docstrings of a file."""
+    text = path.read_text()
+    return "\n".join([*docstrings(path), *re.findall(r"# (.*)$", text, re.MULTILINE)])
+
+
+def test_equations_and_listings_are_numbered_from_1_on():
+    assert EQUATIONS == list(range(1, len(EQUATIONS) + 1))
+    assert list(LISTINGS) == list(range(1, len(LISTINGS) + 1))
+    for lines in LISTINGS.values():
+        assert lines == list(range(1, len(lines) + 1))
+
+
+CITING = [path for path in SOURCES if "docs/algorithm.md" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", CITING, ids=lambda path: path.stem)
+def test_code_cites_equations_and_listings_that_exist(path):
+    text = comments(path)
+    assert set(cited("equation", text)) <= set(EQUATIONS)
+    listings = cited("listing", text)
+    assert set(listings) <= set(LISTINGS)
+    lines = cited("line", text)
+    assert bool(listings) >= bool(lines), "a line of which listing?"
+    if listings:
+        assert set(lines) <= set(LISTINGS[listings[0]])
+
+
+@pytest.mark.parametrize("name", ["softmax_safe", "softmax_online", "softmax_blocked", "v1", "v2", "delta"])
+def test_a_kernel_follows_its_listing_from_the_first_line_to_the_last(name):
+    text = comments(PACKAGE / "kernels" / f"{name}.py")
+    lines = cited("line", text)
+    listing = LISTINGS[cited("listing", text)[0]]
+    assert min(lines) == 1 and max(lines) == listing[-1]
+
+
+def test_the_finder_of_citations_itself():
+    text = "listing 5, line 1: x; lines 7 to 11, line 12 and line 13; lines 19 and 20; equations 9 to 11"
+    assert cited("listing", text) == [5]
+    assert cited("line", text) == [1, 7, 11, 12, 13, 19, 20]
+    assert cited("equation", text) == [9, 11]
 
 
 @pytest.mark.parametrize(

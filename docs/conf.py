@@ -1,0 +1,43 @@
+"""Sphinx's configuration; `sh scripts/docs` builds with it."""
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numba_flash  # noqa: E402
+
+project = "numba_flash"
+author = "the authors of numba_flash"
+version = release = numba_flash.__version__
+
+extensions = ["sphinx.ext.autodoc", "myst_nb"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+# The examples are scripts that are notebooks, too: "# %%" begins a cell. They are run while the pages are built, and an
+# exception in one fails the build.
+shutil.copytree(ROOT / "examples", ROOT / "docs" / "examples", dirs_exist_ok=True)
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+
+exclude_patterns = ["drawings", "conf.py", "**/__pycache__"]
+nitpicky = True
+html_theme = "pydata_sphinx_theme"
+html_title = f"numba_flash {release}"
+html_show_sourcelink = False
+html_theme_options = {"show_prev_next": True, "navigation_with_keys": False, "secondary_sidebar_items": ["page-toc"]}
+autodoc_typehints = "none"
+autodoc_docstring_signature = False  # a first line like "merge(o1, ...) -> ..." is a sentence
+
+
+def as_it_is(app, what, name, obj, options, lines):
+    """Docstrings are plain text with formulas in it, not markup: they are shown as they are written."""
+    lines[:] = ["::", "", *(f"   {line}" for line in lines), ""] if any(lines) else []
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", as_it_is)

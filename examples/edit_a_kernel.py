@@ -1,0 +1,109 @@
+# %% [markdown]
+# # Step through a kernel, and change it
+#
+# The kernels are Python. In Numba's simulator a change runs at once. This notebook prints what one thread computes.
+# It breaks the kernel `v2` on purpose, and the tests find it. Then it changes the kernel in a way that leaves the
+# result as it is. No GPU is needed.
+
+# %%
+import os
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # before Numba is imported
+
+import contextlib
+import inspect
+import io
+import pdb
+
+import numpy as np
+
+import numba_flash
+from numba_flash import debug, testing
+from numba_flash.kernels import v2
+
+# %% [markdown]
+# ## Step
+#
+# At a terminal, `scripts/step v2 "alpha = math.exp"` gives you a prompt. Here the commands come from a text: where are
+# we, what is the old maximum, what is the new one, next line, what is `alpha`?
+
+# %%
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
+
+session = io.StringIO()
+
+
+class Typed(io.StringIO):
+    """Commands as if somebody typed them: they are seen in the session, too."""
+
+    def readline(self):
+        line = super().readline()
+        session.write(line)
+        return line
+
+
+def with_commands():
+    commands = Typed("c\np j, m, m_new\nn\np alpha\nc\n")
+    return pdb.Pdb(stdin=commands, stdout=session, nosigint=True, readrc=False)
+
+
+with debug.stop_at("v2", "alpha = math.exp", thread=6, block=1, debugger=with_commands):
+    numba_flash.attention(q, k, v, causal=True, kernel="v2")
+print(session.getvalue().replace(os.path.dirname(numba_flash.__file__), "numba_flash"))
+assert "0.605574361314738" in session.getvalue()
+
+
+# %% [markdown]
+# ## Change
+#
+# An editor is the usual way. Here, a change is made to the source text for the time of a `with`.
+
+
+# %%
+@contextlib.contextmanager
+def edited(module, line, instead):
+    """`module`, with one piece of its text replaced by another."""
+    text, make = inspect.getsource(module), module.make
+    assert text.count(line) == 1, f"{line!r} is there {text.count(line)} times"
+    exec(compile(text.replace(line, instead), module.__file__, "exec"), module.__dict__)
+    try:
+        yield
+    finally:
+        module.make = make
+
+
+def wrong_cases():
+    """How many of 12 random problems are not within their tolerance."""
+    wrong = 0
+    for case in testing.random_cases(12, seed=5, dtypes=("float32",), head_dims=(8,), max_batch=1, max_seqlen=40):
+        o, lse = numba_flash.attention(**case.arguments(), return_lse=True, kernel="v2")
+        try:
+            testing.check(case, o, lse)
+        except AssertionError:
+            wrong += 1
+    return wrong
+
+
+print("as it is:", wrong_cases(), "of 12 are wrong")
+assert wrong_cases() == 0
+
+# %% [markdown]
+# Without `alpha` (line 14 of listing 5), the sum of the tiles before keeps its old unit. Problems with one tile of keys
+# are still right. Others are not:
+
+# %%
+with edited(v2, "alpha = math.exp(m - m_new)", "alpha = compute(1)"):
+    broken = wrong_cases()
+print("without alpha:", broken, "of 12 are wrong")
+assert broken > 0
+
+# %% [markdown]
+# Any common factor of `l` and `O` is divided out at the end. So a maximum that is too large by a little changes nothing
+# but rounding. This is what lazy rescaling rests on (`docs/algorithm.md`, equation 20):
+
+# %%
+with edited(v2, "m_new = max(max_tmp, m)", "m_new = max(max_tmp + compute(0.5), m)"):
+    shifted = wrong_cases()
+print("with a maximum that is 0.5 too large:", shifted, "of 12 are wrong")
+assert shifted == 0

@@ -1,0 +1,46 @@
+"""The sessions that README and docs/stepping.md show happen as they are shown, and the stops that they name exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numba_flash import debug
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md"]
+SESSION = re.compile(r"^```text\n\$ \S*python scripts/step (\w+) \"(.*?)\" (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# | `kernel` | `line` | thread | ...
+STOP = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (\d+) \|", re.MULTILINE)
+STOPS = STOP.findall((ROOT / "docs" / "stepping.md").read_text())
+
+
+def places(text):
+    """Where a session stops: (file and line, the line's code), and the code alone where no place is shown."""
+    return re.findall(r"^> (?:.*/)?(\w+\.py\(\d+\))|^-> (.*)$", text.replace("(Pdb) ", ""), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_session_is_what_happens(page):
+    kernel, line, options, session = SESSION.search(page.read_text()).groups()
+    typed = "\n".join([*re.findall(r"^\(Pdb\) (.*)$", session, re.MULTILINE), "q", ""])
+    command = [sys.executable, str(ROOT / "scripts" / "step"), kernel, line, *options.split()]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120)
+    shown, happened = places(session), places(done.stdout)
+    if not any(place for place, _ in shown):
+        happened = [(place, code) for place, code in happened if code]
+    assert shown and happened[: len(shown)] == shown, done.stdout + done.stderr
+    numbers = re.findall(r"-?\d\.\d{5,}", session)
+    assert numbers and [number for number in numbers if number not in done.stdout] == [], done.stdout
+
+
+@pytest.mark.parametrize(("kernel", "line", "thread"), STOPS, ids=lambda value: str(value))
+def test_the_stops_of_the_page_are_one_line_each(kernel, line, thread):
+    with pytest.warns(RuntimeWarning, match="did not stop"), debug.stop_at(kernel, line, int(thread)):
+        pass
+
+
+def test_the_page_names_stops():
+    assert {kernel for kernel, _, _ in STOPS} >= {"v1", "mma", "wgmma"}

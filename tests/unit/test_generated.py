@@ -1,0 +1,69 @@
+"""What scripts write into docs and README is committed as they write it, and leaves no result out."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def check(script, root=ROOT):
+    command = [sys.executable, str(root / "scripts" / script), "--check"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the scripts read and write, to be changed."""
+    for name in ("docs", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/ranges.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", ["results_to_docs", "drawings"])
+def test_committed_is_what_the_script_writes(script):
+    done = check(script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [("docs/benchmarks.md", r"\d\.\d\d \|"), ("docs/verification.md", r"\d us \|"), ("README.md", r"\d\.\d\d \|")],
+)
+def test_a_figure_typed_by_hand_is_found(checkout, name, figure):
+    page = checkout / name
+    text, changed = re.subn(figure, lambda match: "9" + match[0][1:], page.read_text(), count=1)
+    assert changed
+    page.write_text(text)
+    done = check("results_to_docs", checkout)
+    assert done.returncode == 1 and page.name in done.stderr
+
+
+def test_a_changed_result_makes_the_pages_stale(checkout):
+    path = checkout / "scripts" / "results" / "bench_forward_h200.json"
+    result = json.loads(path.read_text())
+    result["rows"][0]["tflops"]["wgmma"] *= 2
+    path.write_text(json.dumps(result))
+    done = check("results_to_docs", checkout)
+    assert done.returncode == 1 and "benchmarks.md" in done.stderr and "README.md" in done.stderr
+
+
+def test_a_kind_of_result_without_a_section_is_an_error(checkout):
+    (checkout / "scripts" / "results" / "new_kind_h200.json").write_text("{}")
+    done = check("results_to_docs", checkout)
+    assert done.returncode == 1 and "no section for new_kind_h200" in done.stderr
+
+
+def test_a_drawing_changed_by_hand_is_found(checkout):
+    drawing = checkout / "docs" / "drawings" / "tiles.svg"
+    drawing.write_text(drawing.read_text().replace("free", "open"))
+    done = check("drawings", checkout)
+    assert done.returncode == 1 and "tiles.svg" in done.stderr
