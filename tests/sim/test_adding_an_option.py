@@ -19,7 +19,7 @@ LIMIT = 0.5
 def clip(monkeypatch):
     """softcap= is the page's clip= for the time of a test."""
     (code,) = STAGE.findall(PAGE.read_text())
-    code = code.replace("config.clip", "config.softcap").replace("score.clip", "score.softcap")
+    code = code.replace('has("clip")', 'has("softcap")').replace("score.clip", "score.softcap")
     stage = {"__name__": "numba_flash.kernels.score.clip", "__package__": "numba_flash.kernels.score"}
     exec(compile(code, PAGE.name, "exec"), stage)
     monkeypatch.setattr(softcap, "make", stage["make"])

@@ -5,10 +5,7 @@ import bdb
 import inspect
 import io
 import pdb
-import re
 import threading
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,11 +27,12 @@ ALPHA = "alpha = math.exp"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
-    "mma": "scale, softcap = float32(scale_)",
+    "mma": "queries_left = int32(min(",
     "wgmma": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
     "mma_rows": "thread, block = thread_index()",
-    **dict.fromkeys(("mma_dkdv", "mma_dq"), "scale, softcap = float32(scale_)"),
+    **dict.fromkeys(("mma_dkdv", "mma_dq"), "_smem = aligned(shared.address("),
+    **dict.fromkeys(("wgmma_dkdv", "wgmma_dq"), "warpgroup = int32("),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -128,33 +126,6 @@ def test_next_over_a_barrier_shows_what_other_threads_wrote():
     np.testing.assert_array_equal(np.reshape(tile, (16, 4)), k[0, 0, :16])  # one thread writes 4 of these 64
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-STOPS = re.findall(r'stop_at\("(\w+)", "([^"]+)"(?:, thread=(\d+))?(?:, block=(\d+))?', README)
-
-
-@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
-def test_the_stops_that_readme_names_are_reached(stop):
-    kernel, line, thread, block = stop
-    session = Session(*["c"] * 99)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with stop_at(kernel, line, int(thread or 0), int(block or 0), debugger=session):
-            if kernel.startswith("v2_"):
-                differentiate("v2")
-            else:
-                operands = (q, k, v) if kernel == "v2" else half
-                numba_flash.attention(*operands, causal=True, kernel=kernel)
-    assert line in session.answers[0]
-
-
-def test_readme_names_the_lines_where_it_stops():
-    named = re.findall(r"> (numba_flash/\S+)\((\d+)\)\w+\(\)\n-> (.*)\n", README)
-    assert {"v2", "v2_dkdv", "mma", "wgmma"} <= {stop[0] for stop in STOPS} and len(named) >= 3
-    for file, number, text in named:
-        lines = (Path(__file__).resolve().parents[2] / file).read_text().splitlines()
-        assert lines[int(number) - 1].strip() == text
-
-
 def test_quitting_gives_the_launch_up():
     message = r"kernel 'v2', which did not finish: tid=\[3, 0, 0\] ctaid=\[1, 0, 0\]"
     stop = stop_at("v2", ALPHA, thread=3, block=1, debugger=Session("q"))
@@ -203,7 +174,7 @@ def test_every_kernel(kernel):
         elif kernel in TENSOR:
             numba_flash.attention(*half, kernel=kernel)
         elif kernel == "delta" or "_" in kernel:
-            differentiate("v2" if kernel == "delta" or kernel.startswith("v2") else "mma")
+            differentiate("v2" if kernel == "delta" else kernel.partition("_")[0])
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
@@ -234,7 +205,7 @@ def test_warns_when_it_never_stopped(where, message):
         (("v9", 1), "knows the kernels v1, v2, mma, wgmma, .*blocked, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
-        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = "),
+        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: heads, seqlen_q"),
         (("v2", "tile_m, tile_n = config"), "no line of the kernel"),  # of make, not of the kernel
         (("v2", "def flash_attention_v2"), "no line of the kernel"),
         (("v2", 10**6), r"line 1000000 of .*v2.py is not code of the kernel$"),

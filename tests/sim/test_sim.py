@@ -20,6 +20,7 @@ from numba_flash.config_seed_backward import (
     DkdvConfig,
     DqConfig,
 )
+from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.options import uses
 from numba_flash.select import TENSOR
 from numba_flash.sim import launch
@@ -92,6 +93,8 @@ def test_every_kernel_can_be_made():
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
         MmaRowsConfig("float16", 8, has_dlse=False, wide=True),
+        WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
+        WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)
