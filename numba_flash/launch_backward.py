@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from . import arrays, reference
 from .arguments_backward import OPERANDS, WORKSPACE, operands, scalars, tensor_maps
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
+from .config import ITEM_SIZE
 from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from .config_wgmma_backward import WgmmaDkdvConfig
@@ -50,6 +52,14 @@ def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
     return dict.fromkeys(WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+
+
+def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
+    """What these kernels allocate beside the gradients."""
+    used = {OPERANDS[number] for config in configs for number in operands(config)}
+    return sum(
+        math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in workspace(problem).items() if name in used
+    )
 
 
 PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
