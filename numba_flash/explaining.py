@@ -87,6 +87,9 @@ class BackwardExplanation:
             f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             for config, blocks in zip(self.configs, self.blocks, strict=True)
         ]
+        if self.configs:
+            made = launch_backward.workspace_bytes(self.configs, self.problem)
+            lines.append(f"  workspace: {made} bytes beside the gradients")
         lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]
         return "\n".join(lines)
 

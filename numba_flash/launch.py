@@ -1,7 +1,7 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from .select import Choice
 from .target import Target
 from .tensor_maps import TensorMap
 
-Given = Items[Array | None]
+Given = Sequence[Array | None]
 
 
 class Launch:
@@ -52,7 +52,7 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
     if choice.kernel == "v1":
         steps = [(ready, positions("v1", FORWARD_ARRAYS))]
-        ready = Sequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
+        ready = KernelSequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
     return Announced(problem, ready) if target.simulated else ready
 
 
@@ -76,7 +76,7 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
 
-Maps = Items[tuple[int, TensorMap]]
+Maps = Sequence[tuple[int, TensorMap]]
 
 
 def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = ()) -> Launch:
@@ -177,7 +177,7 @@ class Announced(Launch):
         self._ready.run(operands, stream)
 
 
-class Sequence(Launch):
+class KernelSequence(Launch):
     """Kernels one behind the other on the same stream, with a workspace between them.
 
     steps: (a kernel's launch, where its arrays stand among the operands and, behind them, the workspace).

@@ -2,18 +2,27 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import arrays, reference
-from .arguments import BACKWARD_ARRAYS, BACKWARD_WORKSPACE, backward_tensor_maps, backward_values, positions
+from .arguments import (
+    BACKWARD_ARRAYS,
+    BACKWARD_WORKSPACE,
+    PARAMETERS,
+    backward_tensor_maps,
+    backward_values,
+    positions,
+)
 from .arrays import GradientOperands
 from .backward_problem import BackwardProblem
+from .config import ITEM_SIZE
 from .config_backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from .config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from .config_wgmma_backward import WgmmaDkdvConfig
-from .launch import Announced, Given, Launch, Sequence, heads_first, on_gpu, reference_options
+from .launch import Announced, Given, KernelSequence, Launch, heads_first, on_gpu, reference_options
 from .select_backward import BackwardChoice
 from .target import Target
 
@@ -52,6 +61,14 @@ def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]
     return dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
 
 
+def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
+    """What these kernels allocate beside the gradients."""
+    used = {name for config in configs for name in PARAMETERS[config.kernel].arrays}
+    return sum(
+        math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in workspace(problem).items() if name in used
+    )
+
+
 PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
 
 
@@ -76,7 +93,7 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     used = {number for _, taken in steps for number in taken}
     shapes = workspace(problem)
     made = [shapes[name] if BACKWARD_ARRAYS.index(name) in used else None for name in BACKWARD_WORKSPACE]
-    return Sequence(steps, made)
+    return KernelSequence(steps, made)
 
 
 class _OnCpu(Launch):

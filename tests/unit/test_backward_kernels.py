@@ -195,6 +195,14 @@ def test_the_kernels_of_a_backward_are_explained():
         assert fragment in text, text
 
 
+def test_the_workspace_is_explained():
+    made = problem(64, dtype="float16")
+    choice = select_backward(made, HOPPER, "auto", "cupy")
+    pieces = 2 * 19  # of 16 queries: 300 of each of two heads
+    text = str(BackwardExplanation.of(made, HOPPER, choice))
+    assert choice.kernel == "wgmma" and f"workspace: {pieces * 2 * 16 * 4} bytes beside the gradients" in text, text
+
+
 def mma_tiles(head_dim, target=HOPPER, **options):
     """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
     configs = select_backward(problem(head_dim, dtype="float16", **options), target, "mma", "cupy").configs
