@@ -328,7 +328,7 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, mask=True), "no bias and no mask"),
+        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, uses=uses(mask="bool")), "takes no mask"),
         (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
     ],
 )
