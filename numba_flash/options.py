@@ -1,7 +1,8 @@
 """The options of attention() that say which keys a query sees and what its scores are: one row each.
 
-Everything that handles options reads this table: Problem checks them by it, Config says which of them a kernel is
-compiled for, and arguments.py derives the kernels' arrays, strides and numbers. docs/adding_an_option.md adds one.
+Problem checks arrays by this table, Config says which options a kernel is compiled for, select refuses by it, and
+arguments.py derives the kernels' arrays, strides and numbers. The public signatures, the bridges and the CPU kernel do
+not read it yet. docs/adding_an_option.md adds an option and names every place.
 """
 
 from typing import NamedTuple
