@@ -35,8 +35,10 @@ def missing(text, places):
 
 
 def is_ours(name, places):
-    """By its ending, or because it begins with one of our folders; not and/or, application/json, v0.1."""
-    folder = "/" in name and any((place / name.partition("/")[0]).is_dir() for place in places)
+    """By its ending, or because it begins with one of our folders; not and/or, application/json, v0.1. Nor build/...,
+    which scripts/docs makes and git ignores."""
+    first = name.partition("/")[0]
+    folder = "/" in name and first != "build" and any((place / first).is_dir() for place in places)
     return folder or name.endswith((".py", ".md"))
 
 
