@@ -19,7 +19,7 @@ import numpy as np
 
 import numba_flash
 from numba_flash import debug, testing
-from numba_flash.kernels import v2
+from numba_flash.kernels.simt import v2
 
 # %% [markdown]
 # ## Step

@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import numba_flash
-from numba_flash import debug, ranges
+from numba_flash import debug
+from numba_flash.problem import ranges
 
 # %% [markdown]
 # ## A small problem

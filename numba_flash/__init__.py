@@ -7,21 +7,21 @@ that needs them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import forked as _forked  # noqa: F401 - is told of forks from now on
+from .machine import forked as _forked  # noqa: F401 - is told of forks from now on
 
 __version__ = "0.1.0"
 
 # name -> module that defines it
 _PUBLIC = {
-    "attention": "api",
-    "AttentionOutput": "api",
-    "attention_backward": "gradients",
-    "AttentionGradients": "gradients",
-    "explain": "explaining",
-    "explain_backward": "explaining",
-    "merge": "merging",
-    "softmax": "ladder",
-    "warmup": "api",
+    "attention": "api.forward",
+    "AttentionOutput": "api.forward",
+    "attention_backward": "api.backward",
+    "AttentionGradients": "api.backward",
+    "explain": "api.explain",
+    "explain_backward": "api.explain",
+    "merge": "api.merge",
+    "softmax": "api.softmax",
+    "warmup": "api.forward",
 }
 _MODULES = ("reference", "testing", "debug")
 __all__ = [
@@ -30,18 +30,16 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import debug as debug
-    from . import reference as reference
-    from . import testing as testing
-    from .api import AttentionOutput as AttentionOutput
-    from .api import attention as attention
-    from .api import warmup as warmup
-    from .explaining import explain as explain
-    from .explaining import explain_backward as explain_backward
-    from .gradients import AttentionGradients as AttentionGradients
-    from .gradients import attention_backward as attention_backward
-    from .ladder import softmax as softmax
-    from .merging import merge as merge
+    from . import debug, reference, testing
+    from .api.backward import AttentionGradients as AttentionGradients
+    from .api.backward import attention_backward as attention_backward
+    from .api.explain import explain as explain
+    from .api.explain import explain_backward as explain_backward
+    from .api.forward import AttentionOutput as AttentionOutput
+    from .api.forward import attention as attention
+    from .api.forward import warmup as warmup
+    from .api.merge import merge as merge
+    from .api.softmax import softmax as softmax
 
 
 def __getattr__(name: str) -> Any:

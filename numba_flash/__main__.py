@@ -69,9 +69,10 @@ def capability(text: str) -> tuple[int, int]:
 
 def explain(asked: argparse.Namespace) -> int:
     """Print `explain` of a problem that is only described: there are no arrays."""
-    from . import explaining, toolchain
-    from .select import select
-    from .target import Target
+    from .api import explain
+    from .machine import toolchain
+    from .machine.target import Target
+    from .select.forward import select
 
     try:
         _check(asked)
@@ -85,7 +86,7 @@ def explain(asked: argparse.Namespace) -> int:
     except (TypeError, ValueError, NotImplementedError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
-    print(explaining.Explanation.of(problem, target, choice))
+    print(explain.Explanation.of(problem, target, choice))
     return 0
 
 
@@ -102,7 +103,7 @@ def _check(asked: argparse.Namespace) -> None:
 def _problem(asked: argparse.Namespace, family: str) -> Any:
     """As of contiguous arrays."""
     from .arrays import ITEM_SIZE, Layout
-    from .problem import LAYOUTS, Problem, contiguous_strides
+    from .problem.forward import LAYOUTS, Problem, contiguous_strides
 
     heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
@@ -127,7 +128,7 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
 
 
 def _made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:
-    from .target import Target
+    from .machine.target import Target
 
     name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
     kb = SHARED_KB.get(cc) if shared_kb is None else shared_kb
@@ -175,8 +176,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _gpus() -> Rows:
-    from . import toolchain
-    from .target import Target
+    from .machine import toolchain
+    from .machine.target import Target
 
     simulated = toolchain.simulated()
     yield "simulator", "on" if simulated else "off; NUMBA_ENABLE_CUDASIM=1 before Python starts turns it on"
@@ -207,7 +208,7 @@ def _cpu() -> Rows:
 
 
 def _cache() -> Rows:
-    from .cache_folder import cache_folder
+    from .machine.cache_folder import cache_folder
 
     folder = cache_folder()
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -229,9 +230,9 @@ def _can_be_written(folder: Path) -> str:
 def _kernels() -> Rows:
     import numpy as np
 
-    from .explaining import explain
-    from .select import KERNELS, refusal
-    from .target import Target
+    from .api.explain import explain
+    from .machine.target import Target
+    from .select.forward import KERNELS, refusal
 
     x = np.zeros((1, 1, 1, 128), np.float16)
     problem = explain(x, x, x, kernel="reference").problem

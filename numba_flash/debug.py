@@ -23,8 +23,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import toolchain
-from .compiled import MODULES
+from .gpu.compiled import MODULES
+from .machine import toolchain
 
 Index = int | tuple[int, ...]
 

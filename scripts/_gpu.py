@@ -14,7 +14,9 @@ from importlib import metadata
 import numpy as np
 
 import numba_flash
-from numba_flash import api, compiled, select
+from numba_flash.api import forward as api
+from numba_flash.gpu import compiled
+from numba_flash.select import forward as select
 
 VERSIONS = (
     "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",

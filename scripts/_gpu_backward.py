@@ -8,8 +8,12 @@ import numpy as np
 from _gpu import compile_ahead, job, pool
 
 import numba_flash
-from numba_flash import gradients, select, select_backward, testing, testing_exact
-from numba_flash.gradients import AttentionGradients
+from numba_flash import testing
+from numba_flash.api import backward as gradients
+from numba_flash.api.backward import AttentionGradients
+from numba_flash.select import backward as select_backward
+from numba_flash.select import forward as select
+from numba_flash.testing import exact as testing_exact
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from numba_flash.bridges import transformers as bridge
+from numba_flash.compat import transformers as bridge
 
 CHECKS = ("forward", "left", "right", "gradients", "dynamic", "static")
 OUTCOMES = ("equal", "refused", "contract", "not comparable", "wrong")

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import numba_flash
-from numba_flash import testing, testing_exact
-from numba_flash.gradients import AttentionGradients
+from numba_flash import testing
+from numba_flash.api.backward import AttentionGradients
 from numba_flash.testing import Case
+from numba_flash.testing import exact as testing_exact
 
 NAMES = AttentionGradients._fields
 # Why a backward on tensor cores may refuse a problem: nothing else is a reason to skip a test.

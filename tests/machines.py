@@ -4,8 +4,8 @@ import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 then
 import numpy as np
 
 from numba_flash.arrays import read
-from numba_flash.problem import Problem
-from numba_flash.target import Target
+from numba_flash.machine.target import Target
+from numba_flash.problem.forward import Problem
 
 KB = 1024
 TURING = Target(False, cc=(7, 5), shared_bytes=64 * KB, multiprocessors=40, name="T4")

@@ -18,10 +18,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import api, arrays, gradients, problem, select, select_backward
-from ..api import AttentionOutput
+from .. import arrays
+from ..api import backward as gradients
+from ..api import forward as api
+from ..api.forward import AttentionOutput
 from ..arrays import Array, GradientOperands, Layout, Operands
-from ..launch import Launch
+from ..dispatch.launch import Launch
+from ..problem import forward as problem
+from ..select import backward as select_backward
+from ..select import forward as select
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 

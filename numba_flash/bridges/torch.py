@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import api, arrays, gradients, problem, recording, select_backward
-from ..api import AttentionOutput
+from .. import arrays
+from ..api import backward as gradients
+from ..api import forward as api
+from ..api.forward import AttentionOutput
+from ..arrays import recording
+from ..problem import forward as problem
+from ..select import backward as select_backward
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.

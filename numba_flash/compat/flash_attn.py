@@ -3,8 +3,8 @@
 import operator
 from typing import Any
 
-from .. import api
-from ..problem import check_bool
+from ..api import forward as api
+from ..problem.forward import check_bool
 from .arguments import check_no_dropout, described, number, renamed
 
 UNBOUNDED = (-1, -1)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api
+from ..api import forward as api
 from ..arrays import Layout
 from ..bridges import torch as bridge
 from ..bridges.torch import NO_DROPOUT
-from ..problem import Problem, check_bool
+from ..problem.forward import Problem, check_bool
 from .arguments import check_no_dropout, number, renamed
 from .leading import attend_by_views, result_shape
 

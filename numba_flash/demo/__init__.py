@@ -14,7 +14,7 @@ PICTURE = "numba_flash_demo.png"
 
 def run(model: str | None = None, picture: str = PICTURE, questions: Sequence[str] = (), quiet: bool = False) -> bool:
     """Run the demo; True when every check held. No `questions` means the demo's own."""
-    from numba_flash.demo.story import tell  # late: NumPy and Numba load only when the demo really runs
+    from numba_flash.demo.story import tell
 
     return tell(model, picture, questions, quiet)
 

@@ -13,15 +13,53 @@ from numba import config as _numba_config
 from . import fragments
 
 if _numba_config.ENABLE_CUDASIM:
-    from ..sim import (  # noqa: I001
-        approx, bar, cluster, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg,
-        shared, shfl, special, stmatrix, tma, vote, wgmma,
-    )  # fmt: skip
+    from ..sim import (  # fmt: skip
+        approx,
+        bar,
+        cluster,
+        cp_async,
+        cvt,
+        elect,
+        fence,
+        ld_st,
+        ldmatrix,
+        mbarrier,
+        memory,
+        minmax,
+        mma,
+        setmaxnreg,
+        shared,
+        shfl,
+        special,
+        stmatrix,
+        tma,
+        vote,
+        wgmma,
+    )
 else:
-    from . import (  # noqa: I001
-        approx, bar, cluster, cp_async, cvt, elect, fence, ld_st, ldmatrix, mbarrier, memory, minmax, mma, setmaxnreg,
-        shared, shfl, special, stmatrix, tma, vote, wgmma,
-    )  # fmt: skip
+    from . import (  # fmt: skip
+        approx,
+        bar,
+        cluster,
+        cp_async,
+        cvt,
+        elect,
+        fence,
+        ld_st,
+        ldmatrix,
+        mbarrier,
+        memory,
+        minmax,
+        mma,
+        setmaxnreg,
+        shared,
+        shfl,
+        special,
+        stmatrix,
+        tma,
+        vote,
+        wgmma,
+    )
 
 __all__ = [
     "approx", "bar", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier",

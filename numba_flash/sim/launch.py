@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import toolchain
 from ..arrays import Array, host_view
-from ..problem import Problem
+from ..machine import toolchain
+from ..problem.forward import Problem
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
@@ -91,8 +91,8 @@ def run(
 ) -> None:  # fmt: skip
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
-    arrays, values: what the kernel takes (arguments.py), with arrays where it sees pointers. A NamedTuple of arrays is
-    one parameter; those of a plain tuple are parameters of their own.
+    arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
+    arrays is one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
     many neighbouring blocks run together.

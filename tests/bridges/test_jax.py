@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import numba_flash  # noqa: E402
-from numba_flash import gradients  # noqa: E402
+from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import jax as bridge  # noqa: E402
 
 

@@ -5,8 +5,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import numba_flash  # noqa: E402
-from numba_flash import gradients, select_backward  # noqa: E402
+from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
+from numba_flash.select import backward as select_backward  # noqa: E402
 
 
 def tensors(*shapes, device="cpu", dtype=torch.float64, requires_grad=True, seed=0):
@@ -101,7 +102,7 @@ def test_gradients_of_leaves_in_strange_layouts():
 
 
 def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch):
-    monkeypatch.setattr(numba_flash.api, "bridge", lambda framework: pytest.fail("the bridge was asked"))
+    monkeypatch.setattr(numba_flash.api.forward, "bridge", lambda framework: pytest.fail("the bridge was asked"))
     q, k, v = tensors(Q, K, V)
     with torch.no_grad():
         assert numba_flash.attention(q, k, v).grad_fn is None

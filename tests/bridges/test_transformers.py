@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="needs Transformers")
 
 from transformers import masking_utils  # noqa: E402
 
-from numba_flash.bridges import transformers as bridge  # noqa: E402
+from numba_flash.compat import transformers as bridge  # noqa: E402
 
 OURS, EXACT = bridge.register(), "exact"
 TOKENS, LENGTH = 97, 12

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import api, select, select_backward, testing
+from numba_flash import testing
+from numba_flash.api import forward as api
+from numba_flash.select import backward as select_backward
+from numba_flash.select import forward as select
 
 HERE = Path(__file__).parent
 
@@ -23,7 +26,7 @@ def missing():
         return "the simulator is on: unset NUMBA_ENABLE_CUDASIM"
     if importlib.util.find_spec("cupy") is None:
         return "needs CuPy: pip install 'numba-flash[cu13]'"
-    from numba_flash import toolchain
+    from numba_flash.machine import toolchain
 
     reason = toolchain.unusable()
     return None if reason is None else f"needs a GPU: {reason}"

@@ -8,7 +8,9 @@ import pytest
 from contract import problem, same_bits
 
 import numba_flash
-from numba_flash import counters, select, testing
+from numba_flash import testing
+from numba_flash.gpu import tile_counters as counters
+from numba_flash.select import forward as select
 
 GPU_KERNELS = [name for name in select.KERNELS if name not in ("reference", "cpu")]
 
@@ -208,7 +210,7 @@ def test_host_and_device_arrays_are_not_mixed(cupy):
 
 
 def test_numba_arrays_come_back_as_numba_arrays(cupy):
-    from numba_flash import toolchain
+    from numba_flash.machine import toolchain
 
     case = problem()
     q, k, v = (toolchain.cuda().to_device(x) for x in (case.q, case.k, case.v))

@@ -7,9 +7,12 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash import api, compiled, launch, testing
-from numba_flash.enqueue import Enqueuer
-from numba_flash.tensor_maps import TensorMap, _encoded, encode, fits
+from numba_flash import testing
+from numba_flash.api import forward as api
+from numba_flash.dispatch import launch
+from numba_flash.gpu import compiled
+from numba_flash.gpu.launcher import Enqueuer
+from numba_flash.select.tensor_maps import TensorMap, _encoded, encode, fits
 
 
 @pytest.fixture(scope="module")

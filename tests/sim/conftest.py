@@ -7,7 +7,8 @@ from pathlib import Path
 import contract
 import pytest
 
-from numba_flash import select, testing
+from numba_flash import testing
+from numba_flash.select import forward as select
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"

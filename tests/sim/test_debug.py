@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import toolchain
-from numba_flash.compiled import MODULES, source
 from numba_flash.debug import stop_at
-from numba_flash.select import TENSOR
+from numba_flash.gpu.compiled import MODULES, source
+from numba_flash.machine import toolchain
+from numba_flash.select.forward import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 

@@ -9,20 +9,15 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash import testing, toolchain
-from numba_flash.compiled import MODULES, source
-from numba_flash.config import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
-from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config_seed_backward import (
-    DalibiConfig,
-    DbiasConfig,
-    DeltaConfig,
-    DkdvConfig,
-    DqConfig,
-)
-from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
-from numba_flash.options import uses
-from numba_flash.select import TENSOR
+from numba_flash import testing
+from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config.forward import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.gpu.compiled import MODULES, source
+from numba_flash.machine import toolchain
+from numba_flash.problem.options import uses
+from numba_flash.select.forward import TENSOR
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
 

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numba_flash import arrays, toolchain
+from numba_flash import arrays
+from numba_flash.machine import toolchain
+from numba_flash.select.tensor_maps import TensorMap
 from numba_flash.sim.errors import Misuse
 from numba_flash.sim.launch import run
-from numba_flash.tensor_maps import TensorMap
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 

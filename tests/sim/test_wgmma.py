@@ -17,8 +17,10 @@ from contract import (  # noqa: F401
     test_scores_of_minus_infinity_in_whole_tiles,
 )
 
-from numba_flash import api, select, testing
-from numba_flash.target import Target
+from numba_flash import testing
+from numba_flash.api import forward as api
+from numba_flash.machine.target import Target
+from numba_flash.select import forward as select
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from contract_backward import (  # noqa: F401
     test_whole_numbers_come_out_exactly,
 )
 
-from numba_flash import select_backward, testing
+from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
+from numba_flash.select import backward as select_backward
 
 
 @pytest.fixture(scope="module")

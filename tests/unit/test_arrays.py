@@ -11,7 +11,7 @@ from contract import problem, same_bits
 import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.arrays import read
-from numba_flash.launch import Launch
+from numba_flash.dispatch.launch import Launch
 
 KERNELS = ["reference", "cpu"]  # the rungs that compute in host memory
 
@@ -219,8 +219,8 @@ def test_no_copy_of_the_inputs_is_made(kernel, monkeypatch):
             named = zip(arrays.Operands._fields, operands, strict=True)
             seen.update({name: array.pointer for name, array in named if array is not None})
 
-    monkeypatch.setattr("numba_flash.api.prepare", lambda *decided: Spy())
-    monkeypatch.setattr("numba_flash.api._decided", {})  # nothing prepared before
+    monkeypatch.setattr("numba_flash.api.forward.prepare", lambda *decided: Spy())
+    monkeypatch.setattr("numba_flash.api.forward._decided", {})  # nothing prepared before
     o = numba_flash.attention(case.q, case.k, case.v, kernel=kernel)
     for name, x in (("q", case.q), ("k", case.k), ("v", case.v), ("o", o)):
         assert seen[name] == x.ctypes.data

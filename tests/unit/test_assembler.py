@@ -6,9 +6,10 @@ import types
 import compiler
 import pytest
 
-from numba_flash import compiled, tensor_maps
-from numba_flash.arguments import PARAMETERS, Parameters
-from numba_flash.assembler import Assembled, assemble
+from numba_flash.gpu import compiled
+from numba_flash.gpu.assembler import Assembled, assemble
+from numba_flash.select import tensor_maps
+from numba_flash.select.arguments import PARAMETERS, Parameters
 
 REPORT = """
 ptxas info    : Compiling entry function 'one' for 'sm_90a'

@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 
-from numba_flash import arguments, assembler, compiled
+from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
-from numba_flash.backward_problem import BackwardProblem
-from numba_flash.config_backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config_seed_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
-from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
-from numba_flash.explaining import BackwardExplanation
-from numba_flash.options import uses
-from numba_flash.select import KERNELS
-from numba_flash.select_backward import (
-    BUILT,
-    SIMULATOR_TILES,
-    select_backward,
-    v2_configs,
-    wgmma_configs,
-)
-from numba_flash.target import Target
+from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.gpu import assembler, compiled
+from numba_flash.machine.target import Target
+from numba_flash.problem.backward import BackwardProblem
+from numba_flash.problem.options import uses
+from numba_flash.select import arguments
+from numba_flash.select.backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs, wgmma_configs
+from numba_flash.select.forward import KERNELS
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")

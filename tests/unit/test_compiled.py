@@ -8,10 +8,11 @@ import warnings
 import compiler
 import pytest
 
-from numba_flash import assembler, compiled, testing
-from numba_flash.arguments import types as parameter_types
-from numba_flash.config import SeedConfig, SoftmaxConfig
-from numba_flash.options import uses
+from numba_flash import testing
+from numba_flash.config.forward import SeedConfig, SoftmaxConfig
+from numba_flash.gpu import assembler, compiled
+from numba_flash.problem.options import uses
+from numba_flash.select.arguments import types as parameter_types
 
 pytestmark = compiler.needed
 

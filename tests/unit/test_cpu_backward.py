@@ -13,10 +13,10 @@ from numba import njit
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.backward_problem import GRADIENTS
-from numba_flash.cpu_backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
-from numba_flash.simd import TILE_KEYS, Shape, load
-from numba_flash.simd_scores import cap_scores_slopes
+from numba_flash.cpu.backward_plan import ENOUGH_TILES, MAX_TILE_M, TILE_N
+from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, load
+from numba_flash.cpu.vectors.scores import cap_scores_slopes
+from numba_flash.problem.backward import GRADIENTS
 from numba_flash.testing import Case
 
 LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}

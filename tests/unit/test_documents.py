@@ -133,7 +133,9 @@ def test_code_cites_equations_and_listings_that_exist(path):
         assert set(lines) <= set(LISTINGS[listings[0]])
 
 
-@pytest.mark.parametrize("name", ["softmax_safe", "softmax_online", "softmax_blocked", "v1", "v2", "delta"])
+@pytest.mark.parametrize(
+    "name", ["softmax/safe", "softmax/online", "softmax/blocked", "simt/v1", "simt/v2", "simt/delta"]
+)
 def test_a_kernel_follows_its_listing_from_the_first_line_to_the_last(name):
     text = comments(PACKAGE / "kernels" / f"{name}.py")
     lines = cited("line", text)
@@ -151,8 +153,8 @@ def test_the_finder_of_citations_itself():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("see `kernels/v2.py`, tests/unit/test_documents.py and numba_flash/kernels/.", []),
-        ("simd*.py, kernels/*.py and reference.py; and/or, float16/float32, k/v, README.md", []),
+        ("see `kernels/simt/v2.py`, tests/unit/test_documents.py and numba_flash/kernels/.", []),
+        ("cpu/*.py, kernels/*/*.py and reference.py; and/or, float16/float32, k/v, README.md", []),
         ("https://example.org/kernels/no.py, ~/kernels/no.py, /kernels/no.py", []),
         ("kernels/v0.py", ["kernels/v0.py"]),
         ("It is in kernal/v2.py.", ["kernal/v2.py"]),

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import compiled, enqueue, launch, tensor_maps
-from numba_flash.arguments import PARAMETERS, Parameters, Values, forward_values
 from numba_flash.arrays import Array
-from numba_flash.select import select
-from numba_flash.target import Target
-from numba_flash.tensor_maps import TensorMap
+from numba_flash.dispatch import launch
+from numba_flash.gpu import compiled
+from numba_flash.gpu import launcher as enqueue
+from numba_flash.machine.target import Target
+from numba_flash.select import tensor_maps
+from numba_flash.select.arguments import PARAMETERS, Parameters, Values, forward_values
+from numba_flash.select.forward import select
+from numba_flash.select.tensor_maps import TensorMap
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs numba-flash[cu13]")
 KERNEL = types.SimpleNamespace(handle=0x1234)
@@ -91,8 +94,8 @@ def config(monkeypatch):
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):
     config.kernel, config.counted = "counted", True
     prepared = []
-    monkeypatch.setattr(launch.counters, "prepare", prepared.append)
-    monkeypatch.setattr(launch.counters, "counter", lambda device, stream: 1000 * device + stream)
+    monkeypatch.setattr(launch.tile_counters, "prepare", prepared.append)
+    monkeypatch.setattr(launch.tile_counters, "counter", lambda device, stream: 1000 * device + stream)
     ready = launch.on_gpu(config, Target(False, device=3, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
     for stream in (8, 9, 8):
         ready.run([Array(16, None, None), None], stream)

@@ -5,7 +5,7 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash import select
+from numba_flash.select import forward as select
 
 
 def explain(case, **options):

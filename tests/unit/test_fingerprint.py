@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from numba_flash import compiled
+from numba_flash.gpu import compiled
 
-PACKAGE = Path(compiled.__file__).parent
+PACKAGE = Path(compiled.__file__).parents[1]
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def package(tmp_path, monkeypatch):
     """A copy of the package's sources, which the fingerprint looks at."""
     copy = tmp_path / "numba_flash"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(compiled, "__file__", str(copy / "compiled.py"))
+    monkeypatch.setattr(compiled, "__file__", str(copy / "gpu" / "compiled.py"))
     yield copy
     compiled._fingerprint.cache_clear()
 
@@ -29,8 +29,9 @@ def fingerprint():
 # A kernel, a step of several kernels, an instruction, what they share, what they are compiled with.
 @pytest.mark.parametrize(
     "name",
-    ["kernels/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "ranges.py", "config.py",
-     "config_backward.py", "arguments.py", "options.py", "assembler.py", "compiled.py"],
+    ["kernels/simt/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "problem/ranges.py",
+     "config/forward.py", "config/backward.py", "select/arguments.py", "problem/options.py", "gpu/assembler.py",
+     "gpu/compiled.py"],
 )  # fmt: skip
 def test_a_changed_source_is_another_kernel(package, name):
     before = fingerprint()

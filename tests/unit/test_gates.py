@@ -18,10 +18,12 @@ import compiler
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
-from numba_flash import assembler, compiled, select, select_backward
-from numba_flash.config_backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config_wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
-from numba_flash.options import uses
+from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.gpu import assembler, compiled
+from numba_flash.problem.options import uses
+from numba_flash.select import backward as select_backward
+from numba_flash.select import forward as select
 
 pytestmark = compiler.needed
 

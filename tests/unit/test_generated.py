@@ -22,7 +22,7 @@ def checkout(tmp_path):
     """What the scripts read and write, to be changed."""
     for name in ("docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/ranges.py"):
+    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/problem/ranges.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

@@ -11,9 +11,9 @@ import pytest
 
 import numba_flash
 from numba_flash import __main__ as command
-from numba_flash import toolchain
 from numba_flash.__main__ import main
-from numba_flash.target import Target
+from numba_flash.machine import toolchain
+from numba_flash.machine.target import Target
 
 
 def run(capsys, *arguments):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import HOPPER, empty, problem
 
-from numba_flash import makespan as makespan_module
-from numba_flash.makespan import ENDS, makespan, parts_walk_alike, work
-from numba_flash.ranges import UNBOUNDED, key_tiles, row_keys
-from numba_flash.select import select
+from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys
+from numba_flash.select import cost_model as makespan_module
+from numba_flash.select.cost_model import ENDS, makespan, parts_walk_alike, work
+from numba_flash.select.forward import select
 
 
 def of(batch, heads, seqlen, head_dim=64, *, heads_kv=None, seqlen_k=None, **options):

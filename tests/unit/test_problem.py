@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_flash.arrays import read
-from numba_flash.problem import Problem
+from numba_flash.problem.forward import Problem
 
 NAMES = (
     "q k v out out_lse bias mask alibi_slopes seqlens_k q_offsets "

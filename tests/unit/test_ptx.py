@@ -9,7 +9,8 @@ import compiler
 import pytest
 
 import numba_flash
-from numba_flash import compiled, toolchain
+from numba_flash.gpu import compiled
+from numba_flash.machine import toolchain
 
 PACKAGE = Path(numba_flash.__file__).parent
 NO_TWIN = ("__init__", "asm", "fragments")

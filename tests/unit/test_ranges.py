@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from numba_flash.ranges import UNBOUNDED, key_queries, key_tiles, row_keys
+from numba_flash.problem.ranges import UNBOUNDED, key_queries, key_tiles, row_keys
 
 SIDES = st.one_of(st.integers(0, 25), st.just(UNBOUNDED), st.just(2**31 - 1))
 POSITIONS = st.integers(-60, 60)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.backward_problem import GRADIENTS
+from numba_flash.problem.backward import GRADIENTS
 
 STEP = 1e-5
 INPUTS = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "alibi_slopes"), strict=True))

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
-from numba_flash import arguments, launch
-from numba_flash import select as select_module
-from numba_flash.config import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
-from numba_flash.explaining import Explanation
-from numba_flash.options import uses
-from numba_flash.select import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
-from numba_flash.target import Target
+from numba_flash.api.explain import Explanation
+from numba_flash.config.forward import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
+from numba_flash.dispatch import launch
+from numba_flash.machine.target import Target
+from numba_flash.problem.options import uses
+from numba_flash.select import arguments
+from numba_flash.select import forward as select_module
+from numba_flash.select.forward import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
 
 HOST = Target(True, why_no_gpu="no driver")
 HOST_BESIDE_GPU = dataclasses.replace(HOPPER, arrays_on_host=True)

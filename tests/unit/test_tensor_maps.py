@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from numba_flash import tensor_maps
-from numba_flash.tensor_maps import TensorMap, encode, fits
+from numba_flash.select import tensor_maps
+from numba_flash.select.tensor_maps import TensorMap, encode, fits
 
 PLAIN = TensorMap("float16", (64, 1000, 8, 2), (128, 128_000, 1_024_000), (64, 128, 1, 1))
 

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from numba_flash import toolchain
+from numba_flash.machine import toolchain
 
 
 def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):

@@ -1,4 +1,4 @@
-"""scripts/tune: its candidates are rows of select.py's tables, column for column."""
+"""scripts/tune: its candidates are rows of select/forward.py's tables, column for column."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from machines import HOPPER, empty
 
-from numba_flash import api, select
+from numba_flash.api import forward as api
+from numba_flash.select import forward as select
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ROWS = [("mma", row) for row in select.MMA_TILES] + [("wgmma", row) for row in select.WGMMA_TILES]

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import api, cpu
-from numba_flash.launch import Launch
+from numba_flash.api import forward as api
+from numba_flash.cpu import forward as cpu
+from numba_flash.dispatch.launch import Launch
 
 X = np.ones((1, 1, 3, 8), np.float32)
 

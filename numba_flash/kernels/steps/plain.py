@@ -3,7 +3,7 @@
 Here, and not where they are used, so that each is compiled once and not once a user.
 """
 
-from ... import ranges
+from ...problem import ranges
 from ...ptx import fragments
 from .inlined import inlined
 

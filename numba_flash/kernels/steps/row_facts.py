@@ -1,4 +1,4 @@
-"""What the backward on tensor cores takes of every query, worked out once by kernels/mma_backward_rows.py.
+"""What the backward on tensor cores takes of every query, worked out once by kernels/mma/backward_preprocess.py.
 
 Of each query there are lse * log2(e), +inf where it sees no key, so that its weights come out 0; and -delta. They lie
 in pieces of 16 queries, PIECE float32 numbers long: those of all, then these of all. Within both the four columns that

@@ -1,0 +1,1 @@
+"""The public functions. Each reads like the path of a call."""

@@ -1,0 +1,334 @@
+"""numba_flash for the models of Hugging Face's Transformers.
+
+    from numba_flash.compat import transformers
+
+    transformers.register()
+    model.set_attn_implementation("numba_attention")  # or from_pretrained(..., attn_implementation="numba_attention")
+
+Two functions are registered under that name: `attention` computes attention, and `visible` describes which keys each
+query sees. Without the second one Transformers drops padding in silence. A name that contains "flash" would be taken
+for a kernel to download.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from ..api import forward as api
+from ..bridges.torch import autocast
+from . import proven
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError
+except ImportError:
+    raise NotImplementedError(
+        f"Transformers {transformers.__version__} has no masks by the functions that this needs; 5.17 has them"
+    ) from None
+
+NAME = "numba_attention"
+Window = tuple[int | None, int | None]
+Options = dict[str, Any]
+
+
+class Visible:
+    """Which keys each query sees: for `attention` in its options, and for a model that reads its mask as that mask.
+
+    A model may add its mask to scores, join it with another one, or ask for its dtype. It then gets the additive mask
+    of shape (batch, 1, seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is
+    made when it is first asked for.
+    """
+
+    def __init__(
+        self,
+        make_whole: Callable[[], torch.Tensor],
+        shape: tuple[int, int, int, int],
+        options: Options,
+        start: torch.Tensor | None = None,
+        masked: Options | None = None,
+        proof: torch.Tensor | None = None,
+    ) -> None:
+        self._make_whole = make_whole
+        self._whole: torch.Tensor | None = None
+        self._version: int | None = None
+        self.shape, self.ndim = torch.Size(shape), 4
+        self.options = options  # of attention()
+        self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
+        # In a traced program: what holds where proof, a bool on the host, turns out to be False.
+        self.masked, self.proof = masked, proof
+
+    def whole(self) -> torch.Tensor:
+        """The additive mask of eager attention."""
+        if self._whole is None:
+            self._whole = self._make_whole()
+            self._version = _version(self._whole)
+        return self._whole
+
+    def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether this describes what q sees of k. It does not after a model has written to its mask."""
+        unchanged = self._whole is None or _version(self._whole) == self._version is not None
+        return unchanged and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
+
+    def contiguous(self) -> "Visible":  # generate() asks this of masks that it makes ahead
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_read(args), **_read(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole(), name)
+
+
+def _read(arguments: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Visible, Visible.whole, arguments)
+
+
+def _version(mask: torch.Tensor) -> int | None:
+    """How often mask was written to; None where nobody counts that."""
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.whole(), name)(*_read(others))
+
+
+# Python looks these up in the class, past __getattr__; == would else answer False for all of them.
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg abs and rand or ror xor rxor invert "
+    "eq ne lt le gt ge getitem setitem len iter bool"
+).split():
+    setattr(Visible, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def register(name: str = NAME) -> str:
+    """Make numba_flash known to Transformers under `name`, which is returned.
+
+    What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
+    position bias, padding on either side, and decoding with a cache. Not built, and refused by name with
+    NotImplementedError: dropout, attention sinks, paged caches, keys that a model chooses by their indices, and
+    attention weights as a result.
+
+    Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
+    a decoding step of one token copies nothing.
+    """
+    if "flash" in name:
+        raise ValueError(f'name must not contain "flash", by which Transformers knows its own kernels, but is {name!r}')
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, visible)
+    return name
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (batch, heads, seqlen_q, head_dim), key and value with heads_kv -> o (batch, seqlen_q, heads, head_dim_v).
+
+    attention_mask: what `visible` made; or a tensor (batch, 1 or heads, seqlen_q, seqlen_k), bool or added to the
+    scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
+    Under autocast tensors are cast as for torch's own attention.
+    """
+    _refuse(attention_mask, query, key, dropout, others)
+    q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
+    compute = functools.partial(api.attention, scale=scaling, softcap=softcap, layout="bshd")
+    if isinstance(attention_mask, Visible):
+        if attention_mask.holds_for(query, key):
+            return _attend(q, k, v, position_bias, attention_mask, scaling, softcap), None
+        attention_mask = attention_mask.whole()
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return compute(q, k, v, causal=bool(causal) and q.shape[1] > 1, bias=position_bias), None
+    if attention_mask.dtype == torch.bool:
+        return compute(q, k, v, mask=attention_mask, bias=position_bias), None
+    return compute(q, k, v, bias=attention_mask if position_bias is None else attention_mask + position_bias), None
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, scale: Any, softcap: Any
+) -> torch.Tensor:
+    if bias is not None and seen.start is not None:
+        bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
+    if seen.proof is not None and seen.masked is not None:
+        return proven.attention(q, k, v, bias, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
+    k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
+    return api.attention(q, k, v, bias=bias, scale=scale, softcap=softcap, layout="bshd", **seen.options)
+
+
+def _refuse(
+    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, dropout: float, others: dict[str, Any]
+) -> None:
+    asked = dict(dropout=dropout != 0.0, output_attentions=bool(others.get("output_attentions")))
+    # Attention sinks under both their names, a paged cache, and the keys that a sparse attention has chosen.
+    chosen = ("s_aux", "sinks", "cache", "indices", "block_indices")
+    asked |= {name: others.get(name) is not None for name in chosen}
+    names = [name for name, wanted in asked.items() if wanted]
+    if names:
+        raise NotImplementedError(f"{', '.join(names)}: not implemented yet; leave out, or take another attention")
+    seqlen_k = key.shape[2]
+    if attention_mask is None and (others.get("sliding_window") or seqlen_k) < seqlen_k:
+        raise NotImplementedError(
+            "sliding_window came without a mask that says on which side it lies; masks are made where the model is "
+            f"given a name under which {__name__}.register() has registered both functions"
+        )
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
+        raise NotImplementedError(
+            f"attention_mask must have shape (batch, heads or 1, seqlen_q, seqlen_k), not {tuple(attention_mask.shape)}"
+        )
+
+
+def visible(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    **others: Any,
+) -> Visible:
+    """What Transformers asks for once in a model's forward: which keys are seen, without a matrix wherever that can be.
+
+    Padding that leaves one stretch of keys, on the left, on the right or on both sides, becomes its start and length,
+    which every kernel takes; to see whether it does, three numbers are read from the device. Other padding, and every
+    mask_function that is more than a window, becomes a mask.
+
+    While torch.compile traces, neither numbers nor mask functions can be looked at. Then the program finds out, once
+    in each run, whether the mask says no more than a window and one stretch of keys.
+    """
+    if isinstance(attention_mask, Visible):  # made ahead
+        return attention_mask
+    given = others | dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+    )  # fmt: skip
+    shape = (batch_size, 1, q_length, kv_length)
+    described = functools.partial(Visible, functools.partial(masking_utils.eager_mask, **given), shape)
+    window = _window(mask_function, local_size)
+    tracing = torch.compiler.is_compiling()
+    if window is None and not tracing:
+        return described(dict(mask=masking_utils.sdpa_mask(**given)))
+    offset = q_offset - kv_offset  # the position of query 0 among these keys
+    if isinstance(offset, torch.Tensor):
+        offset = offset.to(torch.int32).expand(batch_size)
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:batch_size, kv_offset : kv_offset + kv_length].bool()
+    if window is None:
+        likely = _likely_window(local_size, "allow_is_bidirectional_skip" in others)
+        return described(**_traced(likely, offset, padding, given))
+    if padding is None:
+        return described(dict(window=window, q_offset=offset))
+    return described(**_padded(window, offset, padding, q_length))
+
+
+def _padded(window: Window, offset: Any, padding: torch.Tensor, q_length: int) -> dict[str, Any]:
+    """The arguments of Visible for a window and padding."""
+    start, length, within = _stretch(padding)
+    masked = dict(window=window, q_offset=offset, mask=padding[:, None, None])
+    if torch.compiler.is_compiling():
+        stretch = _of_stretch(window, offset, start, length, within, q_length)
+        return stretch | dict(masked=masked, proof=(padding == within).all().to("cpu"))
+    every, one, front = torch.stack([padding.all(), (padding == within).all(), ~start.any()]).tolist()
+    if every:
+        return dict(options=dict(window=window, q_offset=offset))
+    if one:
+        return _of_stretch(window, offset, None if front else start, length, within, q_length)
+    return dict(options=masked)
+
+
+def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Visible for a mask function that cannot be looked at, but is likely this window."""
+    mask = masking_utils.sdpa_mask(**given)
+    q_length, kv_length = mask.shape[2:]
+    expected = _matrix(window, offset, q_length, kv_length, mask.device)
+    stretch: dict[str, Any] = dict(options=dict(window=window, q_offset=offset))
+    if padding is not None:
+        start, length, within = _stretch(padding)
+        expected = expected & within[:, None, None]
+        stretch = _of_stretch(window, offset, start, length, within, q_length)
+    return stretch | dict(masked=dict(mask=mask), proof=(mask == expected).all().to("cpu"))
+
+
+def _stretch(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first key of each batch entry, how many there are, and what padding would be if they followed one another."""
+    start, length = padding.int().argmax(-1).int(), padding.sum(-1, dtype=torch.int32)
+    keys = torch.arange(padding.shape[-1], device=padding.device)
+    return start, length, (keys >= start[:, None]) & (keys < (start + length)[:, None])
+
+
+def _of_stretch(
+    window: Window, offset: Any, start: torch.Tensor | None, length: torch.Tensor, within: torch.Tensor, q_length: int
+) -> dict[str, Any]:
+    if start is None:
+        return dict(options=dict(window=window, q_offset=offset, seqlens_k=length))
+    if q_length > 1:
+        return dict(options=dict(window=window, q_offset=offset - start, seqlens_k=length), start=start)
+    # One query sees one stretch of keys. A window of its own says which, and no key has to be moved.
+    (left, right), kv_length = window, within.shape[1]
+    first = start if left is None else start.clamp(min=offset - left)
+    end = start + length if right is None else (start + length).clamp(max=offset + right + 1)
+    return dict(options=dict(window=(kv_length, None), q_offset=first + kv_length, seqlens_k=end.clamp(min=0)))
+
+
+def _window(mask_function: Any, local_size: int | None) -> Window | None:
+    """The window that mask_function is, as attention() takes it; None where it is more than that."""
+    made: list[tuple[Any, Window]] = [
+        (masking_utils.bidirectional_mask_function, (None, None)),
+        (masking_utils.causal_mask_function, (None, 0)),
+    ]
+    if local_size is not None:
+        made = [
+            (masking_utils.sliding_window_bidirectional_mask_function(local_size), (local_size, local_size)),
+            (masking_utils.sliding_window_causal_mask_function(local_size), (local_size - 1, 0)),
+        ]
+    return next((window for function, window in made if _same(function, mask_function)), None)
+
+
+def _likely_window(local_size: int | None, bidirectional: bool) -> Window:
+    """The window of the masks that models make with these arguments, packed sequences and chunks aside."""
+    if bidirectional:
+        return local_size, local_size
+    return None if local_size is None else local_size - 1, 0
+
+
+def _matrix(window: Window, offset: Any, q_length: int, kv_length: int, device: Any) -> torch.Tensor:
+    """(batch or 1, 1, q_length, kv_length), True = seen."""
+    q = torch.arange(q_length, device=device) + (offset[:, None] if isinstance(offset, torch.Tensor) else offset)
+    distance = torch.arange(kv_length, device=device) - q[..., None]
+    left, right = window
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if left is None else seen & (distance >= -left)
+    seen = seen if right is None else seen & (distance <= right)
+    return seen.view(-1, 1, q_length, kv_length)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions, or what they close over, are made by the same code from the same numbers."""
+    if one is other or torch.compiler.is_compiling():  # which does not let one look into a closure
+        return one is other
+    if inspect.isfunction(one) and inspect.isfunction(other):
+        cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
+        return one.__code__ is other.__code__ and _same(*cells)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, int) and isinstance(other, int) and one == other

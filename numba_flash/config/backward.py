@@ -1,0 +1,194 @@
+"""Configs of the backward kernels: like forward.py's, everything in them is a constant of the compiled code."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..problem.options import BY_NAME
+from .forward import Config, LaunchFacts, tile_bytes
+from .simt_backward import DalibiConfig, DeltaConfig
+
+
+@dataclass(frozen=True)
+class MmaRowsConfig(LaunchFacts):
+    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes."""
+
+    dtype: str
+    head_dim_v: int
+    has_dlse: bool
+    wide: bool
+    threads: int = 256
+    lanes: int = 8
+
+    kernel: ClassVar[str] = "mma_rows"
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.lanes not in (1, 2, 4, 8, 16, 32) or self.threads < 32 or self.threads % 32:
+            raise ValueError(f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
+
+    @property
+    def rows(self) -> int:
+        """Of one block."""
+        return self.threads // self.lanes
+
+
+@dataclass(frozen=True)
+class MmaBackwardConfig(Config):
+    """What mma_backward_dkdv and mma_backward_dq share.
+
+    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side.
+    Warps own `warp_rows` rows. in_registers: fragments of the block's own tiles stay in registers instead of being read
+    again for each tile that it walks over.
+    column_groups: so many warps own the same rows. Each computes their scores with a part of the other rows and sums up
+    `group_columns` columns of their gradients; in between, scores go through shared memory.
+    stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
+    the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
+    """
+
+    warp_rows: int = 16
+    in_registers: bool = False
+    column_groups: int = 1
+    stages: int = 2
+
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+    WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
+    NOTES: ClassVar[int] = 5  # of a block, 16 bytes each (kernels/steps/notes.py)
+    group: ClassVar[int] = 1  # a tile is of one head
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        if self.warp_rows not in (16, 32):
+            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        if self.own_rows < self.warp_rows or self.own_rows % self.warp_rows:
+            raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
+        if self.other_rows < 16 or self.other_rows % 16:
+            raise ValueError(f"the rows that a block walks over must be a multiple of 16, not {self.other_rows}")
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages must be 1 or 2, not {self.stages}")
+        if self.column_groups not in (1, 2, 4) or self.other_rows % (16 * self.column_groups):
+            raise ValueError(f"column_groups must be 1, 2 or 4, with 16 rows for each, not {self.column_groups}")
+        if self.other_rows > 128 * self.column_groups:
+            raise ValueError(f"a warp's part of a tile has at most 128 rows, not {self.other_rows}: a mask is one word")
+        if max(self.head_dim, self.head_dim_v) > self.WIDEST:
+            raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
+        if unknown:
+            raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of gradients that a warp of a group sums up: whole panels of 64."""
+        return -(-max(self.depth, self.width) // (64 * self.column_groups)) * 64
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the tile that a block owns."""
+        raise NotImplementedError
+
+    @property
+    def other_rows(self) -> int:
+        """Rows of the tiles that it walks over."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def depth(self) -> int:
+        """head_dim in whole steps of a product; what is past head_dim is zero."""
+        return (self.head_dim + 15) // 16 * 16
+
+    @property
+    def width(self) -> int:
+        """head_dim_v in whole steps."""
+        return (self.head_dim_v + 15) // 16 * 16
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where in shared memory things begin, and the end, in bytes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MmaDkdvConfig(MmaBackwardConfig):
+    """Of mma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+
+    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    """
+
+    of_dk: bool = True
+    of_dv: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.of_dk or self.of_dv):
+            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        if self.column_groups > 1 and not (self.of_dk and self.of_dv):
+            raise ValueError("column_groups need of_dk and of_dv")
+        super().__post_init__()
+        shared_out = self.column_groups > 1
+        if shared_out and any(-(-columns // 64) % (self.group_columns // 64) for columns in (self.depth, self.width)):
+            raise ValueError(
+                f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
+                f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's"
+            )
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_m
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
+        each key, the block's notes, a word for each warp and the end are.
+
+        dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
+        """
+        v_at = tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
+        q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
+        do_at = q_at + self.stages * tile_bytes(self.tile_m, self.depth)
+        rows_at = do_at + self.stages * tile_bytes(self.tile_m, self.width)
+        weights_at = rows_at + self.stages * 8 * self.tile_m
+        weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
+        exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
+        seen_at = weights_at + exchanged
+        notes_at = seen_at + 8 * self.tile_n
+        warps_at = notes_at + self.NOTES * 16
+        return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, warps_at + self.threads // 8
+
+
+@dataclass(frozen=True)
+class MmaDqConfig(MmaBackwardConfig):
+    """Of mma_backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_n
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
+        sees, lse, -delta), the block's notes, a word for each warp and the end are.
+
+        dQ is staged in Q's place.
+        """
+        do_at = tile_bytes(self.tile_m, self.depth)
+        k_at = do_at + tile_bytes(self.tile_m, self.width)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
+        weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
+        notes_at = of_rows_at + 16 * self.tile_m
+        warps_at = notes_at + self.NOTES * 16
+        return 0, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, warps_at + self.threads // 8
+
+
+BackwardConfig = Config | DeltaConfig | DalibiConfig | MmaRowsConfig  # that of every kernel of a backward

@@ -1,0 +1,311 @@
+"""Config: what one kernel is compiled for. Everything in it is a constant of the compiled code."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..problem.options import BY_NAME, Uses, changes_scores
+
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+# Tiles of 16-bit elements for tensor cores lie in panels of 64 columns, 128 bytes a row, swizzled (ptx/fragments.py).
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Of a tile in panels."""
+    return rows * 128 * -(-columns // 64)
+
+
+class LaunchFacts:
+    """What a launch asks of a Config, and most kernels answer alike."""
+
+    tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
+    whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
+    cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
+    counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
+
+
+@dataclass(frozen=True)
+class Config(LaunchFacts):
+    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
+
+    tile_m query rows by tile_n keys is what a block works on at a time.
+    """
+
+    kernel: str
+    dtype: str  # of q, k, v and o
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    write_lse: bool = True
+    uses: Uses = ()  # options.uses(...): what else the problem uses
+    q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
+    blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
+    shared_bytes: int = field(init=False)
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def has(self, option: str) -> bool:
+        """Whether the problem uses an option (options.py)."""
+        return any(name == option for name, _ in self.uses)
+
+    def dtype_of(self, option: str) -> str | None:
+        """The dtype of an array given as an option; None where there is none."""
+        return dict(self.uses).get(option)
+
+    @property
+    def derivative_varies(self) -> bool:
+        """Whether the derivative of a score by scale * q . k is anything but 1."""
+        return any(BY_NAME[name].derivative for name, _ in self.uses)
+
+    @property
+    def threads(self) -> int:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SeedConfig(Config):
+    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads.
+
+    `pad` is how many elements are added to each row of a shared tile that every thread reads its own
+    row of: with pad 0 and a head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which
+    shows bank conflicts (docs/tensor_cores.md).
+    """
+
+    pad: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tile_m <= 1024:
+            raise ValueError(f"tile_m is the number of threads of a block: 1 to 1024, not {self.tile_m}")
+        if self.tile_n < 4 or self.tile_n % 4:
+            raise ValueError(f"tile_n must be a multiple of 4, not {self.tile_n}")
+        if self.pad < 0:
+            raise ValueError(f"pad must be at least 0, not {self.pad}")
+        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m
+
+    @property
+    def k_row(self) -> int:
+        """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
+        return (self.head_dim + 3) // 4 * 4
+
+    @property
+    def v_row(self) -> int:
+        """The same for V tiles."""
+        return (self.head_dim_v + 3) // 4 * 4
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements."""
+        sizes = [
+            self.tile_m * (self.k_row + self.pad),  # Q_i: each thread reads its own row
+            self.tile_n * self.k_row,  # K_j: all threads read the same element, nothing to pad
+            self.tile_n * self.v_row,  # V_j: likewise
+            self.tile_m * (self.tile_n + self.pad),  # S
+        ]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
+        return tuple(starts)
+
+
+@dataclass(frozen=True)
+class TensorConfig(Config):
+    """What the tensor-core kernels share.
+
+    group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
+    head). scaled: scores are finished before the softmax, because an option that changes them or a scale that is not
+    above 0 forbids folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
+    """
+
+    group: int = 1
+    scaled: bool = False
+    wide_o: bool = True
+    lag: float = 0.0
+
+    WIDEST: ClassVar[int] = 256  # columns of O that a block keeps in registers
+    MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+    NOTE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
+
+    def _check(self, rows_step: int, keys_step: int) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        if self.tile_m < rows_step or self.tile_m % rows_step:
+            raise ValueError(f"tile_m must be a multiple of {rows_step}, not {self.tile_m}")
+        if self.tile_n < keys_step or self.tile_n % keys_step:
+            raise ValueError(f"tile_n must be a multiple of {keys_step}, not {self.tile_n}")
+        if self.group < 1 or self.tile_m % self.group:
+            raise ValueError(f"group must divide tile_m = {self.tile_m}, but is {self.group}")
+        if changes_scores(self.uses) and not self.scaled:
+            raise ValueError("options that change scores, as softcap and alibi_slopes do, need scaled=True")
+        if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
+            raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
+        if not 0 <= self.lag <= self.MOST_LAG:
+            raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P is held in 16 bits")
+
+    @property
+    def queries(self) -> int:
+        """Queries in a tile; with a group of heads each of them is several rows."""
+        return self.tile_m // self.group
+
+    @property
+    def depth(self) -> int:
+        """head_dim in whole steps of a product; what is past head_dim is zero."""
+        return (self.head_dim + 15) // 16 * 16
+
+    @property
+    def v_parts(self) -> int:
+        """Blocks that share one tile's columns of O, each computing the scores anew: registers end at WIDEST."""
+        return -(-self.head_dim_v // self.WIDEST)
+
+    @property
+    def width(self) -> int:
+        """Columns of O that a block computes, in whole steps."""
+        return (-(-self.head_dim_v // self.v_parts) + 15) // 16 * 16
+
+
+@dataclass(frozen=True)
+class MmaConfig(TensorConfig):
+    """Of mma_forward: warps of `warp_rows` query rows.
+
+    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
+    halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
+    registers instead of being read again for each tile.
+    """
+
+    warp_rows: int = 16
+    q_registers: bool = False
+
+    TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
+
+    def __post_init__(self) -> None:
+        if self.warp_rows not in (16, 32):
+            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        self._check(self.warp_rows, 16)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m // self.warp_rows * 32
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O takes Q's place and may
+        reach into K's."""
+        k_at = tile_bytes(self.tile_m, self.depth)
+        v_at = k_at + tile_bytes(self.tile_n, self.depth)
+        notes_at = tile_bytes(self.tile_m, self.width)  # K and V are no longer needed then
+        end = v_at + tile_bytes(self.tile_n, self.width)
+        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m)
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(TensorConfig):
+    """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+
+    stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
+    one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
+    ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
+    other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+
+    paired: two blocks run as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of every
+    tile of K and V for both, so that L2 is read half as often.
+    """
+
+    stages: int = 2
+    q_buffers: int = 2
+    o_buffer: bool = False
+    ping_pong: bool = True
+    l2_bytes: int = 16 * 2**20
+    blocks_per_sm: int = 1
+    paired: bool = False
+
+    tensor_maps: ClassVar[int] = 3  # of q, k and v
+    whole_program: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
+    O_COLUMNS: ClassVar[int] = 128
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+
+    def __post_init__(self) -> None:
+        self._check(64, 16)
+        if self.consumers not in self.REGISTERS:
+            raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
+        if self.tile_n > 256:
+            raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
+        if self.q_buffers not in (1, 2):
+            raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
+        if self.o_buffer and not self.wide_o:
+            raise ValueError("o_buffer needs wide_o: from there rows are written 16 bytes at a time")
+        if not 2 <= self.stages <= 4:
+            raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
+        if self.v_parts > 1 or self.depth > 256:
+            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def cluster(self) -> int:  # type: ignore[override]
+        return 2 if self.paired else 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def o_place(self) -> str:
+        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; a place of
+        its "own"; or nothing, "".
+        """
+        if self.o_buffer:
+            return "own"
+        return "q" if self.q_buffers == 2 and self.width <= self.depth else ""
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O that lie there at a time."""
+        return self.O_COLUMNS if self.o_buffer else self.width
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
+        return self.REGISTERS[self.consumers]
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and notices, and the
+        end are.
+        """
+        k_at = self.q_buffers * tile_bytes(self.tile_m, self.depth)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
+        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        notes_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
+        barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
+        return 0, k_at, v_at, o_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+
+
+@dataclass(frozen=True)
+class SoftmaxConfig(LaunchFacts):
+    """The compile-time facts of one softmax kernel: one thread per row, or one block per row for "blocked"."""
+
+    kernel: str  # "safe", "online" or "blocked"
+    dtype: str
+    threads: int
+
+    blocks_per_sm: ClassVar[int] = 0
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * self.threads * ITEM_SIZE[self.compute_dtype] if self.kernel == "blocked" else 0

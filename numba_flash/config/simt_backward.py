@@ -1,0 +1,157 @@
+"""Configs of v2's backward kernels, of which delta is the first."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..problem.options import Uses
+from .forward import ITEM_SIZE, Config, LaunchFacts
+
+
+@dataclass(frozen=True)
+class DeltaConfig(LaunchFacts):
+    """Of delta: `lanes` threads share a row, so that a warp reads whole sectors of memory."""
+
+    dtype: str
+    head_dim_v: int
+    has_dlse: bool
+    threads: int = 256
+    lanes: int = 16
+
+    kernel: ClassVar[str] = "delta"
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1 or self.threads < 1 or self.threads % self.lanes:
+            raise ValueError(f"threads must be a multiple of lanes, but are {self.threads} and {self.lanes}")
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def rows(self) -> int:
+        """Of one block."""
+        return self.threads // self.lanes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.threads * ITEM_SIZE[self.compute_dtype]
+
+
+@dataclass(frozen=True)
+class SeedBackwardConfig(Config):
+    """Of v2's kernels: tiles of tile_m queries by tile_n keys, `pad` as in SeedConfig.
+
+    wanted: what the kernel writes, of its gradients.
+    """
+
+    wanted: tuple[str, ...] = ()
+    pad: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile_m < 4 or self.tile_m % 4 or self.tile_n < 4 or self.tile_n % 4:
+            raise ValueError(f"tile_m and tile_n must be multiples of 4, not {self.tile_m} and {self.tile_n}")
+        if not 1 <= self.threads <= 1024:
+            raise ValueError(f"a block has 1 to 1024 threads, not {self.threads}")
+        if self.pad < 0:
+            raise ValueError(f"pad must be at least 0, not {self.pad}")
+        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
+
+    @property
+    def k_row(self) -> int:
+        """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
+        return (self.head_dim + 3) // 4 * 4
+
+    @property
+    def v_row(self) -> int:
+        """The same for tiles of V and dO."""
+        return (self.head_dim_v + 3) // 4 * 4
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where the kernel's tiles begin in shared memory, and the end, in elements."""
+        starts = [0]
+        for size in self._tile_sizes():
+            starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
+        return tuple(starts)
+
+    def _tile_sizes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DkdvConfig(SeedBackwardConfig):
+    """Of v2_dkdv, in which a key has two threads, which run the same code on rows of one length; wanted: dk, dv or
+    both."""
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.tile_n
+
+    @property
+    def row(self) -> int:
+        """Elements from one row to the next, before pad, of all tiles of Q, K, V and dO."""
+        return max(self.k_row, self.v_row)
+
+    def _tile_sizes(self) -> tuple[int, ...]:
+        scores = self.tile_n * (self.tile_m + self.pad)
+        return (
+            2 * self.tile_n * (self.row + self.pad),  # K_j, V_j: each thread reads its own row
+            2 * self.tile_m * self.row,  # Q_i, dO_i: all threads of a half read the same element, nothing to pad
+            2 * scores,  # P, dS
+            scores if self.derivative_varies else 0,  # the scores' derivative
+        )
+
+
+@dataclass(frozen=True)
+class DqConfig(SeedBackwardConfig):
+    """Of v2_dq, one thread per query row; wanted: dq, dalibi_slopes (its row sums) or both."""
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m
+
+    def _tile_sizes(self) -> tuple[int, ...]:
+        return (
+            self.tile_m * (self.k_row + self.pad),  # Q_i and dO_i: each thread reads its own row
+            self.tile_m * (self.v_row + self.pad),
+            self.tile_n * self.k_row,  # K_j and V_j: all threads read the same element
+            self.tile_n * self.v_row,
+            self.tile_m * (self.tile_n + self.pad),  # dS
+        )
+
+
+@dataclass(frozen=True)
+class DbiasConfig(DqConfig):
+    """Of v2_dbias, one thread per query row. rows_summed, keys_summed: bias is one row, or one column, for all."""
+
+    rows_summed: bool = False
+    keys_summed: bool = False
+
+
+@dataclass(frozen=True)
+class DalibiConfig(LaunchFacts):
+    """Of v2_dalibi, which adds up what v2_dq found in each row. batch_summed: the slopes are those of all entries."""
+
+    dtype: str
+    uses: Uses
+    batch_summed: bool
+    threads: int = 256
+
+    kernel: ClassVar[str] = "v2_dalibi"
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.threads < 1 or self.threads & (self.threads - 1):
+            raise ValueError(f"threads must be a power of two, not {self.threads}")
+
+    def dtype_of(self, option: str) -> str | None:
+        """As of every Config."""
+        return dict(self.uses).get(option)
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.threads * ITEM_SIZE[self.compute_dtype]

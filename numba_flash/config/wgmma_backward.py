@@ -1,0 +1,195 @@
+"""Configs of the Hopper backward (kernels/wgmma/backward_*.py): everything in them is a constant of the code."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ..problem.options import BY_NAME
+from .forward import Config, tile_bytes
+
+
+class SharedPlan(NamedTuple):
+    """Where things begin in a block's shared memory, in bytes.
+
+    own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over. a is of head_dim (K or
+    Q), b of head_dim_v (V or dO).
+    """
+
+    own_a: int
+    own_b: int
+    stream_a: int
+    stream_b: int
+    row_facts: int  # lse and -delta of each stage's queries
+    state: int  # what every role reads of the block's work
+    barriers: int
+    end: int
+
+
+class Barriers(NamedTuple):
+    """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
+
+    own_full: int
+    a_full: int
+    a_empty: int
+    b_full: int
+    b_empty: int
+
+
+@dataclass(frozen=True)
+class WgmmaBackwardConfig(Config):
+    """What wgmma_backward_dkdv and wgmma_backward_dq share.
+
+    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
+    stages_b: how many tiles of either kind are in shared memory, in use or on their way.
+    """
+
+    stages_a: int = 2
+    stages_b: int = 2
+    blocks_per_sm: int = 1
+
+    tensor_maps: ClassVar[int] = 4  # of q, k, v and do
+    whole_program: ClassVar[bool] = True
+    group: ClassVar[int] = 1  # a tile is of one head
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+    WIDEST: ClassVar[int] = 256  # columns that one product can be wide
+    STATE_WORDS: ClassVar[int] = 16
+    # consumers -> registers of a thread of the producer and of the consumers
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        if self.own_rows % 64 or self.own_rows // 64 not in self.REGISTERS:
+            raise ValueError(f"a block's own rows must be 64, 128 or 192, not {self.own_rows}")
+        if not 16 <= self.stream_rows <= 128 or self.stream_rows % 16:
+            raise ValueError(f"a block walks over tiles of 16 to 128 rows, in steps of 16, not {self.stream_rows}")
+        if not (2 <= self.stages_a <= 4 and 1 <= self.stages_b <= 4):
+            # S of the next tile is issued before the product with this one's first tile is done.
+            raise ValueError(f"stages_a must be 2 to 4 and stages_b 1 to 4, not {self.stages_a} and {self.stages_b}")
+        if max(self.head_dim, self.head_dim_v) > self.WIDEST:
+            raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
+        if unknown:
+            raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the tile that a block owns."""
+        raise NotImplementedError
+
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the tiles that it walks over."""
+        raise NotImplementedError
+
+    @property
+    def consumers(self) -> int:
+        return self.own_rows // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the producer and of the consumers."""
+        return self.REGISTERS[self.consumers]
+
+    @property
+    def depth(self) -> int:
+        """head_dim in whole steps of a product; what is past head_dim is zero."""
+        return (self.head_dim + 15) // 16 * 16
+
+    @property
+    def width(self) -> int:
+        """head_dim_v in whole steps."""
+        return (self.head_dim_v + 15) // 16 * 16
+
+    @property
+    def own_b_bytes(self) -> int:
+        return tile_bytes(self.own_rows, self.width)
+
+    @property
+    def own_a_bytes(self) -> int:
+        return tile_bytes(self.own_rows, self.depth)
+
+    @property
+    def stream_a_bytes(self) -> int:
+        """Of one stage."""
+        return tile_bytes(self.stream_rows, self.depth)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return tile_bytes(self.stream_rows, self.width)
+
+    @property
+    def row_facts_bytes(self) -> int:
+        """Of one stage of stream_a."""
+        return 0
+
+    def barriers(self) -> Barriers:
+        at = self.shared_plan().barriers
+        a_full = at + 8
+        b_full = a_full + 16 * self.stages_a
+        return Barriers(at, a_full, a_full + 8 * self.stages_a, b_full, b_full + 8 * self.stages_b)
+
+    def shared_plan(self) -> SharedPlan:
+        own_b = self.own_a_bytes
+        stream_a = own_b + self.own_b_bytes
+        stream_b = stream_a + self.stages_a * self.stream_a_bytes
+        row_facts = stream_b + self.stages_b * self.stream_b_bytes
+        state = row_facts + self.stages_a * self.row_facts_bytes
+        barriers = state + 4 * self.STATE_WORDS
+        end = barriers + 8 * (1 + 2 * self.stages_a + 2 * self.stages_b)
+        return SharedPlan(0, own_b, stream_a, stream_b, row_facts, state, barriers, end)
+
+
+@dataclass(frozen=True)
+class WgmmaDkdvConfig(WgmmaBackwardConfig):
+    """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+
+    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    """
+
+    of_dk: bool = True
+    of_dv: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.of_dk or self.of_dv):
+            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        super().__post_init__()
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def stream_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def own_a_bytes(self) -> int:
+        """Of K, in whose place a block without dK stages dV."""
+        return tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
+
+    @property
+    def own_b_bytes(self) -> int:
+        """dV alone needs no V."""
+        return tile_bytes(self.tile_n, self.width) if self.of_dk else 0
+
+    @property
+    def row_facts_bytes(self) -> int:
+        return 8 * self.tile_m
+
+
+@dataclass(frozen=True)
+class WgmmaDqConfig(WgmmaBackwardConfig):
+    """Of wgmma_backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def stream_rows(self) -> int:
+        return self.tile_n

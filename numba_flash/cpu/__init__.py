@@ -1,0 +1,1 @@
+"""The CPU kernel: LLVM vectors on all cores."""

@@ -1,0 +1,168 @@
+"""The CPU rung's backward: the host's part, as forward.py is of the forward. The kernels are in backward_kernel.py.
+
+Memory beside the gradients: dk and dv once more in float32 (float64 for float64) with head_dim rounded up to whole
+vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_dim 64 in float32, 0.9 MB with 128.
+"""
+
+# mypy: ignore-errors
+
+import ctypes
+import functools
+import sys
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+from ..arrays import ITEM_SIZE, host_pointer
+from ..machine import forked
+from ..problem.backward import GRADIENTS, BackwardProblem
+from . import backward_plan as at
+from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
+from .backward_sums import run_sums_float32, run_sums_float64
+from .cache import c_function, cached
+from .elements import INT
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
+from .vectors.build import Shape, call, load, store
+
+
+@njit(error_model="numpy", inline="always")
+def set_up(launch, shared, pointers):
+    """Fill a call's frame, which begins the shared memory; returns its address."""
+    frame = (shared + 63) // 64 * 64
+    for n in range(17):
+        store(frame, at.POINTERS + n, pointers[n])
+    counter = frame + at.FRAME_NUMBERS * 8
+    done = counter + 64
+    sums_k = done + load(launch, at.DONE_BYTES, INT)
+    store(frame, at.COUNTER, counter)
+    store(frame, at.DONE, done)
+    store(frame, at.SUMS_K, sums_k)
+    store(frame, at.SUMS_V, sums_k + load(launch, at.SUMS_K_BYTES, INT))
+    store(frame, at.GIVE_WAY, load(launch, at.ADDRESS_OF_GIVE_WAY, INT))
+    return frame
+
+
+@njit(error_model="numpy", inline="always")
+def begin(one, frame):
+    """Before a pass: its plan, and no task handed out. Returns its kernel and phase."""
+    store(frame, at.PLAN, load(one, at.PASS_PLAN, INT))
+    store(load(frame, at.COUNTER, INT), 0, INT)
+    return load(one, at.PASS_KERNEL, INT), load(one, at.PASS_PHASE, INT)
+
+
+@cached
+@njit(nogil=True, error_model="numpy")
+def run_serial(
+    launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias,
+    dalibi_slopes,
+):  # fmt: skip
+    """All passes on this thread."""
+    memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
+    scratch = (memory.ctypes.data + 63) // 64 * 64
+    pointers = (
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+    )  # fmt: skip
+    frame = set_up(launch, shared, pointers)
+    for n in range(load(launch, at.PASSES, INT)):
+        kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
+        call(kernel, frame, phase, scratch)
+    memory[0] = 0  # keeps it alive until here
+
+
+@cached
+@njit(nogil=True, error_model="numpy", parallel=True)
+def run_parallel(
+    workers, launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv,
+    dbias, dalibi_slopes,
+):  # fmt: skip
+    """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
+    scratch_bytes = load(launch, at.SCRATCH, INT)
+    memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
+    scratch = (memory.ctypes.data + 63) // 64 * 64
+    pointers = (
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+    )  # fmt: skip
+    frame = set_up(launch, shared, pointers)
+    for n in range(load(launch, at.PASSES, INT)):
+        kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
+        for worker in prange(workers):
+            call(kernel, frame, phase, scratch + worker * scratch_bytes)
+    memory[0] = 0  # keeps it alive until here
+
+
+_FUNCTIONS = {
+    ("rows", False): run_phase_float32,
+    ("rows", True): run_phase_float64,
+    ("sums", False): run_sums_float32,
+    ("sums", True): run_sums_float64,
+}
+
+
+@functools.cache
+def _kernel(what, double):
+    name = "float64" if double else "float32"
+    announcement = f"numba_flash: compiling the CPU's backward kernel for {name} (once, about 10 s) ..."
+    return c_function(_FUNCTIONS[what, double], "void(int64, int64, int64)", announcement)
+
+
+@functools.cache
+def _give_way():
+    """Address of the system's function by which a thread lets others run."""
+    function = ctypes.windll.kernel32.SwitchToThread if sys.platform == "win32" else ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+class _Launch(NamedTuple):
+    numbers: np.ndarray  # what run_serial and run_parallel are told
+    address: int
+    shared: int  # int64 numbers of memory that the tasks share, all 0 to begin with
+    serial: bool
+    plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(problem):
+    p = problem.forward
+    double = p.dtype == "float64"
+    shape = Shape(numba.float64 if double else numba.float32)
+    plan = at.make_plan(problem, shape.lanes, shape.width)
+    passes = []  # what runs on all threads before the next begins
+
+    def add(what, numbers, phase, scratch_bytes):
+        passes.append((_kernel(what, double).address, numbers, phase, scratch_bytes))
+
+    if {"dq", "dk", "dv"} & set(problem.wanted):
+        add("rows", plan.numbers, GRADIENTS_OF_ROWS, plan.scratch_bytes)
+    if {"dk", "dv"} & set(problem.wanted):
+        add("rows", plan.numbers, RESULTS, 0)
+    for name, shape_of_sum in zip(GRADIENTS, problem.shapes, strict=True):
+        if name in ("dbias", "dalibi_slopes") and name in problem.wanted and 0 not in shape_of_sum:
+            numbers, scratch_bytes = at.make_sums_plan(problem, name, shape.lanes)
+            add("sums", numbers, 0, scratch_bytes)
+    operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
+    serial = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND < SERIAL_SECONDS
+    numbers, shared = at.make_launch(plan, passes, _give_way())
+    plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
+    return _Launch(numbers, numbers.ctypes.data, shared, serial, plans)
+
+
+def backward(problem: BackwardProblem, pointers: list[int]) -> None:
+    """Write the gradients wanted; pointers are addresses in the order of arrays.GradientOperands, 0 = none."""
+    launch = _launch(problem)
+    shared = np.zeros(launch.shared, np.int64)
+    if launch.serial or forked.threads_lost:
+        run_serial(launch.address, host_pointer(shared), *pointers)
+        return
+    with forked.launch_lock:
+        run_parallel(numba.get_num_threads(), launch.address, host_pointer(shared), *pointers)
+
+
+def warm_up(problem: BackwardProblem) -> None:
+    """Compile what `backward` would run, or load it from the cache, and run nothing."""
+    if _launch(problem).serial or forked.threads_lost:
+        run_serial.compile((numba.int64,) * 19)
+    else:
+        run_parallel.compile((numba.int64,) * 20)

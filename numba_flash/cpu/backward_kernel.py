@@ -1,0 +1,226 @@
+"""dq, dk and dv on the CPU (compiled): one task is one tile of query rows against the keys it sees.
+
+As in FlashAttention-2 scores are computed again from q, k and lse, tile by tile:
+
+    P = exp(S - lse)   dV += P^T do   dP = do V^T   dS = P * (dP - delta)   dQ += dS K   dK += dS^T Q
+
+A tile of queries stays, key tiles pass by, so dQ is a task's own; dK and dV are sums over tasks, kept for all keys
+in the precision computed in. A key tile's sums take the query tiles of a head in one order, the last first: a task
+waits until the one before it is done with that key tile, and says so itself. Tasks are handed out in that order,
+all heads taking turns, so one that waits is rare, and one it waits for has been started. Hence the bits do not
+depend on the threads. When all tasks are done, the sums become dk and dv.
+
+Rows are numbered and packed in panels as in the forward (kernel.py): dQ^T = K^T dS^T and both score products
+have query rows along the vector; the sums over rows have head_dim along it.
+"""
+
+# mypy: ignore-errors
+
+import numpy as np
+
+from . import backward_plan as at
+from . import plan as slot
+from .backward_panel import (
+    CAPPED,
+    GRADIENTS,
+    WEIGHTS,
+    key_sums,
+    keys_of,
+    panel_gradients,
+    take_rows,
+    take_statistics,
+    wait_for,
+)
+from .elements import INT, copy_out, fill, gather, length_and_offset, row_address
+from .kernel import inlined
+from .panel import PACKED, pack, row_keys, sign_and_units, tiles_of, values, values_guarded
+from .vectors.backward import store_release
+from .vectors.build import fetch_add, lanes, load, size_of
+from .vectors.panel import all_finite
+
+
+@inlined
+def run_task(task, frame, scratch, zero):
+    """Task number `task`: dq of its rows, and their share of dk and dv."""
+    kind, size, across = type(zero), size_of(zero), lanes(zero)
+    plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
+    wants_dq, wants_dk = load(plan, at.WANTS_DQ, INT), load(plan, at.WANTS_DK, INT)
+    wants_dv = load(plan, at.WANTS_DV, INT)
+    heads_kv, tile_m = load(plan, slot.HEADS_KV, INT), load(plan, slot.TILE_M, INT)
+    tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
+    head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
+    group = load(plan, slot.HEADS, INT) // heads_kv
+    units = load(plan, slot.BATCH, INT) * heads_kv
+    unit, tile = task % units, load(plan, slot.TILES, INT) - 1 - task // units
+    b, kv_head = unit // heads_kv, unit % heads_kv
+    row0, all_rows = tile * tile_m, load(plan, slot.SEQLEN_Q, INT) * group
+    rows = min(tile_m, all_rows - row0)
+    panels = (rows + across - 1) // across
+
+    valid, offset = length_and_offset(plan, pointers, b)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
+    before_begin, before_end = INT, INT  # the key tiles of the task that adds to the same sums before this one
+    if row0 + rows < all_rows:
+        rows_before = min(tile_m, all_rows - row0 - rows)
+        before_begin, before_end = tiles_of(row0 + rows, rows_before, group, offset, left, right, valid, tile_n)
+    done = load(frame, at.DONE, INT) + unit * load(plan, at.KEY_TILES, INT) * 8
+    turn = load(plan, slot.TILES, INT) - tile
+
+    panel_bytes = tile_n * across * size
+    p = scratch
+    ds = p + (tile_m // across) * panel_bytes
+    q = ds + (tile_m // across) * panel_bytes
+    do = q + tile_m * head_dim * size
+    dq = do + tile_m * head_dim_v * size
+    q_blocks = dq + tile_m * head_dim * size
+    do_blocks = q_blocks + tile_m * ((head_dim + across - 1) // across) * across * size
+    shift = do_blocks + tile_m * ((head_dim_v + across - 1) // across) * across * size
+    base = shift + tile_m * size
+    delta = base + tile_m * size
+    ones = delta + tile_m * size
+    alibi = ones + across * size
+    slopes = alibi + 2 * across * size
+    k = slopes + panel_bytes
+    v = k + tile_n * head_dim * size
+    packed = v + tile_n * head_dim_v * size
+    row = packed + tile_n * head_dim * size
+
+    sign, scale_log2 = sign_and_units(plan, zero)
+    what = WEIGHTS
+    if wants_dq or wants_dk:
+        what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) else GRADIENTS
+    q_start, do_start = load(pointers, 0, INT), load(pointers, at.DO, INT)
+    take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
+    take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
+    take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+    # 0 times NaN must not count: a key adds nothing to a row that gives it no weight, nor a row to such a key.
+    q_guarded = not all_finite(q, tile_m * head_dim * size, tile_m * head_dim, 1, zero)
+    do_guarded = not all_finite(do, tile_m * head_dim_v * size, tile_m * head_dim_v, 1, zero)
+    fill(dq, panels * head_dim * across, zero)
+    fill(ones, across, kind(1))
+
+    k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
+    v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
+    k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
+    v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
+    columns, columns_v = load(plan, at.COLUMNS, INT), load(plan, at.COLUMNS_V, INT)
+    seqlen_k = load(plan, slot.SEQLEN_K, INT)
+    all_first, _ = row_keys(row0 // group + offset, left, right, valid)
+    _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
+    for key_tile in range(begin, end):
+        key0, key_end = max(key_tile * tile_n, all_first), min((key_tile + 1) * tile_n, all_end)
+        gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
+        gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
+        k_guarded = not all_finite(k, head_dim * size, head_dim, key_end - key0, zero)
+        if wants_dq:
+            pack(packed, k, head_dim * size, key_end - key0, head_dim, zero)
+        whole = True
+        for panel in range(panels):
+            panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
+            first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
+            whole = whole and first == key0 and last == key_end
+            if last <= first:
+                continue
+            skip, keys = first - key0, last - first
+            here = panel * panel_bytes + skip * across * size
+            of_panel = panel * across * size
+            panel_gradients(
+                p + here, ds + here, slopes, alibi, k + skip * head_dim * size, v + skip * head_dim_v * size,
+                q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
+                delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2,
+                what, plan, pointers, zero,
+            )  # fmt: skip
+            if wants_dq and k_guarded:
+                k_first = k + skip * head_dim * size
+                values_guarded(
+                    dq + of_panel * head_dim, ones, k_first, head_dim * size, ds + here, keys, head_dim, 0, zero
+                )
+            elif wants_dq:
+                column = (key_end - key0) * size
+                values(dq + of_panel * head_dim, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)
+        if not wants_dk and not wants_dv:
+            continue
+        if before_begin <= key_tile and key_tile < before_end:
+            wait_for(done + key_tile * 8, turn - 1, load(frame, at.GIVE_WAY, INT))
+        at_once = panels if whole else 1  # panels that see the same keys
+        for panel in range(0, panels, at_once):
+            panel_rows = min(at_once * across, rows - panel * across)
+            first, last, _ = keys_of(
+                row0 + panel * across, panel_rows, group, offset, left, right, valid, key0, key_end
+            )
+            if last <= first:
+                continue
+            here = panel * panel_bytes + (first - key0) * across * size
+            rows_here = panel * across * across * size
+            key = unit * seqlen_k + first
+            if wants_dv:
+                key_sums(
+                    load(frame, at.SUMS_V, INT) + key * columns_v * size, columns_v, p + here, panel_bytes, at_once,
+                    do_blocks + rows_here, tile_m * across * size, last - first, do_guarded, zero,
+                )  # fmt: skip
+            if wants_dk:
+                key_sums(
+                    load(frame, at.SUMS_K, INT) + key * columns * size, columns, ds + here, panel_bytes, at_once,
+                    q_blocks + rows_here, tile_m * across * size, last - first, q_guarded, zero,
+                )  # fmt: skip
+        store_release(done + key_tile * 8, turn)
+
+    if wants_dq:
+        factor = kind(load(plan, slot.SCALE, 0.0))
+        for r in range(rows):
+            i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+            source = dq + ((r // across) * head_dim * across + r % across) * size
+            to = row_address(load(pointers, at.DQ, INT), plan, at.DQ_STRIDE, b, head, i)
+            copy_out(to, load(plan, at.DQ_STRIDE + 3, INT), source, across, head_dim, dtype, factor, zero)
+
+
+@inlined
+def write_sums(task, frame, zero):
+    """dk and dv of one key tile of a KV head from their sums."""
+    kind, size = type(zero), size_of(zero)
+    plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
+    heads_kv, key_tiles = load(plan, slot.HEADS_KV, INT), load(plan, at.KEY_TILES, INT)
+    seqlen_k, tile_n = load(plan, slot.SEQLEN_K, INT), load(plan, slot.TILE_N, INT)
+    dtype, unit = load(plan, slot.DTYPE, INT), task // key_tiles
+    key0 = task % key_tiles * tile_n
+    for key in range(key0, min(key0 + tile_n, seqlen_k)):
+        if load(plan, at.WANTS_DK, INT):
+            source = load(frame, at.SUMS_K, INT) + (unit * seqlen_k + key) * load(plan, at.COLUMNS, INT) * size
+            to = row_address(load(pointers, at.DK, INT), plan, at.DK_STRIDE, unit // heads_kv, unit % heads_kv, key)
+            step, count = load(plan, at.DK_STRIDE + 3, INT), load(plan, slot.HEAD_DIM, INT)
+            copy_out(to, step, source, 1, count, dtype, kind(load(plan, slot.SCALE, 0.0)), zero)
+        if load(plan, at.WANTS_DV, INT):
+            source = load(frame, at.SUMS_V, INT) + (unit * seqlen_k + key) * load(plan, at.COLUMNS_V, INT) * size
+            to = row_address(load(pointers, at.DV, INT), plan, at.DV_STRIDE, unit // heads_kv, unit % heads_kv, key)
+            step, count = load(plan, at.DV_STRIDE + 3, INT), load(plan, slot.HEAD_DIM_V, INT)
+            copy_out(to, step, source, 1, count, dtype, kind(1), zero)
+
+
+GRADIENTS_OF_ROWS, RESULTS = 0, 1  # the phases; the second begins when the first has ended
+
+
+@inlined
+def run_phase(frame, phase, scratch, zero):
+    """Run the tasks of a phase that the counter hands out."""
+    plan, counter = load(frame, at.PLAN, INT), load(frame, at.COUNTER, INT)
+    tasks = load(plan, slot.TASKS, INT)
+    if phase == RESULTS:
+        tasks = load(plan, slot.BATCH, INT) * load(plan, slot.HEADS_KV, INT) * load(plan, at.KEY_TILES, INT)
+    task = fetch_add(counter)
+    while task < tasks:
+        if phase == RESULTS:
+            write_sums(task, frame, zero)
+        else:
+            run_task(task, frame, scratch, zero)
+        task = fetch_add(counter)
+
+
+def run_phase_float32(frame, phase, scratch):
+    """One thread's part of a phase."""
+    run_phase(frame, phase, scratch, np.float32(0))
+
+
+def run_phase_float64(frame, phase, scratch):
+    """The same in double precision."""
+    run_phase(frame, phase, scratch, np.float64(0))

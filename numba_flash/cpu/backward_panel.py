@@ -1,0 +1,180 @@
+"""The steps of the CPU's backward kernels: a tile of query rows, gradients of a panel, sums over rows (compiled)."""
+
+# mypy: ignore-errors
+
+from . import backward_plan as at
+from . import plan as slot
+from .elements import INT, compiled, copy_in, fill, gather, row_address
+from .panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
+from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
+from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
+from .vectors.panel import subtract_base
+from .vectors.row import dot_rows
+from .vectors.scores import copy_row
+
+key_rows_all, key_rows_4, key_rows_1 = (key_rows(n, PANEL_VECTORS) for n in (TILE_KEYS, 4, 1))
+key_vectors_all, key_vectors_1 = (key_rows(n, 1) for n in (TILE_KEYS, 1))
+key_rows_guarded = key_rows(1, 1, guarded=True)
+score_weights, score_gradients_plain, score_gradients_capped = (
+    score_gradients(what) for what in ("weights", "plain", "capped")
+)
+dot_row = dot_rows(1)
+FAR_LSE = 2.0**10  # in powers of 2; rounding it, as a shift, is off by 2^-14 there, and so is p
+
+
+@compiled
+def keys_of(row0, rows, group, offset, left, right, valid, key0, key_end):
+    """Of keys [key0, key_end) those [first, end) that some of the rows see, and whether one does not see them all."""
+    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
+    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
+    first, end = max(key0, first_first), min(key_end, last_end)
+    return first, end, last_first > first or first_end < end
+
+
+@compiled
+def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, width, sign, zero):
+    """Rows [row0, row0 + rows) of a KV head's q or do, in two orders, with zeros where there is no row.
+
+    panels (tile_m / lanes, width, lanes) times sign, for products along width, and blocks (width / lanes, tile_m,
+    lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is room for one row.
+    """
+    size, across = size_of(zero), lanes(zero)
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
+    own_type = slot.FLOAT32 if size == 4 else slot.FLOAT64
+    fill(panels, tile_m * width, zero)
+    if blocks != 0:
+        fill(blocks, tile_m * ((width + across - 1) // across) * across, zero)
+    for r in range(rows):
+        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+        source = row_address(start, plan, stride, b, head, i)
+        gather(row, source, 0, load(plan, stride + 3, INT), 1, width, dtype, zero)
+        to = panels + ((r // across) * width * across + r % across) * size
+        copy_in(to, across, row, size, width, own_type, sign, zero)
+        if blocks == 0:
+            continue
+        for column in range(0, width, across):
+            to = blocks + ((column // across) * tile_m + r) * across * size
+            copy_row(to, row + column * size, min(across, width - column), zero)
+
+
+@compiled
+def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
+    """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is room for two rows.
+
+    A row that sees no key has lse = -inf: a shift of -inf as well leaves each of its keys without weight. So it is
+    with rows that there are not. base is 0, and where lse is far from 0 it is lse in units of the scores, from which
+    it is to be taken, and shift is 0 (as in simd_panel.exponents).
+    """
+    kind, size = type(zero), size_of(zero)
+    heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
+    group = heads // load(plan, slot.HEADS_KV, INT)
+    head_dim_v, dtype, tile_m = (
+        load(plan, slot.HEAD_DIM_V, INT),
+        load(plan, slot.DTYPE, INT),
+        load(plan, slot.TILE_M, INT),
+    )
+    fill(shift, tile_m, kind(-INFINITY))
+    fill(base, tile_m, zero)
+    fill(delta, tile_m, zero)
+    other = row + head_dim_v * size
+    for r in range(rows):
+        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+        lse = load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero)
+        if lse != -INFINITY:
+            in_log2 = kind(-float(lse) * LOG2_E)
+            if abs(in_log2) >= FAR_LSE and lse != INFINITY:
+                in_log2 = zero
+                store(base, r, kind(float(lse) * (LOG2_E / float(scale_log2))))
+            store(shift, r, in_log2)
+        o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
+        do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
+        gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
+        gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
+        dot_row(delta + r * size, row, 0, other, head_dim_v, zero)
+        if load(plan, at.HAS_DLSE, INT):
+            dlse = row_address(load(pointers, at.DLSE, INT), plan, at.DLSE_STRIDE, b, head, i)
+            store(delta, r, load(delta, r, zero) - load(dlse, 0, zero))
+
+
+WEIGHTS, GRADIENTS, CAPPED = range(3)
+
+
+@compiled
+def panel_gradients(
+    p, ds, slopes, alibi, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
+    scale_log2, what, plan, pointers, zero,
+):  # fmt: skip
+    """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
+
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS before a softcap.
+    """
+    size, across = size_of(zero), lanes(zero)
+    head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
+    scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
+    if is_featured(plan):
+        scaled(p, slopes if what == CAPPED else 0, keys, across, plan, zero)
+        added(p, alibi, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+    if is_cut:
+        group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+        left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+        hide(p, first, first + keys, row0, rows, across, group, offset, left, right, valid, zero)
+    subtract_base(p, keys, base, zero)
+    if what == WEIGHTS:
+        score_weights(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+        return
+    scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
+    if what == CAPPED:
+        score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+    else:
+        score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+
+
+@compiled
+def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, guarded, zero):
+    """to (keys, columns) += weights^T @ x: P^T do or dS^T q over all rows of `panels` panels.
+
+    weights: of a panel (keys, lanes), panels lying panel_bytes apart; x: blocks of `lanes` columns, block_bytes apart,
+    each (rows, lanes). columns is a multiple of a vector's width. guarded: x holds NaN or Inf, and a row that has no
+    weight is left out; rare, so one key and one vector at a time, with the same bits elsewhere.
+    """
+    size, across = size_of(zero), lanes(zero)
+    vector = across // PANEL_VECTORS
+    row, stride = across * size, columns * size
+    if guarded:
+        for column in range(0, columns, vector):
+            own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
+            for key in range(keys):
+                key_rows_guarded(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+        return
+    for column in range(0, columns - across + 1, across):
+        own_x, own_to = x + column // across * block_bytes, to + column * size
+        key = 0
+        while key + TILE_KEYS <= keys:
+            key_rows_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += TILE_KEYS
+        while key + 4 <= keys:
+            key_rows_4(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += 4
+        while key < keys:
+            key_rows_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += 1
+    for column in range(columns // across * across, columns, vector):
+        own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
+        key = 0
+        while key + TILE_KEYS <= keys:
+            key_vectors_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += TILE_KEYS
+        while key < keys:
+            key_vectors_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key += 1
+
+
+@compiled
+def wait_for(address, number, give_way):
+    """Return when another thread has written `number`. It nearly always has: else let other threads run."""
+    tries = 0
+    while load_acquire(address) != number:
+        tries += 1
+        if tries > 100 and give_way != 0:
+            call_for_nothing(give_way)

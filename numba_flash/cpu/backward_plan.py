@@ -1,0 +1,129 @@
+"""What the CPU's backward kernels have to know of a problem: the forward's numbers (plan.py), and more of them.
+
+Tiles depend on the shape of one head alone, so that bits depend neither on the batch nor on the threads.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem.backward import BackwardProblem
+from . import plan as slot
+
+# Where the numbers stand that come to those of the forward; *_STRIDE as there.
+DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
+HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
+# Of a gradient that is summed (dbias, dalibi_slopes): its strides and type, which dimensions it has itself, whether
+# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
+SUM_STRIDE = slot.NUMBERS + 27
+SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
+    slot.NUMBERS + 31, slot.NUMBERS + 39
+)
+NUMBERS = slot.NUMBERS + 39
+
+# A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
+PLAN, POINTERS = 0, 1
+O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
+FRAME_NUMBERS = 24  # whole cache lines
+
+# What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
+ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, PASSES, FIRST_PASS = range(6)
+PASS_KERNEL, PASS_PLAN, PASS_PHASE, PASS_NUMBERS = range(4)
+
+# Keys of a tile: the scores of a panel and their gradients nearly stay in the first-level cache.
+TILE_N = 96
+# Query rows of a task, and the bytes that q, do (twice) and dq of them may take, of a second-level cache of 1 MB.
+# Measured from 64 to 256 rows (float32, 2 cores of 2026): head_dim 128 gains a fifth, head_dim 64 a twentieth.
+MAX_TILE_M = 256
+MAX_ROWS_BYTES = 600_000
+ENOUGH_TILES = 8  # query tiles of a head, if it has as many panels: tasks for several threads even in one head
+
+
+class Plan(NamedTuple):
+    numbers: np.ndarray
+    units: int  # (batch, KV head) pairs
+    key_tiles: int
+    tasks: int
+    sums_bytes: tuple[int, int]  # of all dk and dv in the precision computed in
+    scratch_bytes: int  # of a thread
+
+
+def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
+    """The numbers of a problem. lanes: query rows of a panel in its compute type; width: of a vector."""
+    p = problem.forward
+    numbers = np.zeros(NUMBERS, np.int64)
+    numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
+    size = slot.ITEMSIZES[numbers[slot.DTYPE]]
+    for at, strides in ((DO_STRIDE, problem.do_strides), (DQ_STRIDE, problem.dq_strides),
+                        (DK_STRIDE, problem.dk_strides), (DV_STRIDE, problem.dv_strides)):  # fmt: skip
+        numbers[at : at + 4] = np.multiply(strides, size)
+    size = 8 if p.dtype == "float64" else 4
+    numbers[DLSE_STRIDE : DLSE_STRIDE + 3] = np.multiply(problem.dlse_strides, size)
+    numbers[HAS_DLSE] = problem.has_dlse
+    for at, name in ((WANTS_DQ, "dq"), (WANTS_DK, "dk"), (WANTS_DV, "dv")):
+        numbers[at] = name in problem.wanted
+
+    rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
+    panels = -(-rows // lanes)
+    rows_fit = min(MAX_TILE_M, MAX_ROWS_BYTES // ((3 * p.head_dim + 2 * p.head_dim_v) * size))
+    tile_m = max(1, min(panels // ENOUGH_TILES, rows_fit // lanes)) * lanes
+    tiles, key_tiles = -(-rows // tile_m), -(-p.seqlen_k // TILE_N)
+    units = p.batch * p.heads_kv
+    columns, columns_v = (-(-n // width) * width for n in (p.head_dim, p.head_dim_v))
+    numbers[slot.TILE_M], numbers[slot.TILE_N], numbers[slot.TILES] = tile_m, TILE_N, tiles
+    numbers[slot.CHUNKS], numbers[slot.BY_ROWS], numbers[slot.TASKS] = 1, False, tiles * units
+    numbers[KEY_TILES], numbers[COLUMNS], numbers[COLUMNS_V] = key_tiles, columns, columns_v
+
+    keys = p.batch * p.heads_kv * p.seqlen_k * size
+    sums = tuple(keys * n if name in problem.wanted else 0 for name, n in (("dk", columns), ("dv", columns_v)))
+    # Of a query tile q, do and dq, q and do again by rows; of both p and dS; K, V, and K packed.
+    blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
+    of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
+    of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
+    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
+    return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
+
+
+def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
+    """The numbers for dbias or dalibi_slopes, and the bytes of a thread's scratch memory."""
+    p = problem.forward
+    numbers = make_plan(problem, lanes, 1).numbers
+    strides, option, pointer = problem.dbias_strides, p.array("bias"), DBIAS
+    if name == "dalibi_slopes":
+        strides, option, pointer = (*problem.dalibi_strides, 0, 0), p.array("alibi_slopes"), DALIBI
+    assert option is not None
+    code = slot.DTYPE_CODES[option.dtype]
+    numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
+    numbers[SUM_DTYPE], numbers[SUM_POINTER], numbers[BY_DISTANCE] = code, pointer, name == "dalibi_slopes"
+    own = [stride != 0 for stride in strides]
+    numbers[OWN_BATCH : OWN_KEYS + 1] = own
+
+    group = max(p.heads // max(p.heads_kv, 1), 1)
+    tile_m = max(int(numbers[slot.TILE_M]), -(-group // lanes) * lanes)  # all heads of a query are in one task
+    rows = tile_m // group * group
+    tiles = -(-p.seqlen_q * group // rows)
+    numbers[slot.TILE_M], numbers[slot.TILES], numbers[SUM_ROWS] = tile_m, tiles, rows
+    extents = (p.batch, p.heads_kv, tiles, int(numbers[KEY_TILES]))
+    numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
+    size = 8 if p.dtype == "float64" else 4
+    of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
+    return numbers, -(-scratch // 64) * 64
+
+
+def make_launch(plan: Plan, passes: list[tuple[int, np.ndarray, int, int]], give_way: int) -> tuple[np.ndarray, int]:
+    """The numbers of a launch, and how many int64 numbers of memory its tasks share.
+
+    passes: for each the kernel's address, its plan, its phase and a thread's bytes of scratch memory.
+    """
+    numbers = np.zeros(FIRST_PASS + PASS_NUMBERS * len(passes), np.int64)
+    done, sums_k, sums_v = (-(-n // 64) * 64 for n in (8 * plan.units * plan.key_tiles, *plan.sums_bytes))
+    scratch = max((scratch_bytes for *_, scratch_bytes in passes), default=0)
+    numbers[:FIRST_PASS] = give_way, done, sums_k, scratch, len(passes)
+    for n, (kernel, of_pass, phase, _) in enumerate(passes):
+        begin = FIRST_PASS + n * PASS_NUMBERS
+        numbers[begin : begin + PASS_NUMBERS] = kernel, of_pass.ctypes.data, phase
+    shared = 64 + FRAME_NUMBERS * 8 + 64 + done + sums_k + sums_v  # the counter has a line of its own
+    return numbers, shared // 8

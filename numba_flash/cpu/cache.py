@@ -1,0 +1,133 @@
+"""Where the CPU rung's compiled code is kept between processes.
+
+Numba's own cache=True notices changes of the one file a function stands in, but this code is built from
+several; and it trusts whatever it finds. Here an entry is one file, named after everything that shapes
+the code (signature, processor, sources, versions) and starting with a checksum of the rest. An entry
+that cannot be read is compiled anew, one that cannot be written is not kept, and processes that write
+the same entry at once replace each other's file whole.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
+from numba.core.sigutils import normalize_signature
+
+from ..machine.cache_folder import cache_folder
+
+# What is compiled into the CPU's kernels.
+SOURCES = ("cpu/**/*.py", "problem/ranges.py")
+
+
+def entries_folder() -> Path:
+    return cache_folder() / "cpu"
+
+
+@functools.cache
+def source_stamp() -> str:
+    """A hash of all that is compiled and of what compiles it."""
+    digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)).encode())
+    package = Path(__file__).parents[1]
+    for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class _Locator(_CacheLocator):
+    def get_cache_path(self) -> str:
+        return str(entries_folder())
+
+    def get_source_stamp(self) -> str:
+        return ""  # it is in the entry's name; asked for here, sources that are not on disk would stop the import
+
+    def get_disambiguator(self) -> str:
+        return "numba_flash"
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> "_Locator":
+        return cls()
+
+
+class _Impl(CompileResultCacheImpl):
+    def __init__(self, py_func: Any) -> None:
+        self._locator_classes: Any = [_Locator]
+        super().__init__(py_func)
+        self._locator = _Locator()  # whatever NUMBA_CACHE_LOCATOR_CLASSES says
+
+
+class Entries:
+    """The files of one function's entries, in place of Numba's index and data files."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def path(self, key: Any) -> Path:
+        digest = hashlib.sha256(repr((source_stamp(), key)).encode()).hexdigest()
+        return entries_folder() / f"{self.name}-{digest[:32]}.nbc"
+
+    def load(self, key: Any) -> Any:
+        content = self.path(key).read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            raise ValueError("damaged entry")
+        return pickle.loads(content[32:])
+
+    def save(self, key: Any, data: Any) -> None:
+        content = dumps(data)
+        path = self.path(key)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+class Cache(FunctionCache):
+    """Numba's cache of a function over the entries above. Nothing that goes wrong with them is an error."""
+
+    _impl_class = _Impl
+
+    def __init__(self, py_func: Any, announcement: str = "") -> None:
+        super().__init__(py_func)
+        self._cache_file = Entries(py_func.__name__)
+        self._announcement = announcement
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = None
+        with contextlib.suppress(Exception):
+            found = super().load_overload(sig, target_context)
+        if found is None and self._announcement and sys.stderr is not None and sys.stderr.isatty():
+            print(self._announcement, file=sys.stderr, flush=True)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(Exception):
+            super().save_overload(sig, data)
+
+
+def cached(dispatcher: Any) -> Any:
+    """An njit function, with the cache above."""
+    dispatcher._cache = Cache(dispatcher.py_func)
+    return dispatcher
+
+
+def c_function(function: Any, signature: str, announcement: str) -> Any:
+    """`function` compiled for calls through its address, with the cache above."""
+    made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
+    made._cache = Cache(function, announcement)
+    made.compile()
+    return made

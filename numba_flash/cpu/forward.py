@@ -1,0 +1,124 @@
+"""The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads it is given.
+
+Here is the host's part: what is memoised per problem, whether to use threads, and the launch. The
+kernel is in kernel.py, over panel.py, elements.py and the vector loops of vectors/; what it
+is told of a problem in plan.py; where compiled code is kept in cache.py.
+"""
+
+# mypy: ignore-errors
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+from ..arrays import ITEM_SIZE
+from ..machine import forked
+from ..problem.forward import Problem
+from . import plan as slot
+from .cache import c_function, cached
+from .elements import INT
+from .kernel import run_tasks_float32, run_tasks_float64
+from .vectors.build import Shape, call, load, store
+
+
+@njit(error_model="numpy", inline="always")
+def set_up(frame, plan, pointers, shared):
+    """Fill a call's frame; the shared memory begins with the counters."""
+    store(frame, slot.PLAN, plan)
+    for n in range(10):
+        store(frame, slot.POINTERS + n, pointers[n])
+    count = 1 + load(plan, slot.TASKS, INT)
+    for n in range(count):
+        store(shared, n, INT)
+    store(frame, slot.COUNTERS, shared)
+    store(frame, slot.PARTS, shared + (count * 8 + 63) // 64 * 64)
+
+
+@cached
+@njit(nogil=True, error_model="numpy")
+def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+    """All tasks on this thread."""
+    shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
+    memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
+    frame = (memory.ctypes.data + 63) // 64 * 64
+    at = frame + slot.FRAME_NUMBERS * 8
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    store(at, 0, np.int64(1))
+    call(kernel, frame, 0, at + shared)
+    memory[0] = 0  # keeps it alive until here
+
+
+@cached
+@njit(nogil=True, error_model="numpy", parallel=True)
+def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+    """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
+    shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
+    memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
+    frame = (memory.ctypes.data + 63) // 64 * 64
+    at = frame + slot.FRAME_NUMBERS * 8
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    store(at, 0, workers)
+    for worker in prange(workers):
+        call(kernel, frame, worker, at + shared + worker * scratch)
+    memory[0] = 0  # keeps it alive until here
+
+
+# One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
+# join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
+SERIAL_SECONDS = 0.3e-3
+OPERATIONS_A_SECOND, BYTES_A_SECOND = 70e9, 10e9  # of one thread of a server, 2026
+
+
+@functools.cache
+def _kernel(double):
+    function = run_tasks_float64 if double else run_tasks_float32
+    name = "float64" if double else "float32"
+    announcement = f"numba_flash: compiling the CPU kernel for {name} (once, about 10 s) ..."
+    return c_function(function, "void(int64, int64, int64)", announcement)
+
+
+class _Plan(NamedTuple):
+    numbers: np.ndarray
+    address: int
+    kernel: int
+    serial: bool
+    nothing: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem):
+    p = problem
+    double = p.dtype == "float64"
+    numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
+    operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+    read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
+    serial = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND < SERIAL_SECONDS
+    nothing = p.batch * p.heads * p.seqlen_q == 0
+    return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, serial, nothing)
+
+
+def forward(problem: Problem, pointers: Sequence[int]) -> None:
+    """Write o, and lse where the problem wants it; pointers are addresses in the order of arrays.Operands, 0 = none."""
+    plan = _plan(problem)
+    if plan.nothing:
+        return
+    if plan.serial or forked.threads_lost:
+        run_serial(plan.kernel, plan.address, *pointers)
+        return
+    with forked.launch_lock:
+        run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)
+
+
+def warm_up(problem: Problem) -> None:
+    """Compile what `forward` would run, or load it from the cache, and run nothing."""
+    plan = _plan(problem)
+    if plan.nothing:
+        return
+    if plan.serial or forked.threads_lost:
+        run_serial.compile((numba.int64,) * 12)
+    else:
+        run_parallel.compile((numba.int64,) * 13)

@@ -1,0 +1,302 @@
+"""The compiled part of the CPU rung: one task is one tile of query rows against the keys it sees.
+
+The recurrence is FlashAttention-2's: the tile of queries stays, key tiles pass by, each row keeps its
+maximum m, its sum l and its unnormalised output. All query heads of a KV head share its keys, so the
+rows of a tile are numbered r = i * group + g over queries i and heads g of the group: a row's position
+never decreases with r, whatever the group. A task goes through its rows in panels (vectors/build.py), and every
+panel cuts its own key range out of the tile, so a diagonal costs no more than a panel's width.
+
+Rows alone (few rows, as in decoding) are panels of one row, whose keys lie along the vector instead.
+Long keys with few rows are split into chunks; a task then leaves its rows' m, l and output in `parts`,
+and the last task of a tile to finish joins them, in the order of the chunks.
+"""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+from numba import njit
+
+from . import plan as slot
+from .elements import INT, copy_in, copy_out, fill, gather, length_and_offset, row_address
+from .panel import (
+    INFINITY,
+    PACKED,
+    added,
+    hide,
+    is_featured,
+    pack,
+    row_keys,
+    scaled,
+    scores,
+    sign_and_units,
+    tiles_of,
+    values,
+    values_guarded,
+    values_of_row,
+)
+from .vectors.build import fetch_add, lanes, load, size_of, store
+from .vectors.panel import FAR, all_finite, softmax_panel
+from .vectors.row import softmax_row
+
+# Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
+# kernel that everything else is inlined into.
+inlined = njit(error_model="numpy", inline="always")
+double = np.float64
+PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
+
+
+@inlined
+def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, tile_end, valid, offset, zero):
+    """Rows [row0, row0 + rows) of a KV head against key tiles [tile_first, tile_end); fills state.
+
+    state is o (panels, head_dim_v, width), m (panels, width), l (panels, width).
+    """
+    kind = type(zero)
+    size = size_of(zero)
+    head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    dtype, tile_n = load(plan, slot.DTYPE, INT), load(plan, slot.TILE_N, INT)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    by_rows = load(plan, slot.BY_ROWS, INT)
+    width = 1 if by_rows else lanes(zero)
+    panels = (rows + width - 1) // width
+    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
+    featured = is_featured(plan)
+    sign, scale_log2 = sign_and_units(plan, zero)
+
+    o, m = state, state + panels * head_dim_v * width * size
+    l = m + panels * width * size  # noqa: E741
+    q = scratch
+    s = q + panels * head_dim * width * size
+    alpha = s + tile_n * lanes(zero) * size
+    alibi = alpha + lanes(zero) * size
+    k_copy = alibi + 2 * lanes(zero) * size
+    v_copy = k_copy + tile_n * head_dim * size
+    packed = v_copy + tile_n * head_dim_v * size
+    fill(o, panels * width * head_dim_v, zero)
+    fill(m, panels * width, kind(-INFINITY))
+    fill(l, panels * width, zero)
+
+    fill(q, panels * width * head_dim, zero)
+    for r in range(rows):
+        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+        source = row_address(load(pointers, 0, INT), plan, slot.Q_STRIDE, b, head, i)
+        to = q + ((r // width) * head_dim * width + r % width) * size
+        copy_in(to, width, source, load(plan, slot.Q_STRIDE + 3, INT), head_dim, dtype, sign, zero)
+
+    k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
+    v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
+    k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
+    v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
+    own_type = dtype >= slot.FLOAT32
+    # Rows far apart are copied too: they would share a few sets of the caches.
+    copy_k = not own_type or k_step != size or (not by_rows and abs(k_row) > 2 * head_dim * size)
+    copy_v = not own_type or v_step != size
+    k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
+
+    packs = not by_rows and abs(v_stride) > PACK_STRIDE
+    all_first, _ = row_keys(row0 // group + offset, left, right, valid)
+    _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
+    for tile in range(tile_first, tile_end):
+        key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
+        k, v = k_base + key0 * k_row, v_base + key0 * v_row
+        if copy_k:
+            gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
+            k = k_copy
+        if copy_v:
+            gather(v_copy, v, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
+            v = v_copy
+        if packs:
+            pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
+        for panel in range(panels):
+            first_row = row0 + panel * width
+            last_row = min(first_row + width, row0 + rows) - 1
+            first_first, first_end = row_keys(first_row // group + offset, left, right, valid)
+            last_first, last_end = row_keys(last_row // group + offset, left, right, valid)
+            # Keys [first, end) are seen by some row of the panel, [free, cut) by all of them.
+            first, end = max(key0, first_first), min(key_end, last_end)
+            if end <= first:
+                continue
+            free = max(first, min(last_first, end))
+            cut = max(free, min(first_end, end))
+            keys = end - first
+            scores(
+                s,
+                k + (first - key0) * k_stride,
+                k_stride,
+                q + panel * head_dim * width * size,
+                head_dim,
+                keys,
+                by_rows,
+                zero,
+            )
+            if featured:
+                scaled(s, 0, keys, width, plan, zero)
+                added(
+                    s,
+                    alibi,
+                    keys,
+                    first,
+                    first_row,
+                    last_row + 1 - first_row,
+                    width,
+                    kv_head,
+                    b,
+                    offset,
+                    plan,
+                    pointers,
+                    zero,
+                )
+            if free > first or cut < end:
+                rows_of_panel = last_row + 1 - first_row
+                hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
+            v_first = v + (first - key0) * v_stride
+            guarded = False
+            if removes:
+                guarded = not all_finite(v_first, v_stride, head_dim_v, keys, zero)
+            elif free > first or cut < end:
+                guarded = not (
+                    all_finite(v_first, v_stride, head_dim_v, free - first, zero)
+                    and all_finite(v + (cut - key0) * v_stride, v_stride, head_dim_v, end - cut, zero)
+                )
+            row_m, row_l = m + panel * width * size, l + panel * width * size
+            if by_rows:
+                for j in range(keys, (keys + lanes(zero) - 1) // lanes(zero) * lanes(zero)):
+                    store(s, j, kind(-INFINITY))
+                softmax_row(s, keys, scale_log2, row_m, row_l, alpha, zero)
+            else:
+                softmax_panel(s, keys, scale_log2, row_m, row_l, alpha, zero)
+            panel_o = o + panel * head_dim_v * width * size
+            if guarded:
+                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)
+            elif by_rows:
+                values_of_row(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
+            else:
+                if packs:
+                    column = (key_end - key0) * size
+                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, zero)
+                else:
+                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
+    return scale_log2
+
+
+@inlined
+def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
+    """Divide by l and write o, and lse where it is wanted, of the rows in state."""
+    size = size_of(zero)
+    head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
+    heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
+    group = heads // load(plan, slot.HEADS_KV, INT)
+    width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
+    panels = (rows + width - 1) // width
+    m = state + panels * head_dim_v * width * size
+    scale = load(plan, slot.SCALE, 0.0)
+    natural = 1.0 if is_featured(plan) or scale == 0 else abs(scale)  # scale_log2 in powers of e, and not rounded
+    for r in range(rows):
+        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+        total = load(m, panels * width + r, zero)
+        factor = type(zero)(1) / total if total != 0 else zero
+        source = state + ((r // width) * head_dim_v * width + r % width) * size
+        to = row_address(load(pointers, 3, INT), plan, slot.O_STRIDE, b, head, i)
+        copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
+        if load(plan, slot.RETURN_LSE, INT):
+            # In the units the exponentials were taken in, so that both have the same rounding of m.
+            best = load(m, r, zero)
+            in_log2 = double(best * scale_log2)
+            lse = in_log2 * math.log(2.0) + math.log(double(total))
+            if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
+                lse = double(best) * natural + math.log(double(total))
+            if total == 0:
+                lse = -INFINITY
+            store(load(pointers, 4, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
+
+
+@inlined
+def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, zero):
+    """Add the states of all chunks into the first: exact, for each is weighted by 2^(c * (m - m of all))."""
+    at_m = panels * head_dim_v * width
+    for r in range(rows):
+        best = load(parts, at_m + r, zero)
+        for chunk in range(1, chunks):
+            best = type(zero)(max(best, load(parts + chunk * part_size, at_m + r, zero)))
+        if best == -INFINITY:
+            continue
+        total = zero
+        at = (r // width) * head_dim_v * width + r % width
+        for chunk in range(chunks):
+            part = parts + chunk * part_size
+            m = load(part, at_m + r, zero)
+            weight = zero
+            if m != -INFINITY:
+                # Numba's float() leaves float32 as it is.
+                m_log2, best_log2, unit = double(m * scale_log2), double(best * scale_log2), double(scale_log2)
+                m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was taken from m itself
+                best_far = abs(best_log2) >= FAR and abs(best) != INFINITY
+                m_log2 = double(m) * unit if m_far else m_log2
+                best_log2 = double(best) * unit if best_far else best_log2
+                away = (double(m) - double(best)) * unit if m_far and best_far else m_log2 - best_log2
+                weight = type(zero)(2.0**away)
+            total += weight * load(part, at_m + panels * width + r, zero)
+            if chunk == 0:
+                for d in range(head_dim_v):
+                    store(parts, at + d * width, load(parts, at + d * width, zero) * weight)
+            elif weight != 0:
+                for d in range(head_dim_v):
+                    old = load(parts, at + d * width, zero)
+                    store(parts, at + d * width, old + weight * load(part, at + d * width, zero))
+        store(parts, at_m + r, best)
+        store(parts, at_m + panels * width + r, total)
+
+
+@inlined
+def run_task(task, frame, scratch, zero):
+    """Task number `task`; those with the most keys have the lowest numbers."""
+    plan = load(frame, slot.PLAN, INT)
+    pointers = frame + slot.POINTERS * 8
+    heads_kv, chunks = load(plan, slot.HEADS_KV, INT), load(plan, slot.CHUNKS, INT)
+    tile_m, tile_n = load(plan, slot.TILE_M, INT), load(plan, slot.TILE_N, INT)
+    group = load(plan, slot.HEADS, INT) // heads_kv
+    chunk, group_of_rows = task % chunks, task // chunks
+    units = load(plan, slot.BATCH, INT) * heads_kv
+    b, kv_head = (group_of_rows % units) // heads_kv, (group_of_rows % units) % heads_kv
+    row0 = (load(plan, slot.TILES, INT) - 1 - group_of_rows // units) * tile_m
+    rows = min(tile_m, load(plan, slot.SEQLEN_Q, INT) * group - row0)
+
+    valid, offset = length_and_offset(plan, pointers, b)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
+
+    state, work = scratch, scratch + load(plan, slot.STATE_BYTES, INT)
+    parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * load(plan, slot.STATE_BYTES, INT)
+    if chunks > 1:
+        chunk_tiles = load(plan, slot.CHUNK_TILES, INT)
+        begin, end = max(begin, chunk * chunk_tiles), min(end, (chunk + 1) * chunk_tiles)
+        state = parts + chunk * load(plan, slot.STATE_BYTES, INT)
+    scale_log2 = attend(state, work, plan, pointers, b, kv_head, row0, rows, begin, end, valid, offset, zero)
+    if chunks > 1:
+        if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
+            return
+        width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
+        panels = (rows + width - 1) // width
+        head_dim_v = load(plan, slot.HEAD_DIM_V, INT)
+        join(parts, load(plan, slot.STATE_BYTES, INT), chunks, scale_log2, rows, panels, width, head_dim_v, zero)
+        state = parts
+    finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+
+
+def run_tasks_float32(frame, first, scratch):
+    """Run task `first`, then as many as the shared counter hands out."""
+    task, tasks = first, load(load(frame, slot.PLAN, INT), slot.TASKS, INT)
+    while task < tasks:
+        run_task(task, frame, scratch, np.float32(0))
+        task = fetch_add(load(frame, slot.COUNTERS, INT))
+
+
+def run_tasks_float64(frame, first, scratch):
+    """The same in double precision."""
+    task, tasks = first, load(load(frame, slot.PLAN, INT), slot.TASKS, INT)
+    while task < tasks:
+        run_task(task, frame, scratch, np.float64(0))
+        task = fetch_add(load(frame, slot.COUNTERS, INT))

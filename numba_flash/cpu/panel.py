@@ -1,0 +1,227 @@
+"""One panel of query rows, or one row alone, against the keys of one tile (compiled): the steps of `attend`."""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+
+from ..problem import ranges
+from . import plan as slot
+from .elements import INT, compiled, get, row_address
+from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
+from .vectors.panel import pack_rows, score_rows, value_rows
+from .vectors.row import dot_rows, value_columns
+from .vectors.scores import cap_scores, cap_scores_slopes, mask_scores, scale_scores, slope_scores
+
+score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
+value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
+value_rows_guarded = value_rows(1, guarded=True)
+pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
+dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
+value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 1, 0))
+value_column_guarded = value_columns(0, guarded=True)
+
+INFINITY = math.inf
+row_keys = compiled(ranges.row_keys)
+key_tiles = compiled(ranges.key_tiles)
+
+
+@compiled
+def tiles_of(row0, rows, group, offset, left, right, valid, tile_n):
+    """The key tiles [begin, end) that some of the rows [row0, row0 + rows) of a KV head see."""
+    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
+    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
+    begin, _, _, end = key_tiles(first_first, first_end, last_first, last_end, tile_n)
+    return begin, end
+
+
+@compiled
+def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
+    """s (keys, width) = k (keys, head_dim) @ q (head_dim, width)."""
+    size = size_of(zero)
+    key = 0
+    if by_rows:
+        while key + 4 <= keys:
+            dot_rows_4(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
+            key += 4
+        while key < keys:
+            dot_rows_1(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
+            key += 1
+        return
+    row = lanes(zero) * size
+    while key + TILE_KEYS <= keys:
+        score_rows_all(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += TILE_KEYS
+    while key + 4 <= keys:
+        score_rows_4(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 4
+    if key + 2 <= keys:
+        score_rows_2(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 2
+    if key < keys:
+        score_rows_1(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+
+
+PACKED = 1  # stands for a stride, and is none: those are multiples of an element's size, and may be 0
+
+
+@compiled
+def pack(to, v, v_stride, keys, width, zero):
+    """v (keys, width) as column blocks, each contiguous: what `values` reads."""
+    size = size_of(zero)
+    pack_rows_all(to, v, v_stride, keys, width, zero)
+    at = width // TILE_KEYS * TILE_KEYS
+    pack_rows_4(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
+    at += (width - at) // 4 * 4
+    pack_rows_2(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
+    at += (width - at) // 2 * 2
+    pack_rows_1(to + at * keys * size, v + at * size, v_stride, keys, width - at, zero)
+
+
+@compiled
+def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows after `skip` others.
+
+    v as it lies (v_stride bytes from row to row, column bytes from column to column), or with v_stride PACKED packed.
+    """
+    size = size_of(zero)
+    row = lanes(zero) * size
+    at = 0
+    while at + TILE_KEYS <= width:
+        stride = v_stride if v_stride != PACKED else TILE_KEYS * size
+        value_rows_all(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+        at += TILE_KEYS
+    while at + 4 <= width:
+        stride = v_stride if v_stride != PACKED else 4 * size
+        value_rows_4(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+        at += 4
+    if at + 2 <= width:
+        stride = v_stride if v_stride != PACKED else 2 * size
+        value_rows_2(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+        at += 2
+    if at < width:
+        stride = v_stride if v_stride != PACKED else size
+        value_rows_1(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+
+
+@compiled
+def values_of_row(o, alpha, v, v_stride, p, keys, width, zero):
+    """o (width,) = alpha * o + p (keys,) @ v (keys, width)."""
+    size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
+    at = 0
+    while at + 8 * vector <= width:
+        value_columns_8(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += 8 * vector
+    while at + vector <= width:
+        value_columns_1(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += vector
+    while at < width:
+        value_column(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        at += 1
+
+
+@compiled
+def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
+    """The same where v holds NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
+    size = size_of(zero)
+    for at in range(width):
+        if by_rows:
+            value_column_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        else:
+            value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
+
+
+@compiled
+def add_bias(s, step, keys, bias, stride, dtype, zero):
+    """s[j * step] += bias[j], the bias's elements stride bytes apart."""
+    if dtype == slot.FLOAT32:
+        for j in range(keys):
+            store(s, j * step, load(s, j * step, zero) + type(zero)(load(bias + j * stride, 0, np.float32(0))))
+    else:
+        for j in range(keys):
+            store(s, j * step, load(s, j * step, zero) + get(bias + j * stride, dtype, zero))
+
+
+@compiled
+def is_featured(plan):
+    """Whether more than a scale comes between the products and the softmax."""
+    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
+    return removes or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
+
+
+@compiled
+def sign_and_units(plan, zero):
+    """What q is multiplied by, and the powers of 2 that a score is worth.
+
+    The scale's sign, or its being zero, goes into q; its size into the exponent, which costs nothing, unless
+    `scaled` has to see it.
+    """
+    kind, scale = type(zero), load(plan, slot.SCALE, 0.0)
+    sign = kind(1 if scale > 0 else (-1 if scale < 0 else 0))
+    return sign, kind(LOG2_E if is_featured(plan) or scale == 0 else abs(scale) * LOG2_E)
+
+
+@compiled
+def scaled(s, slopes, keys, width, plan, zero):
+    """Scale and softcap of a panel: s (keys, width), and slopes likewise, the softcap's derivatives (0 = unwanted)."""
+    kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
+    count = (keys * width + vector - 1) // vector * vector
+    scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
+    if load(plan, slot.HAS_SOFTCAP, INT):
+        cap = kind(load(plan, slot.SOFTCAP, 0.0))
+        if slopes != 0:
+            cap_scores_slopes(s, slopes, count, cap, zero)
+        else:
+            cap_scores(s, count, cap, zero)
+
+
+@compiled
+def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
+
+    alibi is room for two numbers a row.
+    """
+    kind, size = type(zero), size_of(zero)
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    dtype = load(plan, slot.ALIBI_DTYPE, INT)
+    if dtype != slot.ABSENT:
+        slopes = load(pointers, 7, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
+        step = load(plan, slot.ALIBI_STRIDE + 1, INT)
+        for r in range(width):
+            row = first_row + min(r, rows - 1)
+            slope = get(slopes + (kv_head * group + row % group) * step, dtype, zero)
+            store(alibi, r, slope)
+            store(alibi, width + r, kind(row // group + offset - key0))
+        if width > 1:
+            slope_scores(s, keys, alibi, alibi + width * size, zero)
+        else:
+            slope, distance = load(alibi, 0, zero), load(alibi, 1, zero)
+            for j in range(keys):
+                store(s, j, load(s, j, zero) - slope * abs(distance - kind(j)))
+    dtype = load(plan, slot.BIAS_DTYPE, INT)
+    has_mask = load(plan, slot.HAS_MASK, INT)
+    if dtype == slot.ABSENT and not has_mask:
+        return
+    for r in range(rows):
+        i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
+        if dtype != slot.ABSENT:
+            stride = load(plan, slot.BIAS_STRIDE + 3, INT)
+            bias = row_address(load(pointers, 5, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
+            add_bias(s + r * size, width, keys, bias, stride, dtype, zero)
+        if has_mask:
+            stride = load(plan, slot.MASK_STRIDE + 3, INT)
+            mask = row_address(load(pointers, 6, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
+            mask_scores(s + r * size, width, keys, mask, stride, zero)
+
+
+@compiled
+def hide(s, first, end, first_row, rows, width, group, offset, left, right, valid, zero):
+    """-inf where a row of a panel does not see a key: s (keys, width) for keys [first, end), `rows` rows of it."""
+    for r in range(rows):
+        row_first, row_end = row_keys((first_row + r) // group + offset, left, right, valid)
+        at = s + r * size_of(zero)
+        for key in range(first, min(row_first, end)):
+            store(at, (key - first) * width, type(zero)(-INFINITY))
+        for key in range(max(row_end, first), end):
+            store(at, (key - first) * width, type(zero)(-INFINITY))

@@ -1,0 +1,119 @@
+"""What the compiled CPU kernel has to know of a problem: one row of int64 numbers, made once per problem.
+
+The kernel reads it through its address, number by number, so a call passes a few integers and nothing
+else. Numbers that are not integers are stored as the bits of a float64.
+"""
+
+import os
+
+import numpy as np
+
+from ..problem.forward import Problem
+from ..problem.ranges import UNBOUNDED
+
+# Element types as the kernel knows them.
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
+DTYPE_CODES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64}
+ITEMSIZES = (2, 2, 4, 8)
+
+# Where each number stands. *_STRIDE is the first of four strides in bytes: batch, head, seqlen, dim.
+(
+    BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V, DTYPE,
+    LEFT, RIGHT, Q_OFFSET, Q_OFFSET_SOURCE, HAS_SEQLENS_K, SEQLENS_K_STRIDE, Q_OFFSET_STRIDE,
+    SCALE, SOFTCAP, HAS_SOFTCAP, ALIBI_DTYPE, BIAS_DTYPE, HAS_MASK, RETURN_LSE,
+    TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
+) = range(32)  # fmt: skip
+Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
+ALIBI_STRIDE = 56  # two, in bytes: batch, head
+NUMBERS = 58
+# Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
+ARRAY_SLOTS = {
+    "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
+    "bias": (None, BIAS_DTYPE, BIAS_STRIDE, True),
+    "mask": (HAS_MASK, None, MASK_STRIDE, False),
+    "seqlens_k": (HAS_SEQLENS_K, None, SEQLENS_K_STRIDE, False),
+    "q_offset": (None, None, Q_OFFSET_STRIDE, False),
+}
+
+# A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
+PLAN, POINTERS, PARTS, COUNTERS = 0, 1, 11, 12
+FRAME_NUMBERS = 16
+
+ABSENT = -1  # stands for the dtype of what is not there
+Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
+
+# A key tile (K and V in the compute type) should stay in the second-level cache beside the scores of
+# a panel, which should stay in the first.
+TILE_BYTES = 200_000
+MAX_TILE_N = 192
+# Query rows a task takes at most, a multiple of every panel's, and the tasks there should be before it does.
+MAX_TILE_M = 128
+ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
+# With no more rows than this a panel would be mostly empty: one row at a time.
+MAX_ROWS_ALONE = 6
+# With no more rows than this for a KV head, the keys are split over tasks, this many a task. Both are
+# constants, so that a row's bits depend neither on the batch nor on the number of threads.
+MAX_ROWS_SPLIT = 64
+CHUNK_KEYS = 1024
+
+
+def tile_keys(head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Keys of a tile: whole register tiles (6 or 12 keys), at least two of them."""
+    fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
+    return max(12, min(fit // 12 * 12, MAX_TILE_N * 4 // itemsize))
+
+
+def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
+    """The numbers of a problem; panel_rows is the number of rows of a panel in its compute type."""
+    p = problem
+    plan = np.zeros(NUMBERS, np.int64)
+    real = plan.view(np.float64)
+    plan[:DTYPE] = p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v
+    plan[DTYPE] = DTYPE_CODES[p.dtype]
+    plan[LEFT] = UNBOUNDED if p.left is None else p.left
+    plan[RIGHT] = UNBOUNDED if p.right is None else p.right
+    plan[Q_OFFSET] = p.q_offset
+    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
+    real[SCALE] = p.scale
+    plan[HAS_SOFTCAP] = p.number("softcap") is not None
+    real[SOFTCAP] = p.number("softcap") or 0.0
+    for name, (has, dtype, at, in_bytes) in ARRAY_SLOTS.items():
+        array = p.array(name)
+        if has is not None:
+            plan[has] = array is not None
+        if dtype is not None:
+            plan[dtype] = ABSENT if array is None else DTYPE_CODES[array.dtype]
+        if array is not None:
+            size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
+            plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
+    plan[RETURN_LSE] = p.return_lse
+    size = ITEMSIZES[plan[DTYPE]]
+    for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
+                        (O_STRIDE, p.o_strides)):  # fmt: skip
+        plan[at : at + 4] = np.multiply(strides, size)
+
+    rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
+    tile_n = tile_keys(p.head_dim, p.head_dim_v, 8 if p.dtype == "float64" else 4)
+    chunk_tiles = max(1, CHUNK_KEYS // tile_n)
+    chunks = 1
+    if rows <= MAX_ROWS_SPLIT:
+        chunks = max(1, -(-p.seqlen_k // (tile_n * chunk_tiles)))
+    by_rows = rows <= MAX_ROWS_ALONE
+    # A tile is whole panels, and no larger than the rows there are: of every chunk its state is kept.
+    tile_m = rows if by_rows else min(-(-rows // panel_rows) * panel_rows, MAX_TILE_M)
+    while not by_rows and tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
+        tile_m = -(-tile_m // 2 // panel_rows) * panel_rows
+    tiles = -(-rows // max(tile_m, 1))
+    plan[TILE_M : CHUNK_TILES + 1] = tile_m, tile_n, tiles, chunks, chunk_tiles
+    plan[BY_ROWS] = by_rows
+    tasks = tiles * p.batch * p.heads_kv * chunks
+    size = max(size, 4)
+    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, and a key tile converted and packed.
+    state = tile_m * (p.head_dim_v + 2) * size
+    work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
+    plan[TASKS] = tasks
+    plan[STATE_BYTES] = state
+    plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64
+    # Counters, and what the chunks of a tile leave for the last of them.
+    plan[SHARED_BYTES] = -(-8 * (1 + tasks) // 64) * 64 + (tasks * state if chunks > 1 else 0)
+    return plan

@@ -1,0 +1,111 @@
+"""A single query row: scores, softmax and values with keys or head_dim along the vector (see build.py).
+
+For a few rows (decoding) a panel would be mostly empty; here nothing is, and K and V are read once a row.
+"""
+
+# mypy: ignore-errors
+
+from llvmlite import ir
+
+from .build import I64, exp2_vectors, loop, vector_function
+from .panel import exponents, take_base
+
+
+def dot_rows(rows):
+    """s[row] = k[row] . q for `rows` keys: an intrinsic (s, k, k_stride, q, head_dim, zero)."""
+
+    def build(b, shape, s, k, k_stride, q, depth):
+        """s (rows,) = k (rows, head_dim) @ q (head_dim,), both contiguous along head_dim."""
+        s, q = shape.pointer(b, s), shape.pointer(b, q)
+        keys = [shape.pointer(b, b.add(k, b.mul(k_stride, I64(row)))) for row in range(rows)]
+        whole = b.and_(depth, I64(-shape.width))
+
+        def vectors(i, sums):
+            x = shape.load(b, q, i)
+            return [shape.fma(b, shape.load(b, key, i), x, total) for key, total in zip(keys, sums, strict=True)]
+
+        def scalars(i, sums):
+            x = b.load(b.gep(q, [i]))
+            return [shape.fma(b, b.load(b.gep(key, [i])), x, total) for key, total in zip(keys, sums, strict=True)]
+
+        sums = loop(b, I64(0), whole, I64(shape.width), [shape.const(0.0)] * rows, vectors)
+        sums = [shape.across(b, "fadd", total) for total in sums]
+        sums = loop(b, whole, depth, I64(1), sums, scalars)
+        for row, total in enumerate(sums):
+            b.store(total, b.gep(s, [I64(row)]))
+
+    build.__name__ = f"dot_rows_{rows}"
+    return vector_function("iiiii")(build)
+
+
+@vector_function("iixiii")
+def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
+    """softmax_panel for one row: s is (keys,), and m, l and alpha are one number each.
+
+    Owed by the caller: -inf in s behind the last key, up to a whole vector.
+    """
+    s, m, l, alpha = (shape.pointer(b, x) for x in (s, m, l, alpha))
+    m_old = b.load(m)
+    (best,) = loop(
+        b,
+        I64(0),
+        keys,
+        I64(shape.width),
+        [shape.splat(b, m_old)],
+        lambda i, t: [shape.max(b, shape.load(b, s, i), t[0])],
+    )
+    m_new = shape.across(b, "fmax", best)
+    scale = shape.splat(b, scale_log2)
+    bases, (shift,), rescales = exponents(b, shape, [shape.splat(b, m_old)], [shape.splat(b, m_new)], scale)
+    take_base(b, shape, s, [I64(0)], keys, I64(shape.width), bases)
+    shifts, (rescale,) = b.fneg(shift), exp2_vectors(b, shape, rescales)
+    rescale = b.extract_element(rescale, ir.IntType(32)(0))
+
+    def weights(i, t):
+        (p,) = exp2_vectors(b, shape, [shape.fma(b, shape.load(b, s, i), scale, shifts)])
+        shape.store(b, p, s, i)
+        return [b.fadd(t[0], p)]
+
+    (total,) = loop(b, I64(0), keys, I64(shape.width), [shape.const(0.0)], weights)
+    b.store(shape.fma(b, b.load(l), rescale, shape.across(b, "fadd", total)), l)
+    b.store(m_new, m)
+    b.store(rescale, alpha)
+
+
+def value_columns(vectors, guarded=False):
+    """o += p @ v for a few columns of v: an intrinsic (o, alpha, v, v_stride, p, keys, zero).
+
+    vectors: how many vectors of columns; 0 stands for a single column.
+    """
+
+    def build(b, shape, o, alpha, v, v_stride, p, keys):
+        """o (columns,) = alpha * o + p (keys,) @ v (keys, columns); guarded: p = 0 leaves the key out."""
+        o, p = shape.pointer(b, o), shape.pointer(b, p)
+        rescale = b.load(shape.pointer(b, alpha))
+        columns = [I64(at * shape.width) for at in range(vectors)]
+        zero = ir.Constant(shape.scalar, 0.0)
+
+        def body(i, sums):
+            row = shape.pointer(b, b.add(v, b.mul(v_stride, i)))
+            weight = b.load(b.gep(p, [i]))
+            if vectors:
+                x = shape.splat(b, weight)
+                new = [shape.fma(b, x, shape.load(b, row, at), t) for at, t in zip(columns, sums, strict=True)]
+            else:
+                new = [shape.fma(b, weight, b.load(row), sums[0])]
+            if guarded:
+                seen = b.fcmp_unordered("!=", weight, zero)
+                new = [b.select(seen, y, old) for y, old in zip(new, sums, strict=True)]
+            return new
+
+        if vectors:
+            sums = loop(b, I64(0), keys, I64(1), [shape.const(0.0)] * vectors, body)
+            x = shape.splat(b, rescale)
+            for at, total in zip(columns, sums, strict=True):
+                shape.store(b, shape.fma(b, shape.load(b, o, at), x, total), o, at)
+        else:
+            (total,) = loop(b, I64(0), keys, I64(1), [zero], body)
+            b.store(shape.fma(b, b.load(o), rescale, total), o)
+
+    build.__name__ = f"value_columns_{vectors}{'_guarded' if guarded else ''}"
+    return vector_function("iiiiii")(build)

@@ -1,0 +1,291 @@
+"""From a choice to running code: grid, block, shared bytes, stream, pointers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import arrays, reference
+from ..arrays import Array, GradientOperands, Operands
+from ..config.forward import Config, TensorConfig
+from ..gpu import tile_counters
+from ..gpu.compiled import AnyConfig, compiled, entry_name, source
+from ..gpu.launcher import Enqueuer, packed
+from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import ARRAYS, NUMBERS
+from ..select.arguments import FORWARD_ARRAYS, PARAMETERS, Values, forward_values, positions, tensor_maps, tuple_class
+from ..select.forward import Choice
+from ..select.tensor_maps import TensorMap
+
+Given = Sequence[Array | None]
+
+
+class Launch:
+    """What was decided, ready to be run again and again on arrays of the same layouts. This one has nothing to do.
+
+    Making one compiles and loads nothing; the first `run` does, or ahead of it `load`. There may be thousands, one
+    for each shape that came, so it is one small object.
+    """
+
+    __slots__ = ()
+
+    def load(self) -> object:
+        """Compile and load what `run` needs."""
+
+    def run(self, operands: Given, stream: int) -> None:
+        """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
+
+
+def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+    """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
+    if choice.kernel == "reference":
+        return _OnReference(problem)
+    if choice.kernel == "cpu":
+        return _OnCpu(problem)
+    if not problem.batch * problem.heads * problem.seqlen_q:
+        return Launch()
+    config = choice.config
+    assert config is not None
+    maps = tensor_maps(config, problem)
+    blocks = grid(config, problem, target)
+    ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
+    if choice.kernel == "v1":
+        steps = [(ready, positions("v1", FORWARD_ARRAYS))]
+        ready = KernelSequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
+    return Announced(problem, ready) if target.simulated else ready
+
+
+def _state_of_v1(problem: Problem) -> list[tuple[int, ...]]:
+    """The shapes of FORWARD_WORKSPACE."""
+    rows = problem.lse_shape
+    return [(*rows, problem.head_dim_v), rows, rows]
+
+
+def grid(config: Config, problem: Problem, target: Target) -> int:
+    """How many blocks: v1 walks over all queries of a head itself, wgmma's blocks stay and take tile after tile, and
+    the others have a block for each query tile."""
+    if config.kernel == "v1":
+        return problem.batch * problem.heads
+    if isinstance(config, TensorConfig):
+        head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
+        tiles = problem.batch * (problem.heads // config.group) * head_tiles
+        if config.kernel == "wgmma":
+            return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
+        return tiles * config.v_parts
+    return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
+
+
+Maps = Sequence[tuple[int, TensorMap]]
+
+
+def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = ()) -> Launch:
+    """One kernel on the GPU, or in the simulator; it runs on the arrays that PARAMETERS names, in that order.
+
+    maps: (which array, the tensor map of it that the kernel takes) in the kernel's order.
+    """
+    if target.simulated:
+        return _Simulated(config, blocks, values, maps)
+    return _OnGpu(config, target, blocks, values, maps)
+
+
+class _OnGpu(Launch):
+    __slots__ = (
+        "_blocks", "_config", "_constants", "_counted", "_enqueuer", "_maps", "_pointers", "_prepared", "_target",
+    )  # fmt: skip
+
+    def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
+        self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
+        self._pointers, self._constants = len(PARAMETERS[config.kernel].arrays), packed(values.flat)
+        self._counted = config.counted
+        self._enqueuer: Enqueuer | None = None
+        # addresses -> the launch's parameters: those of a loop come again and again, and are made once
+        self._prepared: dict[tuple[int, ...], Any] = {}
+
+    def load(self) -> Enqueuer:
+        if self._counted:
+            tile_counters.prepare(self._target.device)
+        # one for all problems of this kernel
+        self._enqueuer = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
+        return self._enqueuer
+
+    def run(self, operands: Given, stream: int) -> None:
+        enqueuer = self._enqueuer or self.load()
+        given = [array.pointer for array in operands if array is not None]  # which are None never changes
+        if self._counted:
+            given.append(tile_counters.counter(self._target.device, stream))
+        key = tuple(given)
+        parameters = self._prepared.get(key)
+        if parameters is None:
+            if len(self._prepared) >= PREPARED:
+                self._prepared.clear()
+            addresses = tuple([0 if array is None else array.pointer for array in operands])
+            if self._counted:
+                addresses += key[-1:]
+            parameters = self._prepared[key] = enqueuer.parameters(addresses, self._maps, self._constants)
+        enqueuer.launch(parameters, stream, self._blocks)
+
+
+PREPARED = 16  # for how many sets of arrays a launch keeps its parameters, about a kilobyte each
+
+
+@functools.cache
+def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Enqueuer:
+    kernel = compiled(config, target.device, target.cc or (0, 0))
+    name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
+    return Enqueuer(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
+
+
+class _Simulated(Launch):
+    __slots__ = ("_arguments", "_config")
+
+    def __init__(self, config: AnyConfig, blocks: int, values: Values, maps: Maps) -> None:
+        self._config, self._arguments = config, (blocks, values, maps)
+
+    def run(self, operands: Given, stream: int) -> None:
+        from ..sim.launch import run
+
+        config, (blocks, values, maps) = self._config, self._arguments
+        if config.counted:
+            q = operands[0]
+            assert q is not None
+            counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
+            arrays.host_view(counter)[...] = 0
+            operands = (*operands, counter)
+        arrays_of_kernel = tuple_class("arrays", PARAMETERS[config.kernel].arrays)
+        run(
+            lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
+            values.tuples, tuple(maps), config.cluster,
+        )  # fmt: skip
+
+
+class Announced(Launch):
+    """In the simulator, where a call may take minutes: then said at the line that called attention().
+
+    times: how many times what the forward takes.
+    """
+
+    __slots__ = ("_problem", "_ready", "_times")
+
+    def __init__(self, problem: Problem, ready: Launch, times: float = 1.0) -> None:
+        self._problem, self._ready, self._times = problem, ready, times
+
+    def run(self, operands: Given, stream: int) -> None:
+        from ..sim.launch import warn_if_long
+
+        warn_if_long(self._problem, self._times)
+        self._ready.run(operands, stream)
+
+
+class KernelSequence(Launch):
+    """Kernels one behind the other on the same stream, with a workspace between them.
+
+    steps: (a kernel's launch, where its arrays stand among the operands and, behind them, the workspace).
+    workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
+    """
+
+    __slots__ = ("_steps", "_workspace")
+
+    def __init__(
+        self, steps: list[tuple[Launch, tuple[int, ...]]], workspace: list[tuple[tuple[int, ...], str] | None]
+    ) -> None:
+        self._steps, self._workspace = steps, workspace
+
+    def load(self) -> None:
+        for launch, _ in self._steps:
+            launch.load()
+
+    def run(self, operands: Given, stream: int) -> None:
+        q = operands[0]
+        assert q is not None
+        made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
+        every = (*operands, *made)
+        for launch, taken in self._steps:
+            launch.run([every[number] for number in taken], stream)
+
+
+class _OnCpu(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def load(self) -> None:
+        _cpu().warm_up(self._problem)
+
+    def run(self, operands: Given, stream: int) -> None:
+        _cpu().forward(self._problem, [0 if array is None else array.pointer for array in operands])
+
+
+@functools.cache
+def _cpu() -> Any:
+    from ..cpu import forward as cpu  # Numba comes in with it
+
+    return cpu
+
+
+class _OnReference(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def run(self, operands: Given, stream: int) -> None:
+        _run_reference(self._problem, Operands(*operands))  # type: ignore[arg-type]
+
+
+def _run_reference(problem: Problem, operands: Operands) -> None:
+    """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    o, lse = reference.forward(
+        *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
+        **reference_options(problem, operands),
+    )
+    assert operands.o is not None
+    view = heads_first(problem, operands.o)
+    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+        view[...] = o.astype(view.dtype)
+    if operands.lse is not None:
+        arrays.host_view(operands.lse)[...] = lse
+
+
+def heads_first(problem: Problem, array: Array) -> np.ndarray:
+    """q, k, v or o, in host memory, as the oracle takes it."""
+    view = arrays.host_view(array)
+    return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
+
+
+def reference_options(problem: Problem, operands: Operands | GradientOperands) -> dict[str, Any]:
+    """The keyword arguments of the oracle's functions."""
+
+    def optional(array: Array | None) -> np.ndarray | None:
+        return None if array is None else arrays.host_view(array)
+
+    full = np.full(problem.batch, problem.seqlen_k)
+    lengths = optional(operands.seqlens_k)
+    seqlens_k = full if lengths is None else lengths.astype(np.int64)
+    q_offset = np.full(problem.batch, problem.q_offset)
+    if problem.q_offset_source == "seqlens_k":
+        q_offset = q_offset + seqlens_k
+    elif operands.q_offset is not None:
+        q_offset = q_offset + arrays.host_view(operands.q_offset)
+    given = {option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on == "score"}
+    for option in ARRAYS:  # (heads,) is read as (1, heads)
+        array = given.get(option.name)
+        if option.shape == "heads" and array is not None and array.ndim == 1:
+            given[option.name] = array[None]
+    return dict(
+        **{name: problem.number(name) for name in NUMBERS},
+        **given,
+        q_offset=q_offset,
+        visible=reference.visible_keys(
+            problem.batch,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            left=problem.left,
+            right=problem.right,
+            q_offset=q_offset,
+            seqlens_k=seqlens_k,
+            mask=optional(operands.mask),
+        ),
+    )

@@ -1,0 +1,142 @@
+"""From a choice to running code, for gradients."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import arrays, reference
+from ..arrays import GradientOperands
+from ..config.backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
+from ..config.forward import ITEM_SIZE
+from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from ..config.wgmma_backward import WgmmaDkdvConfig
+from ..machine.target import Target
+from ..problem.backward import BackwardProblem
+from ..select.arguments import (
+    BACKWARD_ARRAYS,
+    BACKWARD_WORKSPACE,
+    PARAMETERS,
+    backward_tensor_maps,
+    backward_values,
+    positions,
+)
+from ..select.backward import BackwardChoice
+from .launch import Announced, Given, KernelSequence, Launch, heads_first, on_gpu, reference_options
+
+
+def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+    """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
+    if choice.kernel == "reference":
+        return _OnReference(problem)
+    if choice.kernel == "cpu":
+        return _OnCpu(problem)
+    ready = _kernels(choice, problem, target)
+    return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
+
+
+def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
+    """How many blocks; 0 where there is nothing to write."""
+    forward = problem.forward
+    if isinstance(config, DeltaConfig):
+        return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
+    if isinstance(config, MmaRowsConfig):
+        return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
+        return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
+    if isinstance(config, DbiasConfig):
+        batch, heads, rows, keys = problem.dbias_shape
+        return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
+    if isinstance(config, DalibiConfig):
+        return math.prod(problem.shapes[-1])
+    return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
+
+
+def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each of BACKWARD_WORKSPACE."""
+    rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
+    facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
+    return dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+
+
+def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
+    """What these kernels allocate beside the gradients."""
+    used = {name for config in configs for name in PARAMETERS[config.kernel].arrays}
+    return sum(
+        math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in workspace(problem).items() if name in used
+    )
+
+
+PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
+
+
+def _pieces(problem: BackwardProblem) -> int:
+    """Of each head."""
+    return -(-problem.forward.seqlen_q // PIECE_ROWS)
+
+
+def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+    """The kernels of one backward that have something to do, and the workspace between them."""
+    configs = [(config, grid(config, problem)) for config in choice.configs]
+    steps = [
+        (
+            on_gpu(
+                config, target, blocks, backward_values(config.kernel, problem), backward_tensor_maps(config, problem)
+            ),
+            positions(config.kernel, BACKWARD_ARRAYS),
+        )
+        for config, blocks in configs
+        if blocks
+    ]
+    used = {number for _, taken in steps for number in taken}
+    shapes = workspace(problem)
+    made = [shapes[name] if BACKWARD_ARRAYS.index(name) in used else None for name in BACKWARD_WORKSPACE]
+    return KernelSequence(steps, made)
+
+
+class _OnCpu(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self._problem = problem
+
+    def load(self) -> None:
+        _cpu().warm_up(self._problem)
+
+    def run(self, operands: Given, stream: int) -> None:
+        _cpu().backward(self._problem, [0 if array is None else array.pointer for array in operands])
+
+
+@functools.cache
+def _cpu() -> Any:
+    from ..cpu import backward as cpu_backward  # Numba comes in with it
+
+    return cpu_backward
+
+
+class _OnReference(Launch):
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self._problem = problem
+
+    def run(self, operands: Given, stream: int) -> None:
+        _run_reference(self._problem, GradientOperands(*operands))  # type: ignore[arg-type]
+
+
+def _run_reference(problem: BackwardProblem, operands: GradientOperands) -> None:
+    """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    forward = problem.forward
+    do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
+    gradients = reference.backward(
+        do, q, k, v, o, arrays.host_view(operands.lse),
+        dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
+        **reference_options(forward, operands),
+    )  # fmt: skip
+    for name in problem.wanted:
+        array, found = getattr(operands, name), getattr(gradients, name)
+        view = heads_first(forward, array) if name in ("dq", "dk", "dv") else arrays.host_view(array)
+        with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+            view[...] = found.reshape(view.shape).astype(view.dtype)

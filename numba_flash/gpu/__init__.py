@@ -1,0 +1,1 @@
+"""Kernels on the GPU: compiled, kept on disk, loaded, launched."""

@@ -1,0 +1,294 @@
+"""(kernel, Config, device) -> a loaded kernel: the only memo, over a disk cache of code.
+
+Numba compiles the Python function to PTX, nvJitLink assembles it, cuda.core loads it. Numba's own
+dispatcher and cache are not used: a launch through the dispatcher costs 185 us with four CuPy arrays
+against 7 us (H200), and its cache's key leaves out most of what shapes the code.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config.forward import SoftmaxConfig
+from ..machine import toolchain
+from ..machine.cache_folder import cache_folder
+from ..select import tensor_maps
+from ..select.arguments import types as parameter_types
+from .assembler import assemble
+
+if TYPE_CHECKING:
+    from ..config.backward import BackwardConfig
+
+    AnyConfig = BackwardConfig | SoftmaxConfig
+else:
+    AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
+# the file of each kernel, in numba_flash/kernels
+MODULES = {
+    "v1": "simt.v1",
+    "v2": "simt.v2",
+    "mma": "mma.forward",
+    "wgmma": "wgmma.forward",
+    "delta": "simt.delta",
+    "v2_dkdv": "simt.v2_backward_dkdv",
+    "v2_dq": "simt.v2_backward_dq",
+    "v2_dbias": "simt.v2_backward_dbias",
+    "v2_dalibi": "simt.v2_backward_dalibi",
+    "mma_rows": "mma.backward_preprocess",
+    "mma_dkdv": "mma.backward_dkdv",
+    "mma_dq": "mma.backward_dq",
+    "wgmma_dkdv": "wgmma.backward_dkdv",
+    "wgmma_dq": "wgmma.backward_dq",
+    "safe": "softmax.safe",
+    "online": "softmax.online",
+    "blocked": "softmax.blocked",
+}
+_lock = threading.RLock()
+_kernels: dict[tuple[AnyConfig, int], Any] = {}
+
+
+def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+    """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
+    kernel = _kernels.get((config, device))
+    if kernel is None:
+        with _lock:  # two threads asking for the same kernel compile it once
+            kernel = _kernels.get((config, device))
+            if kernel is None:
+                kernel = _kernels[config, device] = _load(config, device, cc)
+    return kernel
+
+
+def source(config: AnyConfig) -> Any:
+    """The kernel as Numba sees it, from its file's make(config); in the simulator it can be called."""
+    toolchain.cuda()
+    return importlib.import_module(f"numba_flash.kernels.{MODULES[config.kernel]}").make(config)
+
+
+def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+    arch = architecture(cc)
+    cached = read_cache(config, arch)
+    if cached is not None:
+        # Code that passes its checksum and still does not load is as good as none.
+        with contextlib.suppress(Exception):
+            return _opt_in(_loaded(config, cached), config, device)
+    started = time.perf_counter()
+    if sys.stderr.isatty():
+        print(
+            f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+    code = to_code(config, cc)
+    kernel = _opt_in(_loaded(config, code), config, device)
+    if sys.stderr.isatty():
+        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    write_cache(config, arch, code)
+    return kernel
+
+
+def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
+    """What the disk cache keeps and the driver loads: a cubin, or for a whole program PTX.
+
+    nvJitLink assembles for linking with other code, and then setmaxnreg is ignored and wgmma serialised (C7504,
+    C7512); the driver assembles a module of its own as a whole, and keeps what it made in a cache of its own.
+    """
+    ptx = to_ptx(config, cc)
+    return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
+
+
+def _loaded(config: AnyConfig, code: bytes) -> Any:
+    from cuda.core import ObjectCode
+
+    module = ObjectCode.from_ptx(code) if config.whole_program else ObjectCode.from_cubin(code)
+    return module.get_kernel(entry_name(config))
+
+
+def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
+    """More than 48 KB of dynamic shared memory has to be asked for, per kernel and device."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUkernel(int(kernel.handle))
+    (error,) = driver.cuKernelSetAttribute(attribute, config.shared_bytes, handle, driver.CUdevice(device))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{config.shared_bytes} bytes of shared memory were refused: {error.name}")
+    return kernel
+
+
+def architecture(cc: tuple[int, int]) -> str:
+    """sm_90a and so on: from 9.0 on the specific target, which allows wgmma and its kin."""
+    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+
+
+def entry_name(config: AnyConfig) -> str:
+    """What profilers show."""
+    return f"numba_flash_{config.kernel}"
+
+
+def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
+    """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
+    cuda = toolchain.cuda()
+    function = source(config).py_func
+    options: dict[str, Any] = {}
+    blocks = config.blocks_per_sm  # what the registers must suffice for
+    if blocks:
+        options["launch_bounds"] = (config.threads, blocks)
+    with _lock, _compiling_for(cc), toolchain.keeping_garbage():
+        target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
+        ptx, _ = cuda.compile(
+            function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
+        )
+    mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
+    assert mangled, "no entry in the PTX"
+    ptx = ptx.replace(mangled[1], entry_name(config))
+    if config.whole_program:  # the driver that assembles it may be older than the compiler, but not than these kernels
+        ptx = re.sub(r"^\.version \d+\.\d+", ".version 8.0", ptx, count=1, flags=re.M)
+    return _with_tensor_maps(_in_clusters(ptx, config), config)
+
+
+def _in_clusters(ptx: str, config: AnyConfig) -> str:
+    """Numba cannot say how many blocks make a cluster, and a kernel that says so is launched like any other."""
+    if config.cluster == 1:
+        return ptx
+    directives = f".explicitcluster\n.reqnctapercluster {config.cluster}, 1, 1\n"
+    ptx, replaced = re.subn(r"^(?=\.maxntid\b)", directives, ptx, count=1, flags=re.M)
+    assert replaced == 1, "the PTX does not limit the block's threads"
+    return ptx
+
+
+def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
+    """Numba has no parameter of 128 bytes: the kernel's first one, a number by name, becomes its tensor maps."""
+    maps = config.tensor_maps
+    if not maps:
+        return ptx
+    name = f"{entry_name(config)}_param_0"
+    ptx, replaced = re.subn(
+        rf"\.param\s+\.u64\s+{name}\b", f".param .align 64 .b8 {name}[{tensor_maps.SIZE * maps}]", ptx
+    )
+    assert replaced == 1, "the PTX declares its first parameter otherwise than expected"
+    return ptx
+
+
+def _signature(config: AnyConfig) -> Any:
+    from numba.core import types as numba_types
+
+    from ..kernels.steps.elements import ELEMENT_TYPES
+
+    def member(kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            return numba_types.UniTuple(numba_types.int64, kind[1])
+        return getattr(numba_types, kind)
+
+    parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
+    for made, kinds in parameter_types(config):
+        arrays = made.__name__ == "arrays"
+        members = [numba_types.CPointer(ELEMENT_TYPES[kind]) if arrays else member(kind) for kind in kinds]
+        parameters.append(numba_types.NamedTuple(members, made))
+    return numba_types.void(*parameters)
+
+
+@contextlib.contextmanager
+def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
+    """Numba asks the current GPU for its capability when it types a device function; answer for it.
+
+    So a kernel can be compiled with no GPU, and for another one than the current.
+    """
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
+    asked = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=cc)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asked
+
+
+# The disk cache. An entry is a cubin, or PTX, followed by its SHA-256; tools that read cubins do not mind.
+
+
+@functools.cache
+def _store(max_size_bytes: int | None = None) -> Any:
+    """The entries; those who write give a limit, to keep which every entry's size is looked up at once."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=max_size_bytes)
+
+
+# How the folders are called in which installers note the version of what compiles, for CUDA 12 and 13.
+_COMPILERS = re.compile(
+    r"(numba|numba_cuda|llvmlite|cuda_core|nvidia_(nvvm|nvjitlink|cuda_nvcc)(_cu\d+)?)-.*\.(dist|egg)-info"
+)
+
+
+# What shapes the code of a kernel beside its Config.
+SOURCES = (
+    "kernels/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py", "select/arguments.py",
+    "gpu/assembler.py", "gpu/compiled.py",
+)  # fmt: skip
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Changes with anything but the Config that could change the code: sources and compilers."""
+    package = Path(__file__).parents[1]
+    files = sorted(file for pattern in SOURCES for file in package.glob(pattern))
+    sources = b"".join(file.name.encode() + file.read_bytes() for file in files)
+    return _sha256(sources + repr(_compilers()).encode()).hex()
+
+
+def _compilers() -> list[str]:
+    """The compilers that are installed, with their versions, in the order in which Python would find them.
+
+    From the names of folders: importlib.metadata, which reads what is in them, takes 20 ms of a first call.
+    """
+    found: list[str] = []
+    for folder in sys.path:
+        with contextlib.suppress(OSError):  # an archive, or nothing at all
+            found += sorted(filter(_COMPILERS.fullmatch, os.listdir(folder or ".")))
+    return found
+
+
+def _sha256(data: bytes) -> bytes:
+    import hashlib  # loads OpenSSL, 3 to 13 ms, which importing numba_flash does without
+
+    return hashlib.sha256(data).digest()
+
+
+def _key(config: AnyConfig, arch: str) -> bytes:
+    return _sha256(f"{_fingerprint()} {arch} {config!r}".encode())
+
+
+def read_cache(config: AnyConfig, arch: str) -> bytes | None:
+    try:
+        entry = _store().get(_key(config, arch))
+    except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
+        _complain(error)
+        return None
+    if not entry or _sha256(entry[:-32]) != entry[-32:]:
+        return None  # absent, cut short or overwritten
+    return bytes(entry[:-32])
+
+
+def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
+    try:
+        _store(512 * 2**20).update({_key(config, arch): code + _sha256(code)})
+    except Exception as error:
+        _complain(error)
+
+
+def _complain(error: Exception) -> None:
+    warnings.warn(
+        f"numba_flash cannot use its cache folder {cache_folder()} ({error}); kernels are compiled anew in every "
+        "process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,1 @@
+"""Tensor cores since Ampere: a warp multiplies tiles that lie in its threads' registers."""

@@ -1,0 +1,501 @@
+"""Gradients of keys and values on tensor cores: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
+
+Read mma_forward first. Here a block owns a tile of keys of one KV head and walks over the tiles of queries that see
+it, of each query head of the group in turn, so that dK and dV are sums in registers: no atomics, and the same
+bits in every run. A warp owns `warp_rows` keys. Scores are computed transposed,
+
+    S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
+
+because what a lane then holds of P^T and dS^T is, rounded to 16 bits, what it must hold as the first operand of
+
+    dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
+
+so neither leaves the registers. With `column_groups`, where the sums of whole rows would not fit into registers,
+several warps own the same keys: each computes P^T and dS^T for its part of the queries, they exchange them in shared
+memory, and each sums up some panels of 64 columns of dK and of dV.
+
+A tile of queries has two halves, Q, and dO with lse and delta of its rows. With two stages both come while the
+products of the tile before run. With one stage there is room for twice as many queries, and so each element of K and V
+that a warp reads from shared memory is used twice as often; the halves then take turns: while dK is summed up from Q,
+the next dO comes, and while dP is computed from it, the next Q. So dP is the first product of a tile then, and S the
+second.
+
+That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
+derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
+
+Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; lse and -delta as
+kernels/steps/row_facts.py has them.
+
+Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
+Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
+from ..score import fragments, positions
+from ..score.fragments import columns_within
+from ..steps import async_tiles, fragment_products, gradient_rows, notes, row_facts
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.tiles import row_base
+
+
+class Registers(NamedTuple):
+    """What a warp holds of S^T, dP^T, dK and dV, and of operands. Shapes are in make()."""
+
+    acc_s: Any
+    acc_dp: Any
+    acc_dk: Any
+    acc_dv: Any
+    p_frag: Any
+    ds_frag: Any
+    k_frag: Any
+    v_frag: Any
+    a_frag: Any
+    b_frag: Any
+
+
+class Smem(NamedTuple):
+    """Shared addresses: the block's own K and V, and the stages of Q, of dO, and of lse with -delta."""
+
+    k: int
+    v: int
+    q: int
+    do: int
+    rows: int
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
+    of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
+    _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
+    dv_at = v_at if of_dk else 0  # where dV is staged
+    bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
+    alignment = config.ALIGNMENT
+    stages, other_stage = config.stages, config.stages - 1
+    q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = tile_m // groups  # queries of a tile with which a warp computes scores
+    rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
+    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
+    s_count, frag_count = strips * blocks * 4, strips * blocks * 2
+    columns = config.group_columns
+    dk_columns, dv_columns = (depth, width) if groups == 1 else (columns, columns)  # that a warp sums up
+    dk_count, dv_count = strips * dk_columns // 2 if of_dk else 1, strips * dv_columns // 2 if of_dv else 1
+    k_count, v_count = strips * depth // 4, strips * width // 4 if of_dk else 1
+    row_steps, a_count = -(-row_chunks // threads), 4 * strips
+
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
+    load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
+    keys_and_start = positions.make(config)
+    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
+    put, own_product, others_product = shared_by_warps
+    load_k_frag, load_v_frag = load_own(depth), load_own(width)
+    multiply_k_q, multiply_v_do = scores_product(depth), scores_product(width)
+    multiply_p_do, multiply_ds_q = gradient_product(width), gradient_product(depth)
+    stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
+    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
+    recompute_keys = recompute.make(config)
+    wait_all = cp_async.wait_group(0)
+    pieces, piece = row_facts.pieces, row_facts.PIECE
+
+    @inlined
+    def aligned(address):
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
+
+    @inlined
+    def first_query_of(lane, warp):
+        """The lane's first column of scores, counted in the query tile."""
+        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
+
+    @inlined
+    def tile_of(block, heads_kv, seqlen_k):
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+        head_of_all = divide(block, n_tiles)
+        b = divide(head_of_all, heads_kv)
+        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
+
+    @inlined
+    def load_rows(i, odd, base, smem, seqlen_q, thread):
+        """Start the copies of lse and -delta of query tile i of a head, whose pieces begin at address base, to stage
+        `odd`."""
+        for step in range(row_steps):
+            chunk = int32(thread + step * threads)
+            if chunk < row_chunks:
+                here = int32(i * (tile_m // 16) + (chunk >> 3)) < pieces(seqlen_q)
+                at = base + int64(4) * int32(i * (2 * tile_m) + chunk * 4)
+                # Added up in an order that leaves nothing to be kept in a register between tiles.
+                to = smem.rows + odd * rows_stage + 16 * chunk if stages > 1 else smem.k + 16 * chunk + int32(rows_at)
+                cp_async.copy16(to, at, 16 if here else 0)
+
+    @inlined
+    def rows_of_part(thread):
+        """How far into a tile's lse and -delta those of the warp's part of the queries are, in bytes."""
+        return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
+
+    @inlined
+    def start_dp(acc_dp, rows_smem, lane):
+        """acc_dp <- -delta of each column, so that the product adds up to dP - delta."""
+        four = cuda.local.array(4, uint32)
+        for n in range(blocks // 2):
+            ld_st.load_v4(four, 0, rows_smem + n * 128 + 64 + ((lane & 3) << 4))
+            for strip in range(strips):
+                for half in range(2):
+                    for i in range(4):
+                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = four[half * 2 + i % 2].view(np.float32)
+
+    @inlined
+    def note_place(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
+        """What every tile needs to know. Heads are counted from behind, so that `members` says which one it is."""
+        end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
+        if thread == 0:
+            q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
+            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            notes.put(k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end))
+            facts_end = int64(b * sizes.heads + end_head) * (pieces(sizes.seqlen_q) * piece)
+            notes.put(k_smem + int32(facts_at), memory.address(arrays.row_facts, facts_end), int64(end_head))
+            notes.put(k_smem + int32(offset_at), q_start - first_key, keys)
+            notes.put_range(k_smem + int32(walk_at), walk[0], walk[1])
+            notes.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
+            notes.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
+        if thread < tile_n:  # the queries that see a key
+            first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
+            end_query = first_query if first_key + thread >= keys else end_query
+            notes.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
+
+    @inlined
+    def distances(i, thread, k_smem, distance):
+        """q_pos - k_pos of the lane's keys and its first column of query tile i."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        from_first_key, _ = notes.get(k_smem + int32(offset_at))
+        for r in range(rows):
+            key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
+
+    @inlined
+    def seen_columns(i, thread, r, k_smem):
+        """Bits for those of the lane's columns of query tile i that see its key r."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
+        key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+        first_query, end_query = notes.get_range(k_smem + int32(seen_at) + 8 * key)
+        return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
+
+    @inlined
+    def term_of(members, k_smem, arrays, strides):
+        """What the scores of the head share (kernels/score/fragments.py)."""
+        b, _ = notes.get(k_smem + int32(tile_at))
+        _, end_head = notes.get(k_smem + int32(facts_at))
+        return row_term(b, end_head - members, arrays, strides)
+
+    @inlined
+    def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):
+        """p_frag, ds_frag <- P^T and dS^T of query tile i in 16 bits. masked, a constant: some keys are not seen."""
+        four = cuda.local.array(4, uint32)
+        p = cuda.local.array(2, float32)
+        ds = cuda.local.array(2, float32)
+        for r in range(rows):
+            seen = uint32(0)
+            if masked:
+                seen = seen_columns(i, thread, r, k_smem)
+            for n in range(blocks // 2):
+                ld_st.load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
+                for half in range(2):
+                    block = (r // 2) * blocks + 2 * n + half
+                    at = block * 4 + (r % 2) * 2
+                    for x in range(2):
+                        column = int32((2 * n + half) * 8 + x)
+                        lse_log2 = four[half * 2 + x].view(np.float32)
+                        product = registers.acc_s[at + x]
+                        p[x], derivative = weight(product, term, distance[r] + float32(column), score, lse_log2)
+                        if of_dk:
+                            ds[x] = p[x] * registers.acc_dp[at + x] * derivative
+                        if masked and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
+                            p[x] = float32(0)
+                            ds[x] = float32(0)  # dP may be NaN there
+                    if of_dv:
+                        registers.p_frag[block * 2 + r % 2] = pack(p[0], p[1])
+                    if of_dk:
+                        registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
+
+    @inlined
+    def queries_at(i, members, strides, k_smem):
+        """The address of Q of query tile i of a head."""
+        q_end, _ = notes.get(k_smem + int32(bases_at))
+        return q_end + 2 * (int32(i * int32(tile_m)) * strides.q[2] - members * strides.q[1])
+
+    @inlined
+    def others_at(i, members, strides, sizes, k_smem):
+        """The addresses of dO of query tile i of a head, and of the head's lse and -delta."""
+        _, do_end = notes.get(k_smem + int32(bases_at))
+        facts_end, _ = notes.get(k_smem + int32(facts_at))
+        do_place = do_end + 2 * (int32(i * int32(tile_m)) * strides.do[2] - members * strides.do[1])
+        return do_place, facts_end - members * (pieces(sizes.seqlen_q) * (4 * piece))
+
+    @inlined
+    def load_queries(i, odd, source, smem, strides, sizes, thread):
+        """Start the copies of Q of query tile i, which is at address `source`, to stage `odd`."""
+        rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
+        load_q(smem.q + odd * q_stage, source, 2 * strides.q[2], 0, rows_left, head_dim, thread)
+
+    @inlined
+    def load_others(i, odd, sources, smem, strides, sizes, thread):
+        """Start the copies of dO, lse and -delta of query tile i to stage `odd`."""
+        rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
+        load_do(smem.do + odd * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, head_dim_v, thread)
+        load_rows(i, odd, sources[1], smem, sizes.seqlen_q, thread)
+
+    @inlined
+    def following(i, members, k_smem):
+        """-> (i, members) of the next query tile: after the last one the first one again, of the next head."""
+        begin, stop = notes.get_range(k_smem + int32(walk_at))
+        after = int32(i + 1)
+        last = after == stop
+        return begin if last else after, int32(members - 1) if last else members
+
+    @inlined
+    def is_whole(i, k_smem):
+        """Whether every query of tile i sees every key of the block's."""
+        free, cut = notes.get_range(k_smem + int32(walk_at + 8))
+        return i >= free and i < cut
+
+    @inlined
+    def turn(i, members, odd, smem, strides, sizes):
+        """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
+        next_i, next_members, next_odd = i, members, odd
+        if stages > 1:
+            next_i, next_members = following(i, members, smem.k)
+            next_odd = int32(odd ^ 1)
+            others = others_at(next_i, next_members, strides, sizes, smem.k)
+        queries = queries_at(next_i, next_members, strides, smem.k)
+        wait_all()
+        cuda.syncthreads()  # it is there, and everyone is done with the tile before
+        if next_members > 0:
+            thread = special.thread_index()
+            load_queries(next_i, next_odd, queries, smem, strides, sizes, thread)
+            if stages > 1:
+                load_others(next_i, next_odd, others, smem, strides, sizes, thread)
+        cp_async.commit_group()
+
+    @inlined
+    def half_turn(i, members, smem, strides, sizes):
+        """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
+        next_i, next_members = following(i, members, smem.k)
+        others = others_at(next_i, next_members, strides, sizes, smem.k)
+        cuda.syncthreads()
+        if next_members > 0:
+            load_others(next_i, 0, others, smem, strides, sizes, special.thread_index())
+        cp_async.commit_group()
+
+    @inlined
+    def scores_of_tile(odd, registers, smem):
+        """S^T and dP^T - delta of the query tile in stage `odd`."""
+        # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
+        acc_s, acc_dp, b_frag = registers.acc_s, registers.acc_dp, registers.b_frag
+        thread = special.thread_index()
+        own_lane, other_lane, _ = lanes_of(thread)
+        for x in range(s_count):
+            acc_s[x] = float32(0)
+        if stages > 1:
+            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + odd * q_stage + other_lane)
+        if of_dk:
+            start_dp(acc_dp, smem.rows + odd * rows_stage + rows_of_part(thread), thread & int32(31))
+            multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + odd * do_stage + other_lane)
+        if stages == 1:  # Q has come only now
+            wait_all()
+            cuda.syncthreads()
+            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + odd * q_stage + other_lane)
+
+    @inlined
+    def first_own_column(thread):
+        """Of the columns of dK and dV that a warp sums up, where several share its rows."""
+        return int32(((thread >> int32(5)) & (groups - 1)) * columns)
+
+    @inlined
+    def own_panels(thread):
+        """How far into a tile the lane's rows of those columns begin, for a transposed operand."""
+        return int32((first_own_column(thread) >> 6) * (tile_m * 128) + lanes_of(thread)[2])
+
+    @inlined
+    def gradients_of_tile(i, members, odd, registers, smem, term, distance, strides, sizes, score, masked):
+        """dK and dV += what the query tile in stage `odd` gives."""
+        acc_dk, acc_dv, a_frag, b_frag = registers.acc_dk, registers.acc_dv, registers.a_frag, registers.b_frag
+        p_frag, ds_frag = registers.p_frag, registers.ds_frag
+        thread = special.thread_index()
+        rows_tile = smem.rows + odd * rows_stage + rows_of_part(thread)
+        weigh(i, registers, smem.k, rows_tile, thread, term, distance, score, masked)
+        q_tile, do_tile = smem.q + odd * q_stage, smem.do + odd * do_stage
+        if groups > 1:
+            # With the thread's number read anew for each product, places are not kept in registers through the others.
+            weights, barrier = smem.k + int32(weights_at), (thread >> int32(5) >> shift) + 1
+            put(p_frag, weights, thread)
+            own_columns = do_tile + own_panels(thread)
+            own_product(acc_dv, p_frag, b_frag, own_columns, width - first_own_column(thread), thread)
+            bar.sync(barrier, 32 * groups)
+            thread = special.thread_index()
+            own_columns, own_rows = do_tile + own_panels(thread), weights + lanes_of(thread)[0]
+            others_product(acc_dv, a_frag, b_frag, own_rows, own_columns, width - first_own_column(thread), thread)
+            if stages == 1:
+                half_turn(i, members, smem, strides, sizes)
+            else:
+                bar.sync(barrier, 32 * groups)  # everyone is done with P
+            thread = special.thread_index()
+            put(ds_frag, weights, thread)
+            own_columns = q_tile + own_panels(thread)
+            own_product(acc_dk, ds_frag, b_frag, own_columns, depth - first_own_column(thread), thread)
+            bar.sync(barrier, 32 * groups)
+            thread = special.thread_index()
+            own_columns, own_rows = q_tile + own_panels(thread), weights + lanes_of(thread)[0]
+            others_product(acc_dk, a_frag, b_frag, own_rows, own_columns, depth - first_own_column(thread), thread)
+        else:
+            _, _, other_transposed = lanes_of(thread)
+            q_tile, do_tile = q_tile + other_transposed, do_tile + other_transposed
+            if of_dv:
+                multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
+            if stages == 1:
+                half_turn(i, members, smem, strides, sizes)
+            if of_dk:
+                multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
+
+    @inlined
+    def step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, masked):
+        """One query tile of one head. masked, a constant: some query does not see some key."""
+        turn(i, members, odd, smem, strides, sizes)
+        scores_of_tile(odd, registers, smem)
+        term = float32(0)
+        if has_row_term:
+            term = term_of(members, smem.k, arrays, strides)
+            distances(i, special.thread_index(), smem.k, distance)
+        gradients_of_tile(i, members, odd, registers, smem, term, distance, strides, sizes, score, masked)
+
+    @cuda.jit
+    def flash_attention_mma_dkdv(arrays, strides, sizes, score):
+        seqlen_q, seqlen_k, left, right = sizes.seqlen_q, sizes.seqlen_k, sizes.left, sizes.right
+        thread = special.thread_index()
+        k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
+        smem = Smem(
+            k_smem,  # (tile_n, depth)
+            k_smem + int32(v_at),  # (tile_n, width)
+            k_smem + int32(q_at),  # (stages, tile_m, depth)
+            k_smem + int32(do_at),  # (stages, tile_m, width)
+            k_smem + int32(rows_at),  # (stages, tile_m)
+        )
+        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, seqlen_k)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
+        group = divide(sizes.heads, sizes.heads_kv)
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
+        walk = (begin, stop, free, cut)
+        note_place(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread)
+        cuda.syncthreads()
+
+        registers = Registers(
+            cuda.local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
+            cuda.local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
+            cuda.local.array(dk_count, float32),  # acc_dk (strips, dk_columns / 8, 4)
+            cuda.local.array(dv_count, float32),  # acc_dv (strips, dv_columns / 8, 4)
+            cuda.local.array(frag_count, uint32),  # p_frag (strips, part / 8, 2)
+            cuda.local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
+            cuda.local.array(k_count, uint32),  # k_frag (strips, depth / 16, 4)
+            cuda.local.array(v_count, uint32),  # v_frag (strips, width / 16, 4)
+            cuda.local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
+            cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
+        )
+        distance = cuda.local.array(rows, float32)
+        for x in range(dk_count):
+            registers.acc_dk[x] = float32(0)
+        for x in range(dv_count):
+            registers.acc_dv[x] = float32(0)
+
+        # odd: which stage is in use; members: heads of the group that are left.
+        i, odd, members, whole = begin, int32(0), int32(0), begin >= free and begin < cut
+        if begin < stop and keys_left > 0:
+            members = group
+            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
+            load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, head_dim, thread)
+            if of_dk:
+                v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
+                load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, head_dim_v, thread)
+            others = others_at(i, members, strides, sizes, smem.k)
+            load_others(i, odd, others, smem, strides, sizes, thread)
+            if stages > 1:
+                queries = queries_at(i, members, strides, smem.k)
+                load_queries(i, odd, queries, smem, strides, sizes, thread)
+        cp_async.commit_group()
+        if in_registers:
+            wait_all()
+            cuda.syncthreads()
+            own_lane, _, _ = lanes_of(thread)
+            load_k_frag(registers.k_frag, smem.k + own_lane)
+            if of_dk:
+                load_v_frag(registers.v_frag, smem.v + own_lane)
+
+        while members > 0:
+            # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
+            # window, some of the first kind again; and all this for each head of the group.
+            while members > 0 and not whole:
+                step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, TRUE)
+                odd = int32(odd ^ other_stage)
+                i, members = following(i, members, smem.k)
+                whole = is_whole(i, smem.k)
+            while members > 0 and whole:
+                step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, FALSE)
+                odd = int32(odd ^ other_stage)
+                i, members = following(i, members, smem.k)
+                whole = is_whole(i, smem.k)
+
+        # dK and dV to the place of the warp's own rows of K and V, and from there to global memory.
+        wait_all()
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        bar.sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
+        first_row = int32((warp >> shift) * warp_rows)
+        first_column = int32((warp & (groups - 1)) * columns)
+        # From the notes: kept through the loop, it would cost the registers that S needs.
+        b, tile = notes.get(k_smem + int32(tile_at))
+        first_key, h_kv = int32(tile >> 32), int32(tile)
+        from_first_key, keys = notes.get(k_smem + int32(offset_at))
+        q_start = from_first_key + first_key
+        keys_left = int32(min(keys - first_key, tile_n))
+        rows_left = int32(min(seqlen_k - first_key, tile_n))
+        own_panels = (first_column >> 6) * (tile_n * 128)
+        dk_smem, dv_smem = k_smem + own_panels, k_smem + int32(dv_at) + own_panels
+        dk_left, dv_left = int32(head_dim - first_column), int32(head_dim_v - first_column)
+        nonfinite = uint32(0)
+        if of_dk and dk_left > 0:
+            nonfinite |= stage_dk(registers.acc_dk, score.scale, dk_smem, first_row, lane, keys_left)
+        if of_dv and dv_left > 0:
+            nonfinite |= stage_dv(registers.acc_dv, float32(1), dv_smem, first_row, lane, keys_left)
+        if groups > 1:  # a row that is no number in one panel is computed again in all
+            ld_st.store_b32(k_smem + int32(warps_at) + 4 * warp, nonfinite)
+            bar.sync((warp >> shift) + 1, 32 * groups)
+            for other in range(groups):
+                nonfinite |= ld_st.load_b32(k_smem + int32(warps_at) + 4 * ((warp & int32(-groups)) + other))
+        if of_dk and dk_left > 0:
+            base = row_base(strides.dk, b, h_kv, first_key) + first_column
+            store_dk(dk_smem, first_row, lane, arrays.dk, base, strides.dk[2], rows_left, dk_left, nonfinite)
+        if of_dv and dv_left > 0:
+            base = row_base(strides.dv, b, h_kv, first_key) + first_column
+            store_dv(dv_smem, first_row, lane, arrays.dv, base, strides.dv[2], rows_left, dv_left, nonfinite)
+        if groups > 1:  # each warp of a group recomputes some
+            share = warp_rows // groups
+            nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
+        if nonfinite != 0:
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return flash_attention_mma_dkdv

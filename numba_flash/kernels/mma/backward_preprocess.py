@@ -1,0 +1,85 @@
+"""Of every query what the tensor-core kernels of a backward need again and again: its lse and delta, in their order.
+
+    delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
+
+A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/row_facts.py says what is written where.
+
+Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole pieces of 16 queries.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import cvt, memory, shfl, special
+from ..score.stage import LOG2_E
+from ..steps import elements, row_facts
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.tiles import row_base
+
+
+def make(config):
+    head_dim_v, lanes, rows, has_dlse, wide = (
+        config.head_dim_v, config.lanes, config.rows, config.has_dlse, config.wide,
+    )  # fmt: skip
+    steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
+    distances = tuple(2**i for i in range(lanes.bit_length() - 1))
+    load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
+    bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
+    thread_index, block_index = special.thread_index, special.block_index
+    pieces, place, piece = row_facts.pieces, row_facts.place, row_facts.PIECE
+    minus_delta_at = row_facts.MINUS_DELTA
+    log2_e, inf = float32(LOG2_E), float32(math.inf)
+
+    @inlined
+    def low(two):
+        return low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
+
+    @inlined
+    def high(two):
+        return high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
+
+    @cuda.jit
+    def facts_of_rows(arrays, strides, sizes):
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        thread, block = thread_index(), block_index()
+        head_pieces = pieces(seqlen_q)
+        tiles = divide(int32(head_pieces * 16 + (rows - 1)), rows)
+        head_of_all = divide(block, tiles)
+        b = divide(head_of_all, heads)
+        h = int32(head_of_all - b * heads)
+        query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
+        four_do = cuda.local.array(4, uint32)
+        four_o = cuda.local.array(4, uint32)
+
+        part = float32(0)
+        if query < seqlen_q:
+            do_base, o_base = row_base(strides.do, b, h, query), row_base(strides.o, b, h, query)
+            for step in range(steps):
+                x = int32((lane + step * lanes) * 8)
+                if wide and x + 8 <= head_dim_v:
+                    load_v4(four_do, 0, address(arrays.do, do_base + x))
+                    load_v4(four_o, 0, address(arrays.o, o_base + x))
+                    for i in range(4):
+                        part += low(four_do[i]) * low(four_o[i]) + high(four_do[i]) * high(four_o[i])
+                else:
+                    for column in range(x, min(x + 8, head_dim_v)):
+                        from_do = load(arrays.do, do_base + column * strides.do[3])
+                        part += from_do * load(arrays.o, o_base + column * strides.o[3])
+        for distance in distances:
+            part += bfly(part, distance)
+        if lane == 0 and query < head_pieces * 16:
+            lse_log2 = inf
+            if query < seqlen_q:
+                at = (b * heads + h) * seqlen_q + query
+                lse_log2 = float32(arrays.lse[at]) * log2_e
+                lse_log2 = inf if lse_log2 == -inf else lse_log2
+                if has_dlse:
+                    part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
+            at = int64(head_of_all) * (head_pieces * piece) + place(query)
+            arrays.row_facts[at] = lse_log2
+            arrays.row_facts[at + minus_delta_at] = -part
+
+    return facts_of_rows

@@ -1,0 +1,52 @@
+"""delta = rowsum(dO * O) - dlse: what is subtracted from every dP of a row, in every backward.
+
+Source: Dao et al., FlashAttention (2022), appendix B; equation 16 and listing 6 of docs/algorithm.md. For
+p = softmax(s), ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of keys is
+
+    sum_k P_ik dP_ik = sum_k P_ik (dO_i . V_k) = dO_i . (sum_k P_ik V_k) = dO_i . O_i
+
+so it needs only the row itself. With lse an output of its own, d lse_i / d s_j = p_j adds dlse_i to the
+bracket. A few threads share a row, so that neighbouring ones read neighbouring columns.
+
+Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
+"""
+
+from numba import cuda
+
+from ...ptx import shared
+from ..steps import elements
+from ..steps.tiles import row_base
+
+
+def make(config):
+    head_dim_v, lanes, rows, has_dlse = config.head_dim_v, config.lanes, config.rows, config.has_dlse
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load = elements.loader(config.dtype, compute)
+
+    @cuda.jit
+    def delta_of_rows(arrays, strides, sizes):
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        thread = cuda.threadIdx.x
+        tiles = (seqlen_q + rows - 1) // rows
+        b = cuda.blockIdx.x // (heads * tiles)
+        h = cuda.blockIdx.x // tiles % heads
+        lane = thread % lanes
+        q_index = cuda.blockIdx.x % tiles * rows + thread // lanes
+        parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)
+
+        part = compute(0)  # listing 6, line 1
+        if q_index < seqlen_q:
+            do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
+            for x in range(lane, head_dim_v, lanes):
+                part += load(arrays.do, do_base + x * strides.do[3]) * load(arrays.o, o_base + x * strides.o[3])
+        parts[thread] = part
+        cuda.syncthreads()
+        if lane == 0 and q_index < seqlen_q:
+            total = compute(0)
+            for other in range(lanes):
+                total += parts[thread + other]
+            if has_dlse:  # line 2
+                total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
+            arrays.delta[(b * heads + h) * seqlen_q + q_index] = total
+
+    return delta_of_rows

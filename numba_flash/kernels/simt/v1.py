@@ -1,0 +1,148 @@
+"""FlashAttention-1, one thread per query row: listing 4 of docs/algorithm.md.
+
+Source: Dao et al., FlashAttention (2022), algorithm 1; equations 7 and 8 of docs/algorithm.md. Letters: l and m are
+the running row sum and row maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when
+written). S holds the scores of a row and then e^(S - max_tmp). q_index is the listing's n.
+
+K and V tiles are outside, Q tiles inside. A block owns one head. It keeps K_j and V_j while every query passes by. O,
+l and m are read, rescaled and written back in each outer step.
+
+Between the outer steps O stays in the computing precision (acc_o). Rescaled in float16 at every step, it would lose a
+bit each time. For float32 and float64 acc_o has the precision of O itself. The division is by sum_new alone: the
+factors e^max of numerator and denominator are subtracted as exponents first, so that large scores do not overflow.
+
+Launch: grid (batch * heads), block (tile_m), config.shared_bytes of dynamic shared memory.
+"""
+
+import math
+
+from numba import cuda
+
+from ...ptx import shared
+from .. import score
+from ..score import At, positions
+from ..steps import elements, tiles
+from ..steps.plain import key_tiles, row_keys
+from ..steps.tiles import row_base
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    k_row, v_row = config.k_row, config.v_row
+    q_row, s_row = k_row + config.pad, tile_n + config.pad
+    write_lse = config.write_lse
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    score_value, _, visible = score.make(config)
+    minus_inf = compute(-math.inf)
+
+    @cuda.jit
+    def flash_attention_v1(arrays, strides, sizes, score):
+        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
+        acc_o, row_sum, row_max = arrays.acc_o, arrays.row_sum, arrays.row_max
+        thread = cuda.threadIdx.x
+        b = cuda.blockIdx.x // heads
+        h = cuda.blockIdx.x % heads
+        h_kv = h // (heads // sizes.heads_kv)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        lm_base = (b * heads + h) * seqlen_q  # of l, m, lse, and times head_dim_v of acc_o
+
+        smem = cuda.shared.array(0, compute)
+        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
+
+        # listing 4, line 1: l = 0, m = -inf, O = 0
+        for q_index in range(thread, seqlen_q, tile_m):
+            row_sum[lm_base + q_index] = compute(0)
+            row_max[lm_base + q_index] = minus_inf
+            for x in range(head_dim_v):
+                acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
+
+        # line 2: the tiles that some query sees
+        top_first, top_end = row_keys(q_start, left, right, keys)
+        bottom_first, bottom_end = row_keys(seqlen_q - 1 + q_start, left, right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        for j in range(begin, end):
+            cuda.syncthreads()  # everyone is done with the tiles before
+            # line 3: load K_j, V_j
+            first_y = j * tile_n
+            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            for i in range(m_tiles):  # line 4
+                cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
+                # line 5: load Q_i
+                first_row = i * tile_m
+                load_q(
+                    q_smem,
+                    arrays.q,
+                    row_base(strides.q, b, h, first_row),
+                    strides.q,
+                    seqlen_q - first_row,
+                    thread,
+                    tile_m,
+                )
+                cuda.syncthreads()
+                q_index = first_row + thread  # line 6: thread k has row k, query n
+                q_pos = q_index + q_start
+                first_key, end_key = row_keys(q_pos, left, right, keys)
+                if q_index < seqlen_q and first_key < first_y + tile_n and first_y < end_key:
+                    max_tmp = minus_inf
+                    sees = False
+                    for y in range(tile_n):  # lines 7 to 11
+                        total = compute(0)
+                        for x in range(k_row):
+                            total += q_smem[q_k + x] * k_smem[y * k_row + x]
+                        k_index = first_y + y
+                        at = At(b, h, q_index, k_index, q_pos)
+                        s = minus_inf
+                        if first_key <= k_index and k_index < end_key and visible(at, arrays, strides):
+                            s = score_value(total, at, arrays, strides, score)
+                        max_tmp = max(max_tmp, s)
+                        sees = sees or s != minus_inf
+                        s_smem[s_k + y] = s
+                    if sees:  # line 12: else max_tmp is -inf, and -inf - -inf is NaN
+                        sum_tmp = compute(0)
+                        for y in range(tile_n):  # lines 13 and 14
+                            p = math.exp(s_smem[s_k + y] - max_tmp)
+                            s_smem[s_k + y] = p
+                            sum_tmp += p
+                        sum_prev = row_sum[lm_base + q_index]  # line 15
+                        max_prev = row_max[lm_base + q_index]
+                        max_new = max(max_tmp, max_prev)  # line 16
+                        old = sum_prev * math.exp(max_prev - max_new)  # line 17
+                        new = math.exp(max_tmp - max_new)
+                        sum_new = sum_tmp * new + old  # line 18
+                        row_sum[lm_base + q_index] = sum_new  # line 19
+                        row_max[lm_base + q_index] = max_new
+                        for x in range(head_dim_v):  # lines 20 and 21
+                            value = compute(0)
+                            for y in range(tile_n):
+                                p = s_smem[s_k + y]
+                                if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
+                                    value += p * v_smem[y * v_row + x]
+                            o_at = (lm_base + q_index) * head_dim_v + x
+                            acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 22
+
+        # line 23: round O, and give lse = m + log(l). A row without keys is zero, and its lse -inf
+        for q_index in range(thread, seqlen_q, tile_m):
+            o_base = row_base(strides.o, b, h, q_index)
+            for x in range(head_dim_v):
+                store(arrays.o, o_base + x * strides.o[3], acc_o[(lm_base + q_index) * head_dim_v + x])
+            if write_lse:
+                row_lse = minus_inf
+                if row_sum[lm_base + q_index] != 0:
+                    row_lse = row_max[lm_base + q_index] + math.log(row_sum[lm_base + q_index])
+                arrays.lse[lm_base + q_index] = row_lse
+
+    return flash_attention_v1

@@ -1,0 +1,125 @@
+"""The gradient of bias: dS of the finished scores, summed over the dimensions in which bias is broadcast.
+
+Source: equation 15 of docs/algorithm.md; letters as in v2_backward_dkdv.py. A bias is added to a score, so its
+gradient is dS. A block owns a tile of bias' own elements and walks over all positions that read them: over the batch
+entries and the heads where bias has one for all, over the query tiles where it is one row for all queries
+(rows_summed), and over the key tiles where it is one column for all keys (keys_summed). So nothing is added up in
+global memory, and every sum has one order; a bias that is broadcast over everything keeps few blocks busy.
+
+Launch: grid (bias' batch * heads * query tiles * key tiles), block (tile_m), config.shared_bytes of dynamic shared
+memory. One thread per query row.
+"""
+
+from numba import cuda
+
+from ...ptx import shared
+from ..score import positions
+from ..steps import ds_rows, elements, tiles
+from ..steps.ds_rows import Row, RowTiles
+from ..steps.plain import key_tiles, row_keys
+from ..steps.tiles import row_base
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
+    k_row, v_row = config.k_row, config.v_row
+    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
+    rows_summed, keys_summed = config.rows_summed, config.keys_summed
+    width = 1 if keys_summed else tile_n  # columns of bias in a tile
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype_of("bias"))
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    ds_row = ds_rows.make(config, of_product=False)
+
+    @cuda.jit
+    def flash_attention_v2_dbias(arrays, strides, sizes, score):
+        heads, seqlen_q, seqlen_k, left, right = sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sizes.left, sizes.right
+        dbias_shape, dbias_strides = sizes.dbias_shape, strides.dbias
+        thread = cuda.threadIdx.x
+        threads = cuda.blockDim.x  # tile_m, but nothing that the compiler could unroll loops by
+        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        n_tiles = (seqlen_k + tile_n - 1) // tile_n
+        # bias' own element tile, and the positions that read it
+        own_m, own_n = (1 if rows_summed else m_tiles), (1 if keys_summed else n_tiles)
+        own_j = cuda.blockIdx.x % own_n
+        own_i = cuda.blockIdx.x // own_n % own_m
+        own_h = cuda.blockIdx.x // (own_n * own_m) % dbias_shape[1]
+        own_b = cuda.blockIdx.x // (own_n * own_m * dbias_shape[1])
+        end_b = own_b + 1 if dbias_shape[0] > 1 else sizes.batch
+        end_h = own_h + 1 if dbias_shape[1] > 1 else heads
+        end_i = m_tiles if rows_summed else own_i + 1
+        end_j = n_tiles if keys_summed else own_j + 1
+
+        smem = cuda.shared.array(0, compute)
+        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
+        sums = cuda.local.array(width, compute)  # (width,): of this thread's rows, in registers
+        q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
+        tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
+        for y in range(width):
+            sums[y] = compute(0)
+
+        for b in range(own_b, end_b):
+            keys, q_start = keys_and_start(b, arrays, strides, sizes)
+            for h in range(own_h, end_h):
+                h_kv = h // (heads // sizes.heads_kv)
+                for i in range(own_i, end_i):
+                    first_row = i * tile_m
+                    top_first, top_end = row_keys(first_row + q_start, left, right, keys)
+                    last_row = min(first_row + tile_m, seqlen_q) - 1
+                    bottom_first, bottom_end = row_keys(last_row + q_start, left, right, keys)
+                    begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+                    cuda.syncthreads()  # everyone is done with the tiles before
+                    q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+                    load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
+                    load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
+                    q_index = first_row + thread
+                    q_pos = q_index + q_start
+                    first_key, end_key = row_keys(q_pos, left, right, keys)
+                    lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
+                    own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
+                    for j in range(max(begin, own_j), min(end, end_j)):
+                        cuda.syncthreads()
+                        first_y = j * tile_n
+                        k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+                        load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+                        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+                        cuda.syncthreads()
+                        if q_index < seqlen_q:
+                            ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
+                            for y in range(width):
+                                part = ds_smem[s_k + y]
+                                if keys_summed:
+                                    for other in range(1, tile_n):
+                                        part += ds_smem[s_k + other]
+                                sums[y] += part
+
+        first_row, first_y = own_i * tile_m, own_j * tile_n
+        base = own_b * dbias_strides[0] + own_h * dbias_strides[1]
+        if rows_summed:
+            cuda.syncthreads()
+            for y in range(width):
+                ds_smem[s_k + y] = sums[y]
+            cuda.syncthreads()
+            for y in range(thread, width, tile_m):
+                total = compute(0)
+                for row in range(threads):
+                    total += ds_smem[row * s_row + y]
+                if keys_summed or first_y + y < seqlen_k:
+                    store(arrays.dbias, base + (first_y + y) * dbias_strides[3], total)
+        elif first_row + thread < seqlen_q:
+            base += (first_row + thread) * dbias_strides[2]
+            for y in range(width):
+                if keys_summed or first_y + y < seqlen_k:
+                    store(arrays.dbias, base + (first_y + y) * dbias_strides[3], sums[y])
+
+    return flash_attention_v2_dbias

@@ -1,0 +1,137 @@
+"""dK and dV of FlashAttention-2, two threads per key row: listing 7 of docs/algorithm.md.
+
+Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 13 to 15 and 18 of docs/algorithm.md. P is computed again
+from the log-sum-exp: P = e^(S - lse), equation 11. Letters: s is a score, p its weight, dp and ds their gradients.
+delta is that of delta.py.
+
+The loops are those of v1. A block owns one tile of keys and the queries pass by, those of every head that reads this
+KV head. So sums over queries and heads stay on chip, and nothing is added up in global memory. Of a key's two threads
+one computes S, P and dV, the other dP, dS and dK, so that twice as many sums fit into registers. Both run the same
+code: the first multiplies its row of K by Q_i and then its row of P by dO_i, the second its row of V by dO_i and then
+its row of dS by Q_i. So K_j and V_j lie one behind the other, and likewise Q_i and dO_i, and P and dS.
+
+Launch: grid (batch * heads_kv * key tiles), block (2 * tile_n), config.shared_bytes of dynamic shared memory. Any
+lengths: threads past the last key take part in loads and barriers and store nothing.
+"""
+
+from numba import cuda
+
+from ...ptx import shared
+from ..score import At, positions, weights
+from ..steps import elements, rows, tiles
+from ..steps.plain import key_queries, key_tiles
+from ..steps.tiles import row_base
+
+
+def make(config):
+    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    kv_at, qdo_at, weights_at, derivative_at, _ = config.shared_offsets()
+    width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
+    write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    load_k = tiles.loader(load, compute(0), tile_n, kv_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, kv_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), tile_m, width, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, width, head_dim_v)
+    keys_and_start, weight = positions.make(config), weights.make(config)
+    at_once = rows.at_once(tile_m, config.dtype)
+    dot_rows = rows.dots(width, at_once, compute(0))
+    add_rows = rows.adder(width, tile_m, config.dtype, compute)
+
+    @cuda.jit
+    def flash_attention_v2_dkdv(arrays, strides, sizes, score):
+        heads, heads_kv, seqlen_q, seqlen_k = sizes.heads, sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k
+        left, right = sizes.left, sizes.right
+        thread = cuda.threadIdx.x
+        n_tiles = (seqlen_k + tile_n - 1) // tile_n
+        b = cuda.blockIdx.x // (heads_kv * n_tiles)
+        h_kv = cuda.blockIdx.x // n_tiles % heads_kv
+        first_y = cuda.blockIdx.x % n_tiles * tile_n
+        group = heads // heads_kv
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+
+        smem = cuda.shared.array(0, compute)
+        kv_smem = shared.pointer(smem, kv_at)  # (2 * tile_n, kv_row): K_j, V_j
+        v_smem = shared.pointer(smem, kv_at + tile_n * kv_row)
+        qdo_smem = shared.pointer(smem, qdo_at)  # (2 * tile_m, width): Q_i, dO_i
+        do_smem = shared.pointer(smem, qdo_at + tile_m * width)
+        weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
+        derivative_smem = shared.pointer(smem, derivative_at)  # (tile_n, s_row)
+        products = cuda.local.array(at_once, compute)  # (at_once,)
+        acc = cuda.local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
+
+        # line 1: load K_j, V_j
+        k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+        load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, threads)
+        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, threads)
+
+        of_p = thread < tile_n  # line 2: the first thread of a key, else the second
+        k_index = first_y + thread % tile_n
+        kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
+        # what its width is multiplied by, and then its weights
+        first, second = (0, tile_m * width) if of_p else (tile_m * width, 0)
+        counts = write_dv if of_p else write_dk
+        for x in range(width):
+            acc[x] = compute(0)
+
+        # the queries that see this key, and the query tiles that see some key of the block
+        first_query, end_query = key_queries(k_index, q_start, left, right, seqlen_q)
+        if k_index >= keys:
+            end_query = first_query
+        top_first, top_end = key_queries(first_y, q_start, left, right, seqlen_q)
+        last_y = min(first_y + tile_n, keys) - 1
+        bottom_first, bottom_end = key_queries(last_y, q_start, left, right, seqlen_q)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        if last_y < first_y:
+            end = begin
+        for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
+            lse_base = (b * heads + h) * seqlen_q  # and of delta
+            for i in range(begin, end):
+                cuda.syncthreads()  # line 4: everyone is done with the tiles before
+                first_row = i * tile_m
+                q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+                load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
+                load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
+                cuda.syncthreads()
+                for row in range(0, tile_m, at_once):  # lines 5 to 7: S = Q_i K_j^T, and dP
+                    dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
+                    for u in range(at_once):
+                        product, q_index = products[u], first_row + row + u
+                        if of_p:
+                            p, derivative = compute(0), compute(0)
+                            if first_query <= q_index and q_index < end_query:
+                                at = At(b, h, q_index, k_index, q_index + q_start)
+                                row_lse = arrays.lse[lse_base + q_index]
+                                p, derivative = weight(product, row_lse, at, arrays, strides, score)
+                            product = p
+                            if varies:
+                                derivative_smem[s_y + row + u] = derivative
+                        weights_smem[s_y + row + u] = product
+                cuda.syncthreads()
+                if not of_p:
+                    s_p = s_y - tile_n * s_row  # where the other thread's width of P begins
+                    for row in range(tile_m):  # line 9
+                        p = weights_smem[s_p + row]
+                        ds = compute(0)
+                        if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
+                            ds = p * (weights_smem[s_y + row] - arrays.delta[lse_base + first_row + row])
+                            if varies:
+                                ds *= derivative_smem[s_p + row]
+                        weights_smem[s_y + row] = ds
+                if counts:  # lines 10 and 11
+                    add_rows(acc, weights_smem, s_y, qdo_smem, second)
+
+        if k_index < seqlen_k:  # line 12
+            if of_p:
+                if write_dv:
+                    base = row_base(strides.dv, b, h_kv, k_index)
+                    for x in range(head_dim_v):
+                        store(arrays.dv, base + x * strides.dv[3], acc[x])
+            elif write_dk:  # scale, by which S has Q K^T, comes in once
+                base = row_base(strides.dk, b, h_kv, k_index)
+                for x in range(head_dim):
+                    store(arrays.dk, base + x * strides.dk[3], acc[x] * compute(score.scale))
+
+    return flash_attention_v2_dkdv

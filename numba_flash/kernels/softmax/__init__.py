@@ -1,0 +1,1 @@
+"""One kernel for each way to compute a softmax: safe, online, in blocks."""

@@ -1,0 +1,1 @@
+"""Hopper: TMA brings tiles, warpgroups multiply them."""

@@ -1,0 +1,350 @@
+"""Gradients of queries for Hopper (sm_90a), with TMA and wgmma.
+
+Read wgmma_backward_dkdv first. A block owns a tile of queries of one head and walks over the tiles of keys that they
+see, the last first,
+
+    S = Q K^T     P = 2^(scale_log2 S - lse_log2)     dP = dO V^T     dS = P * (dP - delta)     dQ += dS K
+
+and at the end dQ *= scale. Each consumer warpgroup owns 64 queries; what a lane holds of dS is, rounded to 16 bits,
+what it must hold as the first operand of dS K. K is read from shared memory twice, once as rows and once as columns.
+
+Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
+maps of q, k, v and do. dq is contiguous.
+"""
+
+import math
+
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ..score import fragments, positions
+from ..steps import gradient_rows, row_facts
+from ..steps import recompute_queries as recompute
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.integers import divide
+from ..steps.plain import first_row_of, key_tiles, row_keys
+from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.tiles import row_base
+from . import backward_producer, backward_state
+from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STOP
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    depth, width, head_dim = config.depth, config.width, config.head_dim
+    alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
+    plan, at = config.shared_plan(), config.barriers()
+    s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, depth // 2
+    varies, padded = config.derivative_varies, config.has("seqlens_k")
+
+    # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
+    kind = "f16" if config.dtype == "float16" else "bf16"
+    own_panel, stream_panel = tile_m * 128, tile_n * 128
+    own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
+    stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
+    row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
+    k_panels, a_bytes, b_bytes = -(-depth // 64), config.stream_a_bytes, config.stream_b_bytes
+    multiply_q_k = wgmma.product_shared(tile_n, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
+    multiply_do_v = wgmma.product_shared(tile_n, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
+    multiply_ds_k = wgmma.product_registers(depth, kind, row_steps, 1)
+    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
+    describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    pin_s, pin_dq = wgmma.pin(s_count), wgmma.pin(dq_count)
+
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
+    load_b32, store_shared_v4 = ld_st.load_b32, ld_st.store_v4
+    fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
+    thread_index, block_index = special.thread_index, special.block_index
+    shared_address = shared.address
+    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    inf = float32(math.inf)
+
+    set_up, put, put_position, word, position = backward_state.make(config)
+    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
+    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+    load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
+    keys_and_start = positions.make(config)
+    mask_words, visible, _, _ = fragments.tile(config, 1)
+    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
+    recompute_queries = recompute.make(config)
+
+    @inlined
+    def work_of(block, heads, seqlen_q):
+        """-> (b, h, first_query). The last queries of a head come first: under a causal mask they see most."""
+        m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        head_of_all = divide(block, m_tiles)
+        b = divide(head_of_all, heads)
+        first_query = int32((m_tiles - 1 - (block - head_of_all * m_tiles)) * tile_m)
+        return b, int32(head_of_all - b * heads), first_query
+
+    @inlined
+    def note_work(base, arrays, strides, sizes):
+        """What the block is to do, for all of its roles; by one thread."""
+        left, right = sizes.left, sizes.right
+        b, h, first_query = work_of(block_index(), sizes.heads, sizes.seqlen_q)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        tile_pos = first_query + q_start
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        put(base, BATCH, b)
+        put(base, HEAD, h)
+        put(base, HEAD_KV, divide(h, divide(sizes.heads, sizes.heads_kv)))
+        put(base, FIRST_ROW, first_query)
+        put(base, KEYS, keys)
+        put(base, BEGIN, begin)
+        put(base, FREE, free)
+        put(base, CUT, cut)
+        put(base, STOP, stop)
+        put_position(base, tile_pos)
+
+    @inlined
+    def of_word(base, which):
+        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
+        return int32(load_b32(int32(base + plan.state + which)))
+
+    @inlined
+    def produce_a(base, seqlen_k):
+        """One thread: Q and dO, then K, tile after tile. Behind the last comes a K past the end, zeros: its S is issued
+        and dropped, so that consumers need no branch."""
+        load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD), of_word(base, BATCH))
+        n, j = int32(0), int32(of_word(base, STOP) - 1)
+        while j >= of_word(base, BEGIN):
+            load_a(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH), 0)
+            n, j = int32(n + 1), int32(j - 1)
+        load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
+
+    @inlined
+    def produce_b(base):
+        """Another thread, of another warp, so that neither waits for the other: V."""
+        n, j = int32(0), int32(of_word(base, STOP) - 1)
+        while j >= of_word(base, BEGIN):
+            load_b(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH))
+            n, j = int32(n + 1), int32(j - 1)
+
+    @inlined
+    def issue_s(base, acc_s, q_desc, n):
+        """S of the n-th tile of keys, which has come."""
+        multiply_q_k(acc_s, q_desc, describe_rows(base + plan.stream_a + a_stage_of(n) * a_bytes), 0)
+        commit()
+
+    @inlined
+    def issue_dp(base, acc_dp, do_desc, n):
+        """dP of the n-th tile of keys, whose V has come."""
+        multiply_do_v(acc_dp, do_desc, describe_rows(base + plan.stream_b + b_stage_of(n) * b_bytes), 0)
+        commit()
+
+    @inlined
+    def issue_dq(base, acc_dq, ds_frag, n):
+        """dQ += dS K of the n-th tile of keys."""
+        multiply_ds_k(acc_dq, ds_frag, describe_columns(base + plan.stream_a + a_stage_of(n) * a_bytes), 1)
+        commit()
+
+    @inlined
+    def wait_for_k(base, n):
+        wait(base + at.a_full + 8 * a_stage_of(n), a_phase_of(n))
+
+    @inlined
+    def release_k(base, n, elected):
+        """A warp is done with the n-th K."""
+        arrive_if(base + at.a_empty + 8 * a_stage_of(n), elected)
+
+    @inlined
+    def release_v(base, n, elected):
+        """A warp is done with the n-th V."""
+        arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
+
+    @inlined
+    def zero_tail(base, rows, thread):
+        """All consumers: rows of the first K from `rows` on = 0. There may be NaN, and 0 * NaN is NaN."""
+        zeros = cuda.local.array(4, uint32)
+        for x in range(4):
+            zeros[x] = uint32(0)
+        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
+            for panel in range(k_panels):
+                store_shared_v4(base + plan.stream_a + panel * stream_panel + index * 16, zeros, 0)
+        fence_async()
+        bar_sync(4, all_consumers)
+
+    @inlined
+    def rows_of_lane():
+        """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+        thread = thread_index() - 128
+        return (thread >> int32(5)) * 16, thread & int32(31)
+
+    @inlined
+    def load_row_facts(base, facts, heads, seqlen_q, lse_log2, minus_delta):
+        """lse and -delta of the lane's two rows."""
+        first_row, lane = rows_of_lane()
+        row_head = int64(word(base, BATCH) * heads + word(base, HEAD))
+        head_facts = row_head * (pieces(seqlen_q) * piece)
+        for r in range(2):
+            query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
+            lse_log2[r] = inf
+            minus_delta[r] = float32(0)
+            if query < seqlen_q:
+                row = head_facts + place(query)
+                lse_log2[r] = facts[row]
+                minus_delta[r] = facts[row + minus_delta_at]
+
+    @inlined
+    def is_seen(mask_bits, r, n, x):
+        return (mask_bits[r * (mask_words // 2) + n // 16] >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
+
+    @inlined
+    def to_weights(acc_s, lse_log2, mask_bits, term, distance, score, masked):
+        """acc_s <- P. Where the derivative varies it stays: it is needed again."""
+        if not varies:
+            for n in range(blocks):
+                for r in range(2):
+                    for x in range(2):
+                        i = 4 * n + 2 * r + x
+                        p, _ = weight(acc_s[i], term, distance[r] - float32(n * 8 + x), score, lse_log2[r])
+                        if masked and not is_seen(mask_bits, r, n, x):
+                            p = float32(0)
+                        acc_s[i] = p
+
+    @inlined
+    def to_score_gradients(
+        acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, masked
+    ):  # fmt: skip
+        """ds_frag <- dS in 16 bits."""
+        ds = cuda.local.array(2, float32)
+        for n in range(blocks):
+            for r in range(2):
+                for x in range(2):
+                    i = 4 * n + 2 * r + x
+                    if varies:
+                        away = distance[r] - float32(n * 8 + x)
+                        p, derivative = weight(acc_s[i], term, away, score, lse_log2[r])
+                        ds[x] = p * (acc_dp[i] + minus_delta[r]) * derivative
+                    else:
+                        ds[x] = acc_s[i] * (acc_dp[i] + minus_delta[r])
+                    if masked and not is_seen(mask_bits, r, n, x):
+                        ds[x] = float32(0)  # dP may be NaN there
+                ds_frag[2 * n + r] = pack(ds[0], ds[1])
+
+    @inlined
+    def look(base, j, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of key tile j count; distance: q_pos - k_pos."""
+        first_row, lane = rows_of_lane()
+        left, right, keys = sizes.left, sizes.right, word(base, KEYS)
+        visible(j, first_row, lane, position(base), left, right, keys, mask_bits, distance)
+
+    @inlined
+    def consume(base, warpgroup, arrays, strides, sizes, score):
+        """A consumer warpgroup: 64 of the block's queries."""
+        acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_dp = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_dq = cuda.local.array(dq_count, float32)  # (depth / 8, 4)
+        ds_frag = cuda.local.array(frag_count, uint32)  # (tile_n / 8, 2)
+        mask_bits = cuda.local.array(mask_words, uint32)
+        distance = cuda.local.array(2, float32)
+        lse_log2 = cuda.local.array(2, float32)
+        minus_delta = cuda.local.array(2, float32)
+        me = int32(warpgroup - 1)  # which of the consumers
+        elected = thread_index() & int32(31) == 0
+        q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
+        do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
+        for x in range(s_count):
+            acc_s[x] = float32(0)
+            acc_dp[x] = float32(0)
+        for x in range(dq_count):
+            acc_dq[x] = float32(0)
+        for x in range(mask_words):
+            mask_bits[x] = uint32(0)
+        for r in range(2):
+            distance[r] = float32(0)
+        term = float32(0)
+        if has_row_term:
+            term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
+        load_row_facts(base, arrays.row_facts, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
+
+        begin = word(base, BEGIN)
+        j = int32(word(base, STOP) - 1)
+        n = int32(0)
+        wait(base + at.own_full, 0)
+        wait_for_k(base, n)
+        if padded:
+            keys_left = int32(word(base, KEYS) - j * tile_n)
+            if j >= begin and keys_left < tile_n:
+                zero_tail(base, keys_left, thread_index() - 128)
+        pin_s(acc_s)
+        pin_s(acc_dp)
+        pin_dq(acc_dq)
+        issue_s(base, acc_s, q_desc, n)
+        while j >= begin:
+            wait(base + at.b_full + 8 * b_stage_of(n), b_phase_of(n))
+            masked = j >= word(base, CUT) or j < word(base, FREE)
+            if has_row_term or masked:
+                look(base, j, sizes, mask_bits, distance)
+            wait_all()
+            pin_s(acc_s)
+            issue_dp(base, acc_dp, do_desc, n)
+            if masked:
+                to_weights(acc_s, lse_log2, mask_bits, term, distance, score, TRUE)
+            else:
+                to_weights(acc_s, lse_log2, mask_bits, term, distance, score, FALSE)
+            wait_all()
+            pin_s(acc_dp)
+            release_v(base, n, elected)
+            if masked:
+                to_score_gradients(
+                    acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
+                )  # fmt: skip
+            else:
+                to_score_gradients(
+                    acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, FALSE
+                )  # fmt: skip
+            issue_dq(base, acc_dq, ds_frag, n)
+            wait_for_k(base, int32(n + 1))
+            issue_s(base, acc_s, q_desc, int32(n + 1))
+            wait_but_one()
+            pin_dq(acc_dq)
+            release_k(base, n, elected)
+            n = int32(n + 1)
+            j = int32(j - 1)
+        wait_all()
+
+        # dQ to the place of the warpgroup's own rows of Q, and from there to global memory.
+        bar_sync(me + 1, 128)  # all four warps have read these rows for the last time
+        first_row, lane = rows_of_lane()
+        tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
+        to, row = row_base(strides.dq, tile.b, tile.h, tile.first_query), strides.dq[2]
+        store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        if nonfinite != 0:
+            tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
+            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+
+    @cuda.jit
+    def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = thread_index()
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if thread == 0:
+            set_up(base)
+            fence_init()
+            note_work(base, arrays, strides, sizes)
+        cuda.syncthreads()
+        if warpgroup == 0:
+            give_registers()
+            if thread == 0:
+                produce_a(base, sizes.seqlen_k)
+            if thread == 32:
+                produce_b(base)
+        else:
+            take_registers()
+            consume(base, warpgroup, arrays, strides, sizes, score)
+
+    return flash_attention_wgmma_dq

@@ -1,0 +1,73 @@
+"""The producer of a backward's wgmma block: one thread, which fetches tiles by TMA as the consumers will need them.
+
+Consumers are told at `full` mbarriers that a tile has come, and say at `empty` ones that they are done with it.
+"""
+
+from numba import int32
+
+from ...ptx import mbarrier, tma
+from ..steps.inlined import inlined
+from . import backward_state
+
+Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
+
+
+def make(config, own_maps, stream_maps):
+    """-> (load_own, load_a, load_b), device functions.
+
+    own_maps, stream_maps: which of the kernel's maps the tiles a and b have; None: there is no such tile.
+    """
+    plan, at = config.shared_plan(), config.barriers()
+    own_rows, stream_rows = config.own_rows, config.stream_rows
+    maps_address = tma.parameter(f"numba_flash_{config.kernel}")
+    load_4d, expect, wait = tma.load_4d, mbarrier.arrive_expect_tx, mbarrier.wait
+    a_panels, b_panels = -(-config.depth // 64), -(-config.width // 64)
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
+    own_bytes = own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
+    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
+    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+
+    def box_loader(rows, panels, map_at):
+        @inlined
+        def load(to, full, row, head, batch):
+            """A tile of `rows` rows from `row` on; rows that do not exist are zeros."""
+            for panel in range(panels):
+                load_4d(to + panel * (rows * 128), maps_address() + map_at, full, panel * 64, row, head, batch)
+
+        return load
+
+    load_own_a = box_loader(own_rows, a_panels, own_maps[0])
+    load_own_b = box_loader(own_rows, b_panels, own_maps[1]) if own_maps[1] is not None else None
+    load_stream_a = box_loader(stream_rows, a_panels, stream_maps[0])
+    load_stream_b = box_loader(stream_rows, b_panels, stream_maps[1])
+    has_own_b = load_own_b is not None
+
+    @inlined
+    def load_own(base, row, head, batch):
+        """The tile that the block owns."""
+        full = base + at.own_full
+        expect(full, own_bytes)
+        load_own_a(base + plan.own_a, full, row, head, batch)
+        if has_own_b:
+            load_own_b(base + plan.own_b, full, row, head, batch)
+
+    @inlined
+    def load_a(base, n, row, head, batch, extra_bytes):
+        """The n-th tile of stream_a; extra_bytes: that the caller adds on the same mbarrier. -> its stage."""
+        stage = a_stage_of(n)
+        wait(base + at.a_empty + 8 * stage, a_phase_of(n) ^ 1)
+        full = base + at.a_full + 8 * stage
+        expect(full, int32(a_bytes + extra_bytes))
+        load_stream_a(base + plan.stream_a + stage * a_bytes, full, row, head, batch)
+        return stage
+
+    @inlined
+    def load_b(base, n, row, head, batch):
+        """The n-th tile of stream_b."""
+        stage = b_stage_of(n)
+        wait(base + at.b_empty + 8 * stage, b_phase_of(n) ^ 1)
+        full = base + at.b_full + 8 * stage
+        expect(full, b_bytes)
+        load_stream_b(base + plan.stream_b + stage * b_bytes, full, row, head, batch)
+
+    return load_own, load_a, load_b

@@ -1,0 +1,72 @@
+"""What the roles of a backward's wgmma block share: its mbarriers, and what was worked out about its work, in words.
+
+Places are bytes from the block's base in shared memory.
+"""
+
+import functools
+
+from numba import int32, int64, uint32
+
+from ...ptx import ld_st, mbarrier, shfl
+from ..steps.inlined import inlined
+
+# The words of the block's state.
+BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, GROUP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
+
+
+@functools.cache
+def ring(stages):
+    """-> (stage_of, phase_of), device functions: the n-th tile's stage in a ring, and the parity of its phase."""
+
+    @inlined
+    def stage_of(n):
+        return int32(uint32(n) % uint32(stages))
+
+    @inlined
+    def phase_of(n):
+        return int32(uint32(n) // uint32(stages)) & 1
+
+    return stage_of, phase_of
+
+
+@functools.cache
+def make(config):
+    """-> (set_up, put, put_position, word, position), device functions."""
+    at, state = config.barriers(), config.shared_plan().state
+    load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
+    init = mbarrier.init
+    stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
+
+    @inlined
+    def set_up(base):
+        """The mbarriers, by one thread, before a fence and a barrier of the block."""
+        init(base + at.own_full, 1)
+        for stage in range(stages_a):
+            init(base + at.a_full + 8 * stage, 1)
+            init(base + at.a_empty + 8 * stage, consumer_warps)
+        for stage in range(stages_b):
+            init(base + at.b_full + 8 * stage, 1)
+            init(base + at.b_empty + 8 * stage, consumer_warps)
+
+    @inlined
+    def put(base, which, value):
+        """By one thread, before a barrier of the block."""
+        store_b32(base + state + which, uint32(int64(value) & int64(0xFFFFFFFF)))
+
+    @inlined
+    def put_position(base, value):
+        put(base, POS_LOW, value)
+        put(base, POS_HIGH, int64(value) >> int64(32))
+
+    @inlined
+    def word(base, which):
+        """By a whole warp. As one lane's it is known to be the same in all lanes, and so is what hangs on it: ptxas
+        keeps descriptors and counts in uniform registers only where it knows that a warp stays together."""
+        return int32(idx_b32(load_b32(int32(base + state + which)), 0))
+
+    @inlined
+    def position(base):
+        """64 bits, since an offset may lie anywhere. By a whole warp."""
+        return int64(word(base, POS_HIGH)) << int64(32) | int64(uint32(word(base, POS_LOW)))
+
+    return set_up, put, put_position, word, position

@@ -1,0 +1,416 @@
+"""FlashAttention-2 for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
+
+Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
+
+Roles. The scheduler, one thread, hands out query tiles and fetches their Q by TMA into shared memory; the
+producer, another one, fetches K and V (both in supply.py); each consumer warpgroup multiplies for
+64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when all consumers are done with
+it. Registers move from the first two to the consumers (setmaxnreg).
+
+Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
+the next runs while P . V does. Behind the last P . V of a query tile the first S of the next one is issued,
+and O is written while it runs. With ping_pong two consumers moreover take turns, so that one multiplies
+while the other computes exponentials.
+
+One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global
+memory, those that see the most keys first, a few heads at a time so that their K and V stay in L2. The
+last block to find no tile left sets the counter back, so it is ready for the next launch.
+
+With config.paired two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each producer
+fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done with one.
+All their tiles take as long, so they are handed out in turn and no counter is asked.
+
+The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
+(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ..score import fragments
+from ..score.stage import LOG2_E
+from ..steps import fragment_outputs, fragment_softmax, output_rows
+from ..steps import recompute_rows as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of
+from ..steps.query_tile import QueryTile, TileKeys
+from . import places as barriers
+from . import supply
+from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+
+
+def make(config):
+    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
+    depth, width = config.depth, config.width
+    group, note_bytes, alignment = config.group, config.NOTE_BYTES, config.ALIGNMENT
+    _, k_at, v_at, o_at, notes_at, _, _ = config.shared_offsets()
+    q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
+    k_panels, v_panels = -(-depth // 64), -(-width // 64)
+    q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
+    s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
+    o_blocks = width // 8
+    all_consumers = 128 * consumers
+    ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
+    scaled = config.scaled
+    write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
+    o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
+    padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
+
+    kind = "f16" if config.dtype == "float16" else "bf16"
+    # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
+    q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(depth // 16))
+    k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(depth // 16))
+    v_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
+    multiply_q_k = wgmma.product_shared(tile_n, kind, q_steps, k_steps, 0)
+    multiply_p_v = wgmma.product_registers(width, kind, v_steps, 1)
+    describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
+    describe_v = wgmma.descriptor(kv_panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+    wait, arrive_if, arrive_there_if = mbarrier.wait, mbarrier.arrive_if, mbarrier.arrive_there_if
+    blocks, place_in, cluster_sync = config.cluster, cluster.place_in, cluster.sync
+    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
+    bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
+    bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
+    thread_index = special.thread_index
+    load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
+    address, shared_address = memory.address, shared.address
+
+    places, notice_of = barriers.make(config)
+    stage_of, phase_of = barriers.ring(config.stages)
+    buffer_of, q_phase_of = barriers.ring(q_buffers)
+    notice_place_of, notice_phase_of = barriers.ring(barriers.NOTICES)
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    set_up, schedule, produce = supply.make(config)
+    has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
+    mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
+    start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
+    o_words, stage_rows, write_rows = fragment_outputs.make(config)
+    recompute_rows = recompute.make(config, 16)
+    log2_e, ln_2 = float32(LOG2_E), float32(fragment_softmax.LN_2)
+
+    @inlined
+    def erase(base, stage, rows, thread):
+        """All consumers: V's rows from `rows` on = 0. Behind the valid keys there may be NaN, and 0 * NaN is NaN."""
+        zeros = cuda.local.array(4, uint32)
+        for i in range(4):
+            zeros[i] = uint32(0)
+        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
+            for panel in range(v_panels):
+                store_shared_v4(base + v_at + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
+        fence_async()
+        bar_sync(4, all_consumers)
+
+    @inlined
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for n in range(o_blocks):
+                for i in range(4):
+                    acc_o[4 * n + i] *= alpha[i // 2]
+
+    @inlined
+    def issue_scores(base, q_desc, acc_s, n):
+        """S of the block's n-th tile of keys, which has come."""
+        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage_of(n) * k_bytes), 0)
+        commit()
+
+    @inlined
+    def issue_outputs(base, acc_o, p_frag, n):
+        """P . V of the n-th tile of keys."""
+        stage = stage_of(n)
+        wait(base + V_FULL + 8 * stage, phase_of(n))
+        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
+        commit()
+
+    @inlined
+    def wait_for_notice(base, i):
+        wait(base + NOTICE_FULL + 8 * notice_place_of(i), notice_phase_of(i))
+
+    @inlined
+    def wait_for_q(base, i):
+        wait(base + Q_FULL + 8 * buffer_of(i), q_phase_of(i))
+
+    @inlined
+    def wait_for_k(base, n):
+        wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
+
+    @inlined
+    def take_turn(me):
+        if ping_pong:
+            bar_sync(me + 1, pair)
+
+    @inlined
+    def pass_turn(following):
+        if ping_pong:
+            bar_arrive(following + 1, pair)
+
+    @inlined
+    def issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
+        """S of the n-th tile of keys and P . V of the one before."""
+        wait_for_k(base, n)
+        take_turn(me)
+        issue_scores(base, q_desc, acc_s, n)
+        issue_outputs(base, acc_o, p_frag, n - 1)
+        pass_turn(following)
+
+    @inlined
+    def give_back(base, empty_at, n, elected):
+        """A warp is done with the n-th K or V. The next tile there is brought by all blocks of the cluster."""
+        empty = int32(base + empty_at + 8 * stage_of(n))
+        if blocks > 1:
+            lane = thread_index() & int32(31)
+            arrive_there_if(place_in(empty, lane & int32(blocks - 1)), lane < blocks)
+        else:
+            arrive_if(empty, elected)
+
+    @inlined
+    def done_with_scores(base, elected, last, n, seen):
+        """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
+        give_back(base, K_EMPTY, n, elected)
+        if o_place != "q":
+            arrive_if(base + Q_EMPTY + 8 * buffer_of(seen), elected & last)
+
+    @inlined
+    def scores_are_there(base, elected, acc_s, last, n, seen):
+        """Wait for S, with P . V behind it."""
+        wait_but_one()
+        pin_s(acc_s)
+        done_with_scores(base, elected, last, n, seen)
+
+    @inlined
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n):
+        """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
+        moved = softmax(acc_s, m, l, alpha, scale_log2)
+        wait_all()
+        pin_o(acc_o)
+        give_back(base, V_EMPTY, n - 1, elected)
+        to_p(acc_s, p_frag)
+        rescale(acc_o, alpha, moved)
+
+    @inlined
+    def rows_of_lane():
+        """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+        thread = thread_index() - 128
+        return (thread >> int32(5)) * 16, thread & int32(31)
+
+    @inlined
+    def word(place):
+        """A word of a notice. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
+        descriptors and counts in uniform registers only where it knows that a warp stays together."""
+        return int32(idx_b32(load_shared(int32(place)), 0))
+
+    @inlined
+    def position(notice):
+        """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
+        return int64(word(notice + POS_HIGH)) << int64(32) | int64(uint32(word(notice + POS_LOW)))
+
+    @inlined
+    def look(j, notice, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
+        first_row, lane = rows_of_lane()
+        keys = word(notice + KEYS)
+        visible(j, first_row, lane, position(notice), sizes.left, sizes.right, keys, mask_bits, distance)
+
+    @inlined
+    def tile_of(notice):
+        """The QueryTile that a notice describes."""
+        return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
+
+    @inlined
+    def consume(base, warpgroup, arrays, strides, sizes, score):
+        """A consumer warpgroup: 64 rows of every query tile that the block takes."""
+        acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_o = cuda.local.array(o_count, float32)  # (width / 8, 4)
+        p_frag = cuda.local.array(p_count, uint32)  # (tile_n / 8, 2)
+        m = cuda.local.array(2, float32)
+        l = cuda.local.array(2, float32)
+        alpha = cuda.local.array(2, float32)
+        terms = cuda.local.array(2, float32)
+        distance = cuda.local.array(2, float32)
+        mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
+        words = cuda.local.array(o_words, uint32)
+        scale_log2 = score.scale * log2_e
+        me = int32(warpgroup - 1)  # which of the consumers
+        following = int32(0) if me == consumers - 1 else int32(me + 1)
+        elected = thread_index() & int32(31) == 0
+        q_desc = describe_k(base + me * (64 * 128))  # of the query tile at work
+        taken = int32(0)  # tiles of K and V so far
+        seen = int32(0)  # query tiles so far
+        for i in range(s_count):
+            acc_s[i] = float32(0)
+        if ping_pong and me == consumers - 1:
+            bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
+        # The block's first S is the only one that stands alone.
+        wait_for_notice(base, seen)
+        wait_for_q(base, seen)
+        wait_for_k(base, taken)
+        take_turn(me)
+        issue_scores(base, q_desc, acc_s, taken)
+        pass_turn(following)
+        while word(notice_of(base, seen) + WORK) != 0:
+            notice = notice_of(base, seen)
+            begin, free = word(notice + BEGIN), word(notice + FREE)
+            cut, j = word(notice + CUT), int32(word(notice + STOP) - 1)
+            masked = j >= cut or j < free
+            # All that needs no score comes before they do.
+            start(m, l)
+            for i in range(o_count):
+                acc_o[i] = float32(0)
+            for r in range(2):
+                terms[r] = float32(0)
+                if has_row_term:
+                    first_row, lane = rows_of_lane()
+                    row_head = word(notice + H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    terms[r] = row_term(word(notice + B), row_head, arrays, strides)
+            for i in range(mask_words):
+                mask_bits[i] = uint32(0)
+            if scaled or masked:
+                look(j, notice, sizes, mask_bits, distance)
+            wait_all()
+            pin_s(acc_s)
+            done_with_scores(base, elected, j == begin, taken, seen)
+            if scaled or masked:
+                if scaled:
+                    finish_scores(acc_s, terms, distance, score)
+                mask_scores(acc_s, mask_bits)
+            softmax(acc_s, m, l, alpha, scale_log2)
+            to_p(acc_s, p_frag)
+            if padded:
+                stage = stage_of(taken)
+                wait(base + V_FULL + 8 * stage, phase_of(taken))
+                keys = word(notice + KEYS)
+                if keys < (j + 1) * tile_n:
+                    erase(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
+            taken = int32(taken + 1)
+            j = int32(j - 1)
+            while j >= begin:
+                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
+                # window, some of the first kind again.
+                while j >= begin and (j >= cut or j < free):
+                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    look(j, notice, sizes, mask_bits, distance)
+                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if scaled:
+                        finish_scores(acc_s, terms, distance, score)
+                    mask_scores(acc_s, mask_bits)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    taken = int32(taken + 1)
+                    j = int32(j - 1)
+                while j >= free and j < cut:
+                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
+                    if scaled:
+                        look(j, notice, sizes, mask_bits, distance)
+                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if scaled:
+                        finish_scores(acc_s, terms, distance, score)
+                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    taken = int32(taken + 1)
+                    j = int32(j - 1)
+
+            # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
+            # is no next one, nobody looks at that S.
+            seen = int32(seen + 1)
+            wait_for_notice(base, seen)
+            take_turn(me)
+            issue_outputs(base, acc_o, p_frag, taken - 1)
+            q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
+            wait_for_q(base, seen)
+            wait_for_k(base, taken)
+            issue_scores(base, q_desc, acc_s, taken)
+            pass_turn(following)
+            wait_but_one()
+            pin_o(acc_o)
+            give_back(base, V_EMPTY, taken - 1, elected)
+
+            tile = tile_of(notice)
+            first_row, lane = rows_of_lane()
+            lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
+            inverse_l, lse_log2 = alpha, distance  # the same registers, free by now
+            finish(m, l, inverse_l, lse_log2)
+            some_nonfinite = uint32(0)
+            nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
+            for r in range(2):
+                even, odd = float32(0), float32(0)
+                for n in range(o_blocks):
+                    even += acc_o[4 * n + 2 * r] * float32(0)
+                    odd += acc_o[4 * n + 2 * r + 1] * float32(0)
+                nonfinite[r] = even + odd
+            for r in range(2):
+                nonfinite[r] += bfly(nonfinite[r], 1)
+            for r in range(2):
+                nonfinite[r] += bfly(nonfinite[r], 2)
+            for r in range(2):
+                row = lane_row + 8 * r
+                query = divide(row, group)
+                flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
+                some_nonfinite |= flag
+                if lane & 3 == 0:
+                    store_shared(base + notes_at + row * note_bytes, flag)
+                    store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                    if write_lse and tile.first_query + query < sizes.seqlen_q:
+                        head = tile.b * sizes.heads + tile.h + row - query * group
+                        arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse_log2[r] * ln_2
+            if o_place == "q":
+                o_smem = base + buffer_of(seen - 1) * q_bytes
+            else:
+                o_smem = base + o_at + (first_row >> 4) * o_bytes
+            if o_place:
+                # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
+                # hardware does it; PTX does not say so.
+                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
+                if o_place == "q":
+                    fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+                warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
+                store_rows(first_row, lane, o_smem, base + notes_at, tile, arrays, strides, sizes)
+                if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
+                    warp_sync()  # all lanes have read the first part
+                    stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
+                    warp_sync()
+                    second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
+                    store_rows(first_row, lane, o_smem, base + notes_at, second_part, arrays, strides, sizes)
+            else:
+                warp_sync()  # a warp's notes are there for all of its lanes
+                write_rows(
+                    lane_row, lane_column, lane, base + notes_at, acc_o, inverse_l, words, tile, arrays, strides, sizes
+                )
+            if any_lane(some_nonfinite) != 0:
+                tile_keys = TileKeys(word(notice + H_KV), word(notice + KEYS), position(notice))
+                recompute_rows(first_row, lane, base + notes_at, tile, tile_keys, arrays, strides, sizes, score)
+            warp_sync()  # all lanes have read the notice, the notes, and what was staged
+            if o_place == "q":
+                arrive_if(base + Q_EMPTY + 8 * buffer_of(seen - 1), lane == 0)
+            arrive_if(base + NOTICE_EMPTY + 8 * notice_place_of(seen - 1), lane == 0)
+        wait_all()
+        if ping_pong and me == 0:
+            bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
+
+    @cuda.jit
+    def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = thread_index()
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if thread == 0:
+            set_up(base)
+            fence_init()
+        cuda.syncthreads()
+        if blocks > 1:
+            cluster_sync()  # the other block's mbarriers are there too
+        if warpgroup == 0:
+            give_registers()
+            if thread == 0:
+                produce(base)
+            if thread == 32:  # of another warp, so that neither waits for the other
+                schedule(base, address(arrays.counters, 0), arrays, strides, sizes)
+        else:
+            take_registers()
+            consume(base, warpgroup, arrays, strides, sizes, score)
+        if blocks > 1:
+            cluster_sync()  # nobody reaches for a block that is gone
+
+    return flash_attention_wgmma

@@ -1,0 +1,235 @@
+"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V.
+
+Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
+"""
+
+from numba import int32, int64, uint32
+
+from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
+from ..score import positions
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from . import places as barriers
+from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, NOTICES, POS_HIGH, POS_LOW, STOP, WORK, B, H
+
+
+def make(config):
+    """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
+    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
+    stages, q_buffers = config.stages, config.q_buffers
+    group, queries, blocks = config.group, config.queries, config.cluster
+    cluster_queries, part_rows = queries * blocks, tile_n // blocks  # rows of a tile that a block fetches
+    _, k_at, v_at, *_ = config.shared_offsets()
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
+    k_panels, v_panels = -(-config.depth // 64), -(-config.width // 64)
+    q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
+    l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
+    places, notice_of = barriers.make(config)
+    stage_of, phase_of = barriers.ring(stages)
+    buffer_of, q_phase_of = barriers.ring(q_buffers)
+    notice_place_of, notice_phase_of = barriers.ring(NOTICES)
+    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    maps_address = tma.parameter("numba_flash_wgmma")
+    load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
+    init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
+    arrive, arrive_if = mbarrier.arrive, mbarrier.arrive_if
+    block_index, block_count = special.block_index, special.block_count
+    load_shared, store_shared = ld_st.load_b32, ld_st.store_b32
+    atomic_add, exchange = memory.add, memory.exchange
+    rank = cluster.rank
+    keys_and_start = positions.make(config)
+
+    @inlined
+    def set_up(base):
+        """The mbarriers, by one thread, before a fence and a barrier."""
+        for i in range(2):
+            init(base + Q_FULL + 8 * i, 1)
+            init(base + Q_EMPTY + 8 * i, 4 * consumers)
+        init(base + ASKED, 1)
+        for i in range(NOTICES):
+            init(base + NOTICE_FULL + 8 * i, 1)
+            init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
+        for stage in range(stages):
+            init(base + K_FULL + 8 * stage, 1)
+            init(base + V_FULL + 8 * stage, 1)
+            init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
+            init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
+
+    @inlined
+    def tile_of(t, sizes):
+        """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
+
+        Some heads at a time, last queries first.
+        """
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
+        groups = divide(sizes.heads, group)
+        head_tiles = int32(sizes.batch) * groups
+        kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
+        a_round = heads_at_once * m_tiles
+        rounds = divide(t, a_round)
+        in_round = t - rounds * a_round
+        first_head = rounds * heads_at_once
+        heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
+        from_last = divide(in_round, heads_here)
+        head_tile = first_head + (in_round - from_last * heads_here)
+        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(sizes.batch)
+        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+
+    @inlined
+    def tiles_of(first_query, tile_pos, keys, sizes):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
+
+        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
+        """
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
+        top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if stop <= begin:
+            begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @inlined
+    def load_q(base, i, h, first_query, b):
+        """Q of the i-th query tile."""
+        buffer = buffer_of(i)
+        full = base + Q_FULL + 8 * buffer
+        wait(base + Q_EMPTY + 8 * buffer, q_phase_of(i) ^ 1)
+        expect(full, q_bytes)
+        for panel in range(k_panels):
+            to = base + buffer * q_bytes + panel * q_panel
+            load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
+
+    @inlined
+    def prefetch_q(h, first_query, b):
+        """Q of a query tile as far as L2, because there is no room for it yet."""
+        for panel in range(k_panels):
+            prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
+
+    def ring_loader(full_at, empty_at, tiles_at, tile_bytes, panels, map_at):
+        """-> load, for the ring of K's or V's tiles; map_at: where its tensor map is among the kernel's."""
+
+        @inlined
+        def load(base, n, j, h_kv, b):
+            """Tile j of a head, the n-th that the block fetches."""
+            stage = stage_of(n)
+            full = base + full_at + 8 * stage
+            wait(base + empty_at + 8 * stage, phase_of(n) ^ 1)
+            expect(full, tile_bytes)
+            for panel in range(panels):
+                to = base + tiles_at + stage * tile_bytes + panel * kv_panel
+                if blocks > 1:  # a part of the rows, for all blocks of the cluster; these fetch the others
+                    row = rank() * part_rows
+                    every = (1 << blocks) - 1
+                    multicast_4d(
+                        to + row * 128, maps_address() + map_at, full, panel * 64, j * tile_n + row, h_kv, b, every
+                    )
+                else:
+                    load_4d(to, maps_address() + map_at, full, panel * 64, j * tile_n, h_kv, b)
+
+        return load
+
+    load_k = ring_loader(K_FULL, K_EMPTY, k_at, k_bytes, k_panels, 128)
+    load_v = ring_loader(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
+
+    @inlined
+    def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
+        """To the producer and the consumers."""
+        at = notice_of(base, i)
+        wait(base + NOTICE_EMPTY + 8 * notice_place_of(i), notice_phase_of(i) ^ 1)
+        store_shared(at + WORK, uint32(work))
+        store_shared(at + B, uint32(b))
+        store_shared(at + H, uint32(h))
+        store_shared(at + H_KV, uint32(h_kv))
+        store_shared(at + FIRST_QUERY, uint32(first_query))
+        store_shared(at + KEYS, uint32(keys))
+        store_shared(at + BEGIN, uint32(begin))
+        store_shared(at + FREE, uint32(free))
+        store_shared(at + CUT, uint32(cut))
+        store_shared(at + STOP, uint32(stop))
+        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        arrive(base + NOTICE_FULL + 8 * notice_place_of(i))
+
+    @inlined
+    def take(base, i, t, arrays, strides, sizes):
+        """Query tile t is the block's i-th: announce it and fetch its Q.
+
+        Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
+        branch.
+        """
+        b, h, first_query = tile_of(t, sizes)
+        work = b < sizes.batch
+        if not work:
+            b, h, first_query = int32(0), int32(0), int32(0)
+        if blocks > 1:
+            first_query = int32(first_query + rank() * queries)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        tile_pos = first_query + q_start
+        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
+        if q_buffers == 1:
+            prefetch_q(h, first_query, b)
+        load_q(base, i, h, first_query, b)
+
+    @inlined
+    def noted(place):
+        """A word of a notice, for one thread."""
+        return int32(load_shared(int32(place)))
+
+    @inlined
+    def schedule(base, counter, arrays, strides, sizes):
+        """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
+        i = int32(0)  # query tiles so far
+        t = int64(block_index())
+        if blocks > 1:
+            t = int64(divide(block_index(), blocks))
+        more = int32(1)
+        while more != 0:
+            take(base, i, t, arrays, strides, sizes)
+            more = noted(notice_of(base, i) + WORK)
+            if more != 0:
+                wait(base + ASKED, i & 1)
+                if blocks > 1:  # its blocks must take the same, and all tiles take as long: so no counter is asked
+                    t = t + divide(block_count(), blocks)
+                else:
+                    t = int32(atomic_add(counter, uint32(1))) + block_count()
+            i = int32(i + 1)
+        if blocks == 1:
+            if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):  # the last one sets all back
+                exchange(counter, uint32(0))
+                exchange(counter + 4, uint32(0))
+
+    @inlined
+    def produce(base):
+        """The producer's one thread: fetch K and V as the consumers will need them."""
+        n = int32(0)  # tiles of K and V so far
+        i = int32(0)  # query tiles so far
+        notice = notice_of(base, i)
+        wait(base + NOTICE_FULL, 0)
+        load_k(base, n, int32(noted(notice + STOP) - 1), noted(notice + H_KV), noted(notice + B))
+        while noted(notice + WORK) != 0:
+            following = notice_of(base, i + 1)
+            begin, j = noted(notice + BEGIN), int32(noted(notice + STOP) - 1)
+            ask_at = min(begin + 1, j)
+            while j >= begin:
+                # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
+                # first K take a while.
+                arrive_if(base + ASKED, j == ask_at)
+                source, next_j = notice, int32(j - 1)
+                if j == begin:
+                    wait(base + NOTICE_FULL + 8 * notice_place_of(i + 1), notice_phase_of(i + 1))
+                    source, next_j = following, int32(noted(following + STOP) - 1)
+                # The next K, if need be of the next query tile, before this V: in the order of the products.
+                load_k(base, int32(n + 1), next_j, noted(source + H_KV), noted(source + B))
+                load_v(base, n, j, noted(notice + H_KV), noted(notice + B))
+                n = int32(n + 1)
+                j = int32(j - 1)
+            i = int32(i + 1)
+            notice = following
+
+    return set_up, schedule, produce

@@ -1,0 +1,1 @@
+"""The machine: its GPU, its compilers, its folders, its threads."""

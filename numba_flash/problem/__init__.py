@@ -1,0 +1,1 @@
+"""What is asked, checked: every mistake of a caller raises in here."""

@@ -1,0 +1,127 @@
+"""BackwardProblem: one problem of gradients, checked: the forward's Problem and what comes to it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import Layout
+from .forward import (
+    LAYOUTS,
+    Problem,
+    Strides,
+    check_bool,
+    check_one_place,
+    check_strides,
+    contiguous_strides,
+    element_strides,
+    ordered_strides,
+)
+
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` makes and checks it.
+
+    Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, dbias and
+    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast.
+    """
+
+    forward: Problem  # with the strides of o as it was given
+    wanted: tuple[str, ...]  # of GRADIENTS, in that order
+    deterministic: bool
+    do_strides: Strides
+    has_dlse: bool
+    dlse_strides: tuple[int, int, int]  # (batch, head, query)
+    dq_strides: Strides
+    dk_strides: Strides
+    dv_strides: Strides
+    dbias_shape: tuple[int, int, int, int]  # (batch, head, query, key), with 1 where bias is broadcast
+    dbias_strides: Strides
+    dalibi_strides: tuple[int, int]  # (batch, head)
+    shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
+
+    @staticmethod
+    def of(
+        do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, bias: Layout | None,
+        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
+        q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, deterministic: Any,
+        aligned: bool = True,
+    ) -> "BackwardProblem":  # fmt: skip
+        """Check a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
+        forward = Problem.of(
+            q, k, v, None, None, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
+            softcap, layout, True, aligned,
+        )  # fmt: skip
+        check_bool("deterministic", deterministic)
+        wanted = _wanted(wanted, bias, alibi_slopes)
+        if q.family == "foreign":
+            raise TypeError(
+                "q is an array of a bare protocol, of which numba_flash cannot make new ones for the gradients; "
+                "pass arrays of NumPy, CuPy, torch, JAX or Numba"
+            )
+        _check_input("do", do, q, forward.o_shape, forward.dtype)
+        _check_input("o", o, q, forward.o_shape, forward.dtype)
+        _check_input("lse", lse, q, forward.lse_shape, forward.compute_dtype)
+        if 0 not in forward.lse_shape and element_strides(lse) != contiguous_strides(forward.lse_shape):
+            raise ValueError(f"lse must be contiguous, but its strides are {lse.strides}")
+        if dlse is not None:
+            _check_input("dlse", dlse, q, forward.lse_shape, forward.compute_dtype)
+        order = LAYOUTS[layout]
+        own = dict(dbias=bias, dalibi_slopes=alibi_slopes)
+        shapes = {name: () if array is None else array.shape for name, array in own.items()}
+        shapes |= dict(dq=q.shape, dk=k.shape, dv=v.shape)
+        batch, head, query = (0, 0, 0) if dlse is None else element_strides(dlse)
+        return BackwardProblem(
+            dataclasses.replace(forward, o_strides=ordered_strides(o, order)),
+            wanted,
+            bool(deterministic),
+            ordered_strides(do, order),
+            dlse is not None,
+            (batch, head, query),
+            dq_strides=_in_order(q.shape, order),
+            dk_strides=_in_order(k.shape, order),
+            dv_strides=_in_order(v.shape, order),
+            dbias_shape=_four((1,) * 4 + shapes["dbias"]),
+            dbias_strides=_four((0,) * 4 + contiguous_strides(shapes["dbias"])),
+            dalibi_strides=_of_slopes(shapes["dalibi_slopes"]),
+            shapes=tuple(shapes[name] if name in wanted else () for name in GRADIENTS),
+        )
+
+
+def _wanted(wanted: Any, bias: Layout | None, alibi_slopes: Layout | None) -> tuple[str, ...]:
+    if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
+        raise TypeError(f"wanted must be a tuple of names of {', '.join(GRADIENTS)}, not {wanted!r}")
+    unknown = [name for name in wanted if name not in GRADIENTS]
+    if unknown or not wanted:
+        raise ValueError(f"wanted must name some of {', '.join(GRADIENTS)}, not {wanted!r}")
+    for name, of, given in (("dbias", "bias", bias), ("dalibi_slopes", "alibi_slopes", alibi_slopes)):
+        if name in wanted and given is None:
+            raise ValueError(f"wanted names {name}, but no {of} was given")
+    return tuple(name for name in GRADIENTS if name in wanted)
+
+
+def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dtype: str) -> None:
+    """An array that only the backward takes; it may be read-only, and lie in memory in any way."""
+    check_one_place({"q": q, name: array})
+    check_strides(name, array)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, not {array.shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, not {array.dtype}")
+
+
+def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> Strides:
+    strides = contiguous_strides(shape)
+    return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
+
+
+def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The last four."""
+    return (numbers[-4], numbers[-3], numbers[-2], numbers[-1])
+
+
+def _of_slopes(shape: tuple[int, ...]) -> tuple[int, int]:
+    strides = (0, 0, *contiguous_strides(shape))
+    return (strides[-2], strides[-1])

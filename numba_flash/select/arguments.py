@@ -1,0 +1,212 @@
+"""What a kernel takes: up to four NamedTuples. Their fields, their types for compiling, their values for launching.
+
+    arrays   pointers; None where an optional array is not given
+    strides  of those arrays, in elements: (batch, head, row, column), or what STRIDES says
+    sizes    batch, heads, lengths, and the window: whole numbers
+    score    the numbers of the score, in the type that the kernel computes in: scale and softcap
+
+PARAMETERS says which fields each kernel's tuples have. Numba passes a NamedTuple as its members, one behind the other,
+so the compiled kernel takes plain pointers and numbers.
+"""
+
+import functools
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import GradientOperands, Operands
+from ..config.forward import WgmmaConfig
+from ..problem.forward import Problem
+from ..problem.options import ARRAYS, BY_NAME, NUMBERS, OPTIONS
+from ..problem.ranges import UNBOUNDED
+from .tensor_maps import TensorMap
+
+if TYPE_CHECKING:
+    from ..problem.backward import BackwardProblem
+
+
+class Parameters(NamedTuple):
+    """The fields of a kernel's tuples, in the order of its `def` line. A tuple without fields is not passed."""
+
+    arrays: tuple[str, ...]
+    strides: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    score: tuple[str, ...] = ()
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
+_OPTIONS = tuple(option.name for option in ARRAYS)
+_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
+_BACKWARD = (*_words("q k v do lse delta"), *_OPTIONS)
+_BACKWARD_STRIDES = ("q", "k", "v", "do", *_OPTIONS)
+_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.on_tensor_cores)
+_TENSOR = (*_words("q k v do row_facts"), *_TENSOR_OPTIONS)
+_TENSOR_STRIDES = (*_words("q k v do"), *_TENSOR_OPTIONS)
+_OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
+
+FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
+BACKWARD_WORKSPACE = _words("delta slope_rows row_facts")
+COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
+
+PARAMETERS: dict[str, Parameters] = {
+    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE),
+    "v2": _FORWARD,
+    "mma": _FORWARD,
+    "wgmma": _FORWARD._replace(arrays=(*Operands._fields, COUNTERS)),
+    "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
+    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
+    "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
+    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
+    "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
+    "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
+    **dict.fromkeys(
+        ("mma_dkdv", "wgmma_dkdv"), Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS)
+    ),
+    **dict.fromkeys(("mma_dq", "wgmma_dq"), Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS)),
+    **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
+}
+GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
+# How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
+_OF_SHAPE = dict(scores=4, heads=2, batch=0)
+STRIDES = dict(dlse=3, x=2, y=2) | {option.name: _OF_SHAPE[option.shape] for option in ARRAYS}
+STRIDES |= {gradient: STRIDES[name] for gradient, name in GRADIENTS.items()}
+SIZES = dict(dbias_shape=4)  # likewise
+
+
+@functools.cache
+def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
+    """The NamedTuple that a kernel takes as its parameter `kind`."""
+    return namedtuple(kind, fields)  # type: ignore[misc]
+
+
+class Values(NamedTuple):
+    """What a kernel takes behind its pointers, as its own NamedTuples; those without fields are left out."""
+
+    tuples: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def of(kernel: str, **values: dict[str, Any]) -> "Values":
+        """values: for each of strides, sizes and score a value for each field."""
+        fields = PARAMETERS[kernel]
+        kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(fields, kind))]
+        return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
+
+    @property
+    def flat(self) -> list[Any]:
+        """All numbers, as the compiled kernel takes them."""
+        found: list[Any] = []
+        for value in (value for values in self.tuples for value in values):
+            found.extend(value) if isinstance(value, tuple) else found.append(value)
+        return found
+
+
+def types(config: Any) -> list[tuple[Any, list[Any]]]:
+    """For each of a kernel's tuples its class and its members' types: an element type for a pointer; "int64",
+    "float32", "float64", or ("int64", n) for a tuple of n."""
+
+    def numbers(names: tuple[str, ...], lengths: dict[str, int], usual: int) -> list[Any]:
+        counts = [lengths.get(name, usual) for name in names]
+        return [("int64", count) if count else "int64" for count in counts]
+
+    p = PARAMETERS[config.kernel]
+    members = dict(
+        arrays=[element_type(config, name) for name in p.arrays],
+        strides=numbers(p.strides, STRIDES, 4),
+        sizes=numbers(p.sizes, SIZES, 0),
+        score=[config.compute_dtype] * len(p.score),
+    )
+    return [(tuple_class(kind, getattr(p, kind)), found) for kind, found in members.items() if found]
+
+
+def element_type(config: Any, name: str) -> str:
+    """Of the elements behind a pointer; masks are bytes."""
+    if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
+        return config.compute_dtype
+    option = GRADIENTS.get(name, name)
+    if option in BY_NAME:
+        given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
+        return "uint8" if given == "bool" else given
+    return "uint32" if name == COUNTERS else config.dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_values(kernel: str, problem: Problem) -> Values:
+    return Values.of(kernel, **_numbers_of(problem))
+
+
+def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
+    numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
+    numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
+    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides)
+    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
+    return Values.of(kernel, **numbers)
+
+
+def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
+    p = problem
+    strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o")}
+    for option in ARRAYS:
+        array, count = p.array(option.name), STRIDES.get(option.name, 4)
+        given = (0,) * (count or 1) if array is None else array.strides
+        strides[option.name] = given if count else given[0]
+    sizes = {name: getattr(p, name) for name in _SIZES}
+    sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
+    number = np.float64 if p.compute_dtype == "float64" else np.float32
+    return dict(strides=strides, sizes=sizes, score={name: number(p.number(name) or 0.0) for name in NUMBERS})
+
+
+FORWARD_ARRAYS = Operands._fields + FORWARD_WORKSPACE
+BACKWARD_ARRAYS = GradientOperands._fields + BACKWARD_WORKSPACE
+
+
+def positions(kernel: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
+    return tuple(names.index(name) for name in PARAMETERS[kernel].arrays if name != COUNTERS)
+
+
+def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
+    """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
+    if not isinstance(config, WgmmaConfig):
+        return ()
+    p, group = problem, config.group
+    q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
+    # The heads of a group are a dimension of their own, so that a box holds some queries with all of them.
+    q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
+    q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, config.queries, 1, 1))
+    maps = [(0, q)]
+    for operand, strides, columns in ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v)):
+        batch, head, row = (2 * stride for stride in strides[:3])
+        # Without keys the kernel fetches a tile past the end, which is zeros. But a map has no extent of 0, and an
+        # empty array lies nowhere: one element of q stands for it.
+        shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
+        box = (64, config.tile_n // config.cluster, 1, 1)
+        maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
+    return tuple(maps)
+
+
+def backward_tensor_maps(config: Any, problem: "BackwardProblem") -> tuple[tuple[int, TensorMap], ...]:
+    """The same for a kernel of a backward."""
+    if not config.tensor_maps:
+        return ()
+    p = problem.forward
+    given = (
+        (0, p.q_strides, p.seqlen_q, p.heads, p.head_dim, config.tile_m),
+        (1, p.k_strides, p.seqlen_k, p.heads_kv, p.head_dim, config.tile_n),
+        (2, p.v_strides, p.seqlen_k, p.heads_kv, p.head_dim_v, config.tile_n),
+        (3, problem.do_strides, p.seqlen_q, p.heads, p.head_dim_v, config.tile_m),
+    )
+    # A map has no extent of 0, and an empty array lies nowhere: one element of another stands for it, past which a
+    # tile is zeros.
+    present = next((operand for operand, _, rows, *_ in given if rows), 0)
+    maps = []
+    for operand, strides, rows, heads, columns, tile in given:
+        batch, head, row = (2 * stride for stride in strides[:3])
+        shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
+        made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
+        maps.append((operand if rows else present, made))
+    return tuple(maps)
