@@ -264,6 +264,12 @@ def jax_layout(
     return _layouts["jax"][device, shape, tuple(s * size for s in strides), 1, _numpy_dtype(dtype), readonly]
 
 
+def contiguous_layout(family: str, device: int | None, shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of a contiguous array that can be written. family: one of `_layouts`."""
+    strides = _contiguous_strides(shape, ITEM_SIZE[dtype])
+    return _layouts[family][device, shape, strides, 1, _numpy_dtype(dtype), False]
+
+
 def _cuda_interface(x: Any, family: str = "foreign") -> Array:
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:

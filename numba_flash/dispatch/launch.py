@@ -38,7 +38,7 @@ class Launch:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
 
-def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)

@@ -27,7 +27,7 @@ from ..select.backward import BackwardChoice
 from .launch import Announced, Given, KernelSequence, Launch, heads_first, on_gpu, reference_options
 
 
-def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
