@@ -143,7 +143,7 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
 
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
-    """`dispatch.forward.prepare` for the arguments of `attention`. Where torch records: for the call that it would make."""
+    """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
     arguments = bound_to(attention, dict(options, q=q, k=k, v=v))
     try:
         return dispatch.prepare(**arguments)

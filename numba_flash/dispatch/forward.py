@@ -1,7 +1,7 @@
 """The path of attention() below its signature: read the arrays, plan, run.
 
-A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call makes it, later
-calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
+A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call makes it,
+later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
 """
 
 import dataclasses

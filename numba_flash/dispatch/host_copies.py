@@ -31,10 +31,7 @@ class ThroughGpu(Launch):
         self._there.load()
 
     def run(self, operands: Given, stream: int) -> None:
-        from cuda.core import LEGACY_DEFAULT_STREAM, Device
-
-        Device(0).set_current()
-        work_on = LEGACY_DEFAULT_STREAM
+        work_on = _default_stream()
         copies = [
             None if array is None else _copy_of(array, work_on, upload=n not in WRITTEN)
             for n, array in enumerate(operands)
@@ -48,15 +45,27 @@ class ThroughGpu(Launch):
                 arrays.host_view(array)[...] = result
 
 
-def _copy_of(array: Array, stream: Any, upload: bool) -> Array:
-    from cuda.core import Device
+def _default_stream() -> Any:
+    """Of device 0, which is current from then on."""
+    from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
+    Device(0).set_current()
+    return LEGACY_DEFAULT_STREAM
+
+
+def _copy_of(array: Array, stream: Any, upload: bool) -> Array:
     host = np.ascontiguousarray(arrays.host_view(array))
-    buffer = Device().allocate(max(host.nbytes, 1), stream=stream)
+    buffer = _memory(max(host.nbytes, 1), stream)
     pointer = int(buffer.handle)
     if upload:
         _move(pointer, host.ctypes.data, host.nbytes, stream)
     return Array(pointer, layout_of_copy(array.layout), buffer)
+
+
+def _memory(size: int, stream: Any) -> Any:
+    from cuda.core import Device
+
+    return Device().allocate(size, stream=stream)
 
 
 def _move(destination: int, origin: int, size: int, stream: Any) -> None:
