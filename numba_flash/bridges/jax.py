@@ -22,7 +22,7 @@ from .. import arrays
 from ..arrays import Array, GradientOperands, Layout, Operands
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import AttentionOutput, reject_unimplemented
+from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
 from ..select import backward as select_backward
@@ -56,43 +56,20 @@ class Options(NamedTuple):
     kernel: str
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    q_offset: Any = None,
-    seqlens_k: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
-    sinks: Any = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    out: Any = None,
-    stream: Any = None,
-    kernel: str = "auto",
-) -> Any:
-    """`numba_flash.attention` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
+def run(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+) -> Any:  # fmt: skip
+    """`dispatch.forward.run` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
 
     >>> jax.jit(jax.grad(lambda q: numba_flash.attention(q, k, v, causal=True).sum()))(q)
 
-    The arguments and errors are those of `numba_flash.attention`, except that out and stream are refused: memory and
-    stream are XLA's. An error that only running can show, such as a `kernel` that cannot compute the problem there,
-    comes as a JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with
-    several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
-    mode, once; forward mode and second derivatives raise NotImplementedError.
+    The arguments and errors are the same, except that out and stream are refused: memory and stream are XLA's. An
+    error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
+    JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
+    batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
+    once; forward mode and second derivatives raise NotImplementedError.
     """
-    reject_unimplemented(score_mod, mask_mod, aux, sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
@@ -214,6 +191,12 @@ class _Callback:
     options: Options
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.options, self.names, self.dtypes)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # asked for in every call
 
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         buffers = (*operands, *results)
