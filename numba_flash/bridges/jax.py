@@ -92,7 +92,9 @@ def attention(
     several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
     mode, once; forward mode and second derivatives raise NotImplementedError.
     """
-    api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not score_mod is mask_mod is None or aux:
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+    api.refuse_what_is_to_come(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")

@@ -13,7 +13,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import changes_scores
 from .arguments import backward_tensor_maps
-from .forward import KERNELS, TENSOR, Refused, check_request, first_that_can, no_tensor_cores, no_wide_rows
+from .forward import KERNELS, TENSOR, Refused, check_request, first_that_can, no_cpu, no_tensor_cores, no_wide_rows
 from .tensor_maps import fits
 
 BUILT = ("reference", "v2", "mma", "wgmma", "cpu")  # of KERNELS, those that have a backward
@@ -144,6 +144,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     """Why rung `name` cannot compute these gradients on this machine, or None."""
     if name not in BUILT:
         return "its backward is not built yet"
+    if name == "cpu" and (reason := no_cpu(problem.forward)) is not None:
+        return reason
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:

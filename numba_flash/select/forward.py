@@ -169,6 +169,8 @@ def no_gpu(target: Target) -> str:
 def refusal(name: str, problem: Problem, target: Target) -> str | None:
     """Why kernel `name` cannot compute the problem on this machine, or None."""
     if name in ("reference", "cpu"):
+        if name == "cpu" and (reason := no_cpu(problem)) is not None:
+            return reason
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:
         return no_gpu(target)
@@ -183,6 +185,11 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
             f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
         )
     return None
+
+
+def no_cpu(problem: Problem) -> str | None:
+    """Why the CPU's kernels do not take the problem, wherever its arrays are."""
+    return next((f"it takes no {option} yet" for option, _ in problem.uses if not BY_NAME[option].on_cpu), None)
 
 
 def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
