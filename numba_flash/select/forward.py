@@ -186,10 +186,8 @@ def _same_keys(problem: Problem) -> bool:
 def _in_pairs(problem: Problem, queries: int) -> bool:
     """Whether query tiles, of so many queries, are to be taken two at a time, so that two blocks fetch half of K and V
     each for both: where both see the same keys, and none is left over, beside which a block would compute nothing."""
-    # In turns with blocks by themselves, two H200, float16, full, 2026-11-22: head_dim 256, seqlen 1k to 32k, 1.015
-    # to 1.027 (once 0.99), at 512 1.007; 128, from 2k on, 1.01 to 1.026 (once 0.98, once 0.99), below 0.995 to 1.007;
-    # 64, where tiles are short and blocks wait for each other, 0.76 to 0.98. With one tile left over of 65 it is 0.992
-    # and 0.998, of 33 0.945 and 0.889.
+    # 1 to 3 % faster at head_dim 128 and 256 (docs/adding_a_tile_row.md). With one tile left over of 33 it would be
+    # 0.945 and 0.889.
     tiles = -(-problem.seqlen_q // queries)
     return _same_keys(problem) and problem.array("seqlens_k") is None and tiles % 2 == 0 and tiles > 0
 
