@@ -26,13 +26,12 @@ from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, inf
 from numba.core.extending import lower_getattr
 
 from . import rules
-from .function import Function
+from .function import MARK, Function
 from .rules import Pair
 
 BASES = {"float32": types.float32, "float64": types.float64}
 KINDS = ("whole", "real", "dual")
 PLAIN = (types.Integer, types.Float, types.Boolean, types.Literal)
-MARK = "numba_flash: "  # before what a user is to read of an error
 
 
 class Number(types.Type):

@@ -11,14 +11,19 @@ import dis
 import functools
 import hashlib
 import inspect
+import itertools
 import linecache
 import math
+import os
+import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+
+from . import rules
 
 Tree = tuple[Any, ...]
 
@@ -128,9 +133,12 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
         if value in _BUILTINS:
             return ("builtin", _BUILTINS[value])
         if value in _MATH:
+            if _MATH[value] not in rules.FUNCTIONS:
+                raise TypeError(_not_in_math(_MATH[value], callers[-1]))
             return ("math", _MATH[value])
-    except TypeError:  # unhashable
-        pass
+    except TypeError:
+        if isinstance(value, Hashable):
+            raise
     raise TypeError(_cannot_capture(value, name, callers[-1]))
 
 
@@ -142,6 +150,11 @@ def _cannot_capture(value: Any, name: str, code: types.CodeType) -> str:
         return f"{where} captures the array {name}: pass it in aux=, and take it as an argument"
     what = f"{name}, a {type(value).__name__}" if not callable(value) else f"{name}()"
     return f"{where} uses {what}, which a kernel does not know: {WHAT_TO_WRITE}"
+
+
+def _not_in_math(name: str, code: types.CodeType) -> str:
+    known = ", ".join((*rules.FUNCTIONS, *rules.CONSTANTS))
+    return f"{_place(code, _line_of(code, name))} uses math.{name}; of math a kernel knows {known}"
 
 
 def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tree:
@@ -165,6 +178,9 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
             _read(cell.cell_contents, name, within)
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
         )
+    for owner, attribute in _attributes_of(code):
+        if (owner, ("module",)) in captured and attribute not in (*rules.FUNCTIONS, *rules.CONSTANTS):
+            raise TypeError(_not_in_math(attribute, code))
     defaults = tuple(_read(x, "a default", within) for x in function.__defaults__ or ())
     named = tuple((name, _read(x, name, within)) for name, x in sorted((function.__kwdefaults__ or {}).items()))
     return ("function", code, tuple(captured), cells, defaults, named)
@@ -186,6 +202,17 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             found.update(_globals_of(constant))
     return tuple(sorted(found))
+
+
+@functools.lru_cache(maxsize=1000)
+def _attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """(global name, its attribute), as often as a function reads one."""
+    instructions = list(dis.get_instructions(code))
+    return tuple(
+        (one.argval, two.argval)
+        for one, two in itertools.pairwise(instructions)
+        if one.opname == "LOAD_GLOBAL" and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    )
 
 
 def _code_of(tree: Tree) -> types.CodeType:
@@ -259,6 +286,43 @@ def _with_arguments(function: Any, values: list[Any], named: dict[str, Any]) -> 
 
 def _math_of(stand_ins: Mapping[Any, Any]) -> Any:
     return stand_ins.get("math", math)
+
+
+MARK = "numba_flash: "  # before what a user is to read of an error of a compiler
+
+
+def explain_failure(error: Exception, functions: Sequence[Function]) -> Exception | None:
+    """What a compiler found wrong with a user's function, in a few words with the line; None where it is not theirs."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    marked = re.search(f"{MARK}(.*)", text)
+    for function in functions:
+        codes = list(_codes_in(function.tree))
+        for path, line in re.findall(r'(?: at |File ")([^"\n]*?)(?:", line | \()(\d+)', text):
+            for code in codes:
+                lines = [number for *_, number in code.co_lines() if number]
+                if os.path.basename(path) == os.path.basename(code.co_filename) and int(line) in lines:
+                    why = marked[1] if marked else _first_words(text)
+                    return TypeError(f"{_place(code, int(line))}: {why}. {WHAT_TO_WRITE[0].upper()}{WHAT_TO_WRITE[1:]}")
+    return TypeError(marked[1]) if marked else None
+
+
+def _codes_in(tree: Any) -> Iterator[types.CodeType]:
+    if isinstance(tree, types.CodeType):
+        yield tree
+        yield from _codes_in(tree.co_consts)
+    elif isinstance(tree, tuple):
+        for part in tree:
+            yield from _codes_in(part)
+
+
+def _first_words(text: str) -> str:
+    """What Numba complains of first, without the types of this package's own."""
+    if "NRT required" in text:
+        return "it makes a list or an array, which a kernel does not know"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Failed in")]
+    words = re.sub(r"whole\(float\d\d\)", "int", lines[0] if lines else "it cannot be compiled")
+    words = re.sub(r"(real|dual)\(float\d\d\)", "float", words)
+    return re.sub(r"table\(.*?\)", "an aux array", words)[:200].rstrip(".: ")
 
 
 # What a kernel has no code for, by the instruction of Python's that does it.

@@ -5,7 +5,7 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash.select import forward as select
+from numba_flash.select import rungs
 
 
 def explain(case, **options):
@@ -16,7 +16,7 @@ def test_it_names_the_kernel_and_why_not_the_others():
     explanation = explain(problem())
     assert explanation.kernel == "cpu" and explanation.config is None and explanation.blocks == 0
     assert not explanation.copies
-    assert {name for name, _ in explanation.refused} == set(select.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
     for name, reason in explanation.refused:
         assert f"not {name!r}: {reason}" in str(explanation)
 
@@ -55,7 +55,7 @@ def test_a_backward_is_explained():
     o, lse = numba_flash.attention(**case.arguments(), return_lse=True)
     explanation = numba_flash.explain_backward(o, o=o, lse=lse, **case.arguments(), wanted=("dk", "dbias"), causal=True)
     assert explanation.kernel == "cpu" and explanation.configs == explanation.blocks == ()
-    assert {name for name, _ in explanation.refused} == set(select.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
     for fragment in ("kernel 'cpu' on the CPU", "20 x 30", "all before, 0 after", "gradients: dk, dbias", "not 'v1': "):
         assert fragment in str(explanation), explanation
     with pytest.raises(ValueError, match="wanted names dalibi_slopes"):

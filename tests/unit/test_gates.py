@@ -22,12 +22,11 @@ from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqC
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
-from numba_flash.select import backward as select_backward
 from numba_flash.select import forward as select
+from numba_flash.select import rungs, tiles
 
 pytestmark = compiler.needed
 
-TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
 MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
@@ -59,11 +58,11 @@ def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
     that does not fit with 64 columns less of v.
     """
-    with mock.patch.object(select, f"{kernel.upper()}_TILES", (row,)):
+    with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
         found = [
             config
-            for head_dim_v in (row[0], row[0] - 64)
-            for config in select._candidates(kernel, problem(row[0], head_dim_v), HOPPER)
+            for head_dim_v in (row.head_dim, row.head_dim - 64)
+            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -86,37 +85,23 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
 
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
-    plain = dict(dtype="float16")
     used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(dtype="bfloat16", uses=used, q_offset_source="array")
-    for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DKDV_TILES:
-        for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
-            name = (
-                f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}x{groups}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
-            )
-            yield name, MmaDkdvConfig(
-                **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
-                tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-                of_dk=dk, of_dv=dv, column_groups=max(groups, 1), stages=stages,
-            )  # fmt: skip
-    for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DQ_TILES:
-        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}x{groups}{'' if only_plain else '-rich'}", MmaDqConfig(
-            **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
-            tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-            column_groups=groups, stages=stages,
-        )  # fmt: skip
-    for head_dim, only_plain, tile_m, tile_n, a, b, apart in select_backward.WGMMA_DKDV_TILES:
-        for dk, dv in ((True, False), (False, True)) if apart else ((True, True),):
-            words = f"{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
-            yield f"wgmma_dkdv-{head_dim}-{tile_m}x{tile_n}-{words}", WgmmaDkdvConfig(
-                **(plain if only_plain else rich), kernel="wgmma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
-                tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b if dk else 2, of_dk=dk, of_dv=dv,
-            )  # fmt: skip
-    for head_dim, only_plain, tile_m, tile_n, a, b in select_backward.WGMMA_DQ_TILES:
-        yield f"wgmma_dq-{head_dim}-{tile_m}x{tile_n}{'' if only_plain else '-rich'}", WgmmaDqConfig(
-            **(plain if only_plain else rich), kernel="wgmma_dq", head_dim=head_dim, head_dim_v=head_dim,
-            tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b,
-        )  # fmt: skip
+    kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
+    for kernel, kind in kinds.items():
+        for row in tiles.rows_for(kernel, HOPPER):
+            options = dict(dtype="float16") if row.plain else rich
+            features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
+            size = f"{row.tile_m}x{row.tile_n}" + (f"x{row.column_groups}" if "column_groups" in row._fields else "")
+            name = f"{kernel}-{row.head_dim}-{size}{'' if row.plain else '-rich'}"
+            if kind in (MmaDqConfig, WgmmaDqConfig):
+                yield name, kind(**features, **tiles.columns(row))
+                continue
+            for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
+                columns = tiles.columns(row)
+                if kind is WgmmaDkdvConfig and not dk:
+                    columns["stages_b"] = 2
+                yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
@@ -124,18 +109,19 @@ def backward_gates():
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates())
-    for kernel, table in TABLES.items():
-        configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
+    for kernel in rungs.TENSOR:
+        table = tiles.TABLES[kernel]
+        configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
-    for row in TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
-        whole = of_row("wgmma", row)
-        for rows in (rows for rows in select.WGMMA_PACES if rows < row[1]):
-            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
-        if row[0] > 64:
-            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-paired"] = dataclasses.replace(whole, paired=True)
+    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
+        name, whole = f"wgmma-{row.head_dim}-{row.tile_m}x{row.tile_n}", of_row("wgmma", row)
+        for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
+            configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
+        if row.head_dim > 64:
+            configs[f"{name}-paired"] = dataclasses.replace(whole, paired=True)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():
@@ -215,7 +201,7 @@ def test_gate(config, request, record_property, tmp_path):
 
 def test_what_the_gates_look_for_is_found():
     """A kernel that has none of it does not pass."""
-    config = dataclasses.replace(of_row("mma", select.MMA_TILES[0]), blocks_per_sm=4)
+    config = dataclasses.replace(of_row("mma", tiles.TABLES["mma"][0]), blocks_per_sm=4)
     made = assembler.Assembled(
         b"", "ptxas info: Used 255 registers\n16 bytes stack frame, 8 bytes spill stores\n(C7510) serialized"
     )
