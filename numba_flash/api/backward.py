@@ -152,8 +152,9 @@ def understand(
     if not score_mod is mask_mod is None:
         functions = score_mod, mask_mod, tuple([array.layout for array in given[12:]])
     key = (
-        q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions, wanted, q_offset,
-        causal, window, scale, softcap, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
+        q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions,
+        wanted, q_offset, causal, window, scale, softcap, layout, deterministic, kernel,
+        stream is not None, addresses % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(deterministic),
     )  # fmt: skip
@@ -181,8 +182,9 @@ _READ = GradientOperands._fields[:12]  # the names of what is given
 
 def decide(
     q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
-    optional: tuple[Layout | None, ...] | None, functions: tuple[Any, ...] | None, wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any,
-    softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool, aligned: bool,
+    optional: tuple[Layout | None, ...] | None, functions: tuple[Any, ...] | None, wanted: Any, q_offset: Any,
+    causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool,
+    aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up.
 

@@ -103,7 +103,7 @@ def attention(
         round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
         (float64 for float64) and int64.
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
-    aux: a tuple of arrays that these read, of any shape, strides and dtype; reading past an end is not checked on a GPU.
+    aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
     sinks, dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.

@@ -51,7 +51,9 @@ def through_gpu(
     stream = LEGACY_DEFAULT_STREAM
     given = {name: array for name, array in operands._asdict().items() if array is not None}
     views = [host_view(given.pop(name)) for name in ("o", "lse") if name in given]
-    there: dict[str, Any] = {name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()}
+    there: dict[str, Any] = {
+        name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()
+    }
     there["aux"] = tuple(DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for array in aux)
     written = [DeviceCopy(np.empty(view.shape, view.dtype), stream, upload=False) for view in views]
     attention(**there, **keywords, out=tuple(written) if len(written) > 1 else written[0], return_lse=len(written) > 1)

@@ -19,11 +19,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.datamodel import models
-from numba.core.extending import intrinsic, lower_builtin, lower_cast, register_model
+from numba.core.extending import intrinsic, lower_builtin, lower_cast, lower_getattr, register_model
 from numba.core.typeconv import Conversion
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, infer_getattr, infer_global
-from numba.core.extending import lower_getattr
 
 from . import rules
 from .function import MARK, Function
@@ -99,21 +98,43 @@ class _Value:
         compare = self.code.builder.fcmp_unordered if what == "!=" else self.code.builder.fcmp_ordered
         return _Value(self.code, compare(what, self.value, self._constant(other)))
 
-    __add__ = __radd__ = lambda self, other: self._do("fadd", other)
-    __mul__ = __rmul__ = lambda self, other: self._do("fmul", other)
-    __sub__ = lambda self, other: self._do("fsub", other)
-    __rsub__ = lambda self, other: self._do("fsub", other, turned=True)
-    __truediv__ = lambda self, other: self._do("fdiv", other)
-    __rtruediv__ = lambda self, other: self._do("fdiv", other, turned=True)
-    __neg__ = lambda self: self._do("fsub", -0.0, turned=True)  # NVVM has no fneg
-    __lt__ = lambda self, other: self._ask("<", other)
-    __gt__ = lambda self, other: self._ask(">", other)
-    __eq__ = lambda self, other: self._ask("==", other)  # type: ignore[assignment]
-    __ne__ = lambda self, other: self._ask("!=", other)  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
+    def __neg__(self) -> "_Value":
+        return self._do("fsub", -0.0, turned=True)  # NVVM has no fneg
 
+    def __and__(self, other: Any) -> "_Value":
+        return _Value(self.code, self.code.builder.and_(self.value, other.value))
 
-_Value.__and__ = lambda self, other: _Value(self.code, self.code.builder.and_(self.value, other.value))  # type: ignore[attr-defined]
+    def __add__(self, other: Any) -> "_Value":
+        return self._do("fadd", other)
+
+    def __sub__(self, other: Any) -> "_Value":
+        return self._do("fsub", other)
+
+    def __rsub__(self, other: Any) -> "_Value":
+        return self._do("fsub", other, turned=True)
+
+    def __mul__(self, other: Any) -> "_Value":
+        return self._do("fmul", other)
+
+    def __truediv__(self, other: Any) -> "_Value":
+        return self._do("fdiv", other)
+
+    def __rtruediv__(self, other: Any) -> "_Value":
+        return self._do("fdiv", other, turned=True)
+
+    def __lt__(self, other: Any) -> "_Value":
+        return self._ask("<", other)
+
+    def __gt__(self, other: Any) -> "_Value":
+        return self._ask(">", other)
+
+    def __eq__(self, other: Any) -> "_Value":  # type: ignore[override]
+        return self._ask("==", other)
+
+    def __ne__(self, other: Any) -> "_Value":  # type: ignore[override]
+        return self._ask("!=", other)
+
+    __radd__, __rmul__, __hash__ = __add__, __mul__, None  # type: ignore[assignment]
 
 
 class _Code:
@@ -202,7 +223,7 @@ def _typed(key: Any, result: Callable[..., Any]) -> None:
             t = None if kws else result(*args)
             return None if t is None else signature(t, *args)
 
-    Template.key = key
+    Template.key = key  # type: ignore[attr-defined]
     infer_global(key)(Template)
 
 
@@ -210,6 +231,8 @@ def _numbers(*args: Any) -> tuple[tuple[str, ...], Any] | None:
     """Kinds and the computing type, where one at least is a Number and all are numbers."""
     kinds = tuple(map(_kind_of, args))
     bases = [t.base for t in args if isinstance(t, Number)]
+    if any(isinstance(t, Table) for t in args):
+        raise errors.TypingError(f"{MARK}an aux array is read, as x[i], before it is computed with")
     return (kinds, bases[0]) if bases and None not in kinds else None  # type: ignore[return-value]
 
 
@@ -377,11 +400,13 @@ def _load(code: _Code, t: Table, pointer: Any) -> Any:
 def _read(t: Any, index: Any) -> Any:
     if not isinstance(t, Table):
         return None
-    indices = list(index.types) if isinstance(index, types.BaseTuple) else [index]
+    indices = list(index) if isinstance(index, types.BaseTuple) else [index]
     if any(_kind_of(i) != "whole" for i in indices):
         raise errors.TypingError(f"{MARK}an aux array is read at whole numbers, and int() makes one of another")
     if len(indices) > t.ndim:
-        raise errors.TypingError(f"{MARK}an aux array has {t.ndim} dimensions, and it is read at {len(indices)} numbers")
+        raise errors.TypingError(
+            f"{MARK}an aux array has {t.ndim} dimensions, and it is read at {len(indices)} numbers"
+        )
     left = t.ndim - len(indices)
     if left:
         return Table(t.dtype, t.element, left, t.base)
@@ -399,9 +424,9 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     table = cgutils.create_struct_proxy(t)(context, builder, value=args[0])
     shape, strides = (cgutils.unpack_tuple(builder, x) for x in (table.shape, table.strides))
     if isinstance(index, types.BaseTuple):
-        indices = zip(index.types, cgutils.unpack_tuple(builder, args[1]), strict=True)
+        indices = zip(list(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
     else:
-        indices = iter([(index, args[1])])
+        indices = zip([index], [args[1]], strict=True)
     offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value)
@@ -482,7 +507,7 @@ def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
                 raise errors.TypingError(f"{MARK}{name}() takes no keywords here")
             return signature(result(*args), *args)
 
-    Template.key = function
+    Template.key = function  # type: ignore[attr-defined]
     infer_global(function, types.Function(Template))
     lower_builtin(function, types.VarArg(types.Any))(lower)
     return function
@@ -688,7 +713,9 @@ def truth_of(option: str, function: Function) -> Any:
     @intrinsic
     def truth(typingctx: Any, x: Any) -> Any:
         if types.unliteral(x) != types.boolean:
-            raise errors.TypingError(f"{MARK}{option} must return True or False, but {function.where} returns {_words(x)}")
+            raise errors.TypingError(
+                f"{MARK}{option} must return True or False, but {function.where} returns {_words(x)}"
+            )
         return signature(types.boolean, x), lambda context, builder, sig, args: args[0]
 
     return truth

@@ -280,7 +280,9 @@ def _with_arguments(function: Any, values: list[Any], named: dict[str, Any]) -> 
     names = list(signature.parameters)
     free = [name for name in names if name not in parameters]
     call = ", ".join(name if name in free else f"given_{name}" for name in names)
-    source = f"lambda given, {', '.join(f'given_{name}' for name in parameters)}: lambda {', '.join(free)}: given({call})"
+    source = (
+        f"lambda given, {', '.join(f'given_{name}' for name in parameters)}: lambda {', '.join(free)}: given({call})"
+    )
     return eval(source, {"__builtins__": {}})(function, *parameters.values())
 
 
@@ -293,7 +295,8 @@ MARK = "numba_flash: "  # before what a user is to read of an error of a compile
 
 def explain_failure(error: Exception, functions: Sequence[Function]) -> Exception | None:
     """What a compiler found wrong with a user's function, in a few words with the line; None where it is not theirs."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    place = getattr(error, "loc", None)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) + (f" at {place.filename} ({place.line})" if place else "")
     marked = re.search(f"{MARK}(.*)", text)
     for function in functions:
         codes = list(_codes_in(function.tree))
@@ -303,7 +306,8 @@ def explain_failure(error: Exception, functions: Sequence[Function]) -> Exceptio
                 if os.path.basename(path) == os.path.basename(code.co_filename) and int(line) in lines:
                     why = marked[1] if marked else _first_words(text)
                     return TypeError(f"{_place(code, int(line))}: {why}. {WHAT_TO_WRITE[0].upper()}{WHAT_TO_WRITE[1:]}")
-    return TypeError(marked[1]) if marked else None
+    where = " or ".join(function.where for function in functions)
+    return TypeError(f"{where}: {marked[1]}") if marked else None
 
 
 def _codes_in(tree: Any) -> Iterator[types.CodeType]:
@@ -346,13 +350,13 @@ _REFUSED = {
 @functools.lru_cache(maxsize=1000)
 def _wrong_in(code: types.CodeType) -> str | None:
     """What a kernel cannot do in this function, with the line, or None."""
-    line, before = code.co_firstlineno, None
+    line, before, text = code.co_firstlineno, None, None
     for instruction in dis.get_instructions(code):
         line = (instruction.positions and instruction.positions.lineno) or line
         why = _REFUSED.get(instruction.opname)
         loads = instruction.opname in ("LOAD_CONST", "RETURN_CONST")
         if loads and isinstance(instruction.argval, str | bytes):
-            why = f"{instruction.argval!r} is text, which a kernel does not know"
+            text = text or f"{_place(code, line)}: {instruction.argval!r} is text, which a kernel does not know"
         returns = before if instruction.opname == "RETURN_VALUE" else instruction
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST") and returns is not None:
             if returns.opname in ("LOAD_CONST", "RETURN_CONST") and returns.argval is None:
@@ -360,7 +364,7 @@ def _wrong_in(code: types.CodeType) -> str | None:
         if why:
             return f"{_place(code, line)}: {why}"
         before = instruction
-    return None
+    return text
 
 
 def _place(code: types.CodeType, line: int) -> str:

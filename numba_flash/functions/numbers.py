@@ -100,7 +100,7 @@ def functions_of(base: Any) -> Any:
     of_math = {name: getattr(np, {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh",
                "acosh": "arccosh", "atanh": "arctanh", "atan2": "arctan2", "pow": "power"}.get(name, name), None)
                for name in (*rules.FUNCTIONS, "rint")}  # fmt: skip
-    of_math |= {name: lambda x, plain=getattr(math, name): plain(float(x)) for name in ("erf", "erfc")}
+    of_math |= dict(erf=lambda x: math.erf(float(x)), erfc=lambda x: math.erfc(float(x)))
 
     def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
@@ -228,7 +228,7 @@ def stand_ins(base: Any) -> dict[Any, Any]:
     def real(x: Any = 0) -> Real:
         return Real(base, *_pair(base, checked("float", x)))
 
-    of_math = {name: unary(name) for name in rules.SLOPES}
+    of_math: dict[str, Any] = {name: unary(name) for name in rules.SLOPES}
     of_math |= {name: binary(name) for name in rules.MATH_BINARY}
     of_math |= {name: to_whole(name) for name in rules.TO_WHOLE[:3]}
     of_math |= {name: asking(name) for name in rules.ASKING}
@@ -252,7 +252,7 @@ def as_python(function: Function, base: Any) -> Callable[..., Any]:
     return function.build(stand_ins(base))
 
 
-def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> tuple[Any, Any]:
+def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> Pair:
     """score_mod of one score: (the next score, its derivative by s or None where it is 0)."""
     score = Real(base, s, 1 if derivative else None)
     found = _called(function, base, (score, *[Whole(base, x) for x in positions], *tables))

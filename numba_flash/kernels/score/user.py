@@ -10,7 +10,6 @@ import numpy as np
 from numba import config as numba_config
 from numba import cuda
 
-from ..steps import elements
 from ..steps.inlined import inlined
 
 
