@@ -149,7 +149,7 @@ def understand(
     # nearly always there is none of them, and what is not there need not be looked at one by one
     optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
     functions = None
-    if not score_mod is mask_mod is None:
+    if not score_mod is mask_mod is None or len(given) > len(_READ):
         functions = score_mod, mask_mod, tuple([array.layout for array in given[12:]])
     key = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions,

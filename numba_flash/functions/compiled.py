@@ -30,7 +30,6 @@ from .rules import Pair
 
 BASES = {"float32": types.float32, "float64": types.float64}
 KINDS = ("whole", "real", "dual")
-PLAIN = (types.Integer, types.Float, types.Boolean, types.Literal)
 
 
 class Number(types.Type):
@@ -104,6 +103,9 @@ class _Value:
     def __and__(self, other: Any) -> "_Value":
         return _Value(self.code, self.code.builder.and_(self.value, other.value))
 
+    def __xor__(self, other: Any) -> "_Value":
+        return _Value(self.code, self.code.builder.xor(self.value, other.value))
+
     def __add__(self, other: Any) -> "_Value":
         return self._do("fadd", other)
 
@@ -152,21 +154,29 @@ class _Code:
         if name.startswith("_"):
             raise AttributeError(name)
 
-        def function(*values: _Value) -> _Value:
-            base = self.base
-            own = signature(base, *[base] * len(values))
-            made = self.context.get_function(getattr(math, name), own)
-            return _Value(self, made(self.builder, [v.value for v in values]))
+        return functools.partial(self._by_target, name)
 
-        return function
+    def _by_target(self, name: str, *values: _Value) -> _Value:
+        own = signature(self.base, *[self.base] * len(values))
+        made = self.context.get_function(getattr(math, name), own)
+        return _Value(self, made(self.builder, [v.value for v in values]))
 
     def where(self, condition: _Value, x: _Value, y: _Value) -> _Value:
         return _Value(self, self.builder.select(condition.value, x.value, y.value))
 
+    def fmod(self, x: _Value, y: _Value) -> _Value:
+        if self.on_gpu:  # whose own frem is one of approximate divisions
+            return self._by_target("fmod", x, y)
+        return _Value(self, self.builder.frem(x.value, y.value))
+
+    @property
+    def on_gpu(self) -> bool:
+        return "nvptx" in self.builder.module.triple
+
     def _by_intrinsic(self, name: str, x: _Value) -> _Value:
         """One instruction, by LLVM's name for it, or by that of libdevice, where NVVM does not know LLVM's."""
         kind, module = x.value.type, self.builder.module
-        if "nvptx" in module.triple:
+        if self.on_gpu:
             library = f"__nv_{name}" + ("f" if self.base is types.float32 else "")
             declared = cgutils.get_or_insert_function(module, ir.FunctionType(kind, [kind]), library)
         else:
@@ -371,7 +381,7 @@ def _cast(context: Any, builder: Any, fromty: Any, toty: Any, value: Any) -> Any
     return code.given(toty, code.of(fromty, value))
 
 
-for _plain in (Number, types.Integer, types.Float, types.Boolean, types.Literal):
+for _plain in (Number, types.Integer, types.Float, types.Boolean):
     lower_cast(_plain, Number)(_cast)
 
 

@@ -56,7 +56,7 @@ def floordiv(a: Pair, b: Pair, f: Any) -> Pair:
 def mod(a: Pair, b: Pair, f: Any) -> Pair:
     """Of the sign of b, as Python has it."""
     rest = f.fmod(a.x, b.x)
-    x = f.where((rest != 0) & ((rest < 0) != (b.x < 0)), rest + b.x, rest)
+    x = f.where((rest != 0) & ((rest < 0) ^ (b.x < 0)), rest + b.x, rest)
     return Pair(x, _minus(a.d, _times(b.d, f.floor(a.x / b.x))))
 
 
@@ -173,7 +173,7 @@ def hypot(a: Pair, b: Pair, f: Any) -> Pair:
 
 def copysign(a: Pair, b: Pair, f: Any) -> Pair:
     x = f.copysign(a.x, b.x)
-    return Pair(x, None if a.d is None else f.where((x < 0) != (a.x < 0), -a.d, a.d))
+    return Pair(x, None if a.d is None else f.where((x < 0) ^ (a.x < 0), -a.d, a.d))
 
 
 def fmod(a: Pair, b: Pair, f: Any) -> Pair:
