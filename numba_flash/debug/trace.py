@@ -13,7 +13,6 @@ Nothing is computed here. A trace function waits in the simulated thread that ow
 
 import dataclasses
 import math
-import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -256,8 +255,6 @@ def _follow(rows: Sequence[_Row], lines: dict[int, Look]) -> Follow:
         if look is not None:
             for row in rows:
                 look(row, frame.f_locals)
-        elif event == "return":
-            sys.settrace(None)
         return follow
 
     return follow

@@ -55,7 +55,7 @@ def test_nothing_is_loaded_from_elsewhere(seen, page):
 
 def test_the_slider_moves_through_the_tiles(seen, page):
     row = seen.of_row(16)
-    before_m, before_l, pictures = -np.inf, 0, set()
+    before_m, before_l, before_o, pictures = -np.inf, 0, np.zeros(4), set()
     for at, tile in enumerate(row.tiles):
         assert page.text("#tile-name") == f"{at + 1} of {len(row.tiles)}"
         assert f"Tile {tile.number} holds keys {tile.keys.start} to {tile.keys.stop - 1}" in page.text("#story")
@@ -68,10 +68,11 @@ def test_the_slider_moves_through_the_tiles(seen, page):
         heights = np.array(
             page.run("[...document.querySelectorAll('#output .o')].map(x => Number(x.getAttribute('height')))")
         )
-        output = np.abs(tile.O / tile.l)
-        np.testing.assert_allclose(heights / heights.max(), output / output.max(), atol=0.02)
+        output = tile.O / tile.l
+        np.testing.assert_allclose(heights / heights.max(), np.abs(output) / np.abs(output).max(), atol=0.02)
+        np.testing.assert_allclose(float(shown(page, "output")[1]), np.abs(output - before_o).max(), atol=6e-5)
         pictures.add(page.run("document.querySelector('#sum').innerHTML"))
-        before_m, before_l = tile.m, tile.l
+        before_m, before_l, before_o = tile.m, tile.l, output
         page.press("#tile", browser.RIGHT)
     assert page.text("#tile-name") == f"{len(row.tiles)} of {len(row.tiles)}", "it stays at the last one"
     assert len(pictures) == len(row.tiles), "each tile is drawn anew"
