@@ -5,7 +5,7 @@ C7519), registers and shared memory suffice for the blocks that its Config count
 sake it was written are there. The terminal summary has what was found.
 
 PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
-was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change its verdict.
+was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it.
 """
 
 import dataclasses
