@@ -407,10 +407,15 @@ def _load(code: _Code, t: Table, pointer: Any) -> Any:
     return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
 
 
+def _members(t: Any) -> list[Any]:
+    """The types of a tuple's members."""
+    return list(t)
+
+
 def _read(t: Any, index: Any) -> Any:
     if not isinstance(t, Table):
         return None
-    indices = list(index) if isinstance(index, types.BaseTuple) else [index]
+    indices: list[Any] = _members(index) if isinstance(index, types.BaseTuple) else [index]
     if any(_kind_of(i) != "whole" for i in indices):
         raise errors.TypingError(f"{MARK}an aux array is read at whole numbers, and int() makes one of another")
     if len(indices) > t.ndim:
@@ -434,7 +439,7 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     table = cgutils.create_struct_proxy(t)(context, builder, value=args[0])
     shape, strides = (cgutils.unpack_tuple(builder, x) for x in (table.shape, table.strides))
     if isinstance(index, types.BaseTuple):
-        indices = zip(list(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
+        indices = zip(_members(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
     else:
         indices = zip([index], [args[1]], strict=True)
     offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)

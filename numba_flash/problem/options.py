@@ -21,17 +21,26 @@ class Option(NamedTuple):
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
     function: bool = False  # one of the caller's own
     on_tensor_cores: bool = True
+    instead: str = ""  # of one that is not: what says a part of the same, and is
     on_cpu: bool = True
 
 
 OPTIONS = (
     Option("scale", "score"),
-    Option("score_mod", "score", function=True, derivative=True, on_tensor_cores=False, on_cpu=False),
+    Option(
+        "score_mod",
+        "score",
+        function=True,
+        derivative=True,
+        on_tensor_cores=False,
+        on_cpu=False,
+        instead="softcap= or alibi_slopes=",
+    ),  # fmt: skip
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
-    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False),
-    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False),
-    Option("mask_mod", "mask", function=True, on_tensor_cores=False, on_cpu=False),
+    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False, instead="alibi_slopes="),
+    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False, instead="causal=, window= or seqlens_k="),
+    Option("mask_mod", "mask", function=True, on_tensor_cores=False, on_cpu=False, instead="causal= or window="),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number

@@ -38,7 +38,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
     name, refused = choose(kernel, target, refuses, copies=True)
-    config = None if name in ("reference", "cpu") else _config(name, problem, target)
+    config = None if name in ("reference", "cpu") else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
 
@@ -115,7 +115,7 @@ def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
     return named * (p.batch * p.heads > 0)
 
 
-def _config(name: str, problem: Problem, target: Target) -> Config | None:
+def config_of(name: str, problem: Problem, target: Target) -> Config | None:
     config = _fitting(name, problem, target)
     return _with_fastest_rows(config, problem, target) if isinstance(config, WgmmaConfig) else config
 

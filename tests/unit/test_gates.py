@@ -4,7 +4,8 @@ A kernel passes its gate when nothing is spilled, nothing lies in local memory, 
 C7519), registers and shared memory suffice for the blocks that its Config counts on, and the instructions for whose
 sake it was written are there. The terminal summary has what was found.
 
-PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them.
+PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
+was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import time
 from unittest import mock
 
 import compiler
+import gate_results
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
@@ -167,12 +169,16 @@ def complaints(config, made, target, arch):
     return [f"{arch}: {words}" for words, wrong in found.items() if wrong]
 
 
-@pytest.mark.parametrize("config", list(gates()))
-def test_gate(config, request, record_property, tmp_path):
-    started = time.perf_counter()
-    # As select and select_backward ask: one block of the forward, all of a backward's blocks_per_sm.
+def targets_of(config):
+    """The GPUs that the row fits. As select asks: one block of the forward, all of a backward's blocks_per_sm."""
     blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
-    targets = [target for target in MACHINES[config.kernel] if config.shared_bytes * blocks <= target.shared_bytes]
+    return [target for target in MACHINES[config.kernel] if config.shared_bytes * blocks <= target.shared_bytes]
+
+
+def measured(name, config, folder):
+    """(a line of what was found, what is wrong)"""
+    started = time.perf_counter()
+    targets = targets_of(config)
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, MACHINES[config.kernel][0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
@@ -181,22 +187,52 @@ def test_gate(config, request, record_property, tmp_path):
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
-        made = machine_code(config, ptx, arch, tmp_path)
+        made = machine_code(config, ptx, arch, folder)
         wrong += complaints(config, made, target, arch)
         registers.append(made.registers)
         spills.append(made.spill_bytes)
         stack.append(made.stack_bytes)
         if target is HOPPER and tool("nvdisasm") is not None:
-            (tmp_path / "made.cubin").write_bytes(made.cubin)
-            command = [tool("nvdisasm"), "-c", str(tmp_path / "made.cubin")]
+            (folder / "made.cubin").write_bytes(made.cubin)
+            command = [tool("nvdisasm"), "-c", str(folder / "made.cubin")]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             wrong += [f"SASS: no {word}" for word in IN_SASS[config.kernel] if word not in sass]
-    record_property(
-        "gate",
-        f"{request.node.callspec.id:26} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
-        f"{config.shared_bytes:8} {seconds:7.1f}",
+    line = (
+        f"{name:34} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
+        f"{config.shared_bytes:8} {seconds:7.1f}"
     )
-    assert not wrong, wrong
+    return line, wrong
+
+
+@pytest.mark.parametrize("config", list(gates()))
+def test_gate(config, request, record_property, tmp_path):
+    name = request.node.callspec.id
+    asked = [targets_of(config), IN_PTX[config.kernel], IN_SASS[config.kernel], IN_PAIRS, REGISTERS]
+    result = dict(key=gate_results.key(config, asked + [bool(tool("nvdisasm"))]))
+    before = gate_results.kept().get(name, {})
+    if before.get("key") == result["key"]:
+        result = before
+    else:
+        result["line"], result["wrong"] = measured(name, config, tmp_path)
+    record_property("gate", (name, result))
+    assert not result["wrong"], result["wrong"]
+
+
+def test_a_gates_key_knows_what_shapes_the_code(monkeypatch):
+    """Everything that the kernel imports, below kernels and beside it, and what the gate is asked for."""
+    config = of_row("mma", tiles.TABLES["mma"][0])
+    reached = gate_results.reached_from("kernels.mma.forward")
+    expected = {"kernels.score.softcap", "kernels.steps.tiles", "ptx.mma", "ptx.asm", "problem.ranges"}
+    assert expected <= reached
+    assert not reached & {"kernels.wgmma.forward", "problem.forward", "select.tiles"}
+    keys = {gate_results.key(config, []), gate_results.key(config, [1])}
+    keys.add(gate_results.key(dataclasses.replace(config, tile_m=64), []))
+    monkeypatch.setattr(gate_results, "sources_of", lambda kernel: "other sources")
+    keys.add(gate_results.key(config, []))
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
+    keys.add(gate_results.key(config, []))
+    assert len(keys) == 5
 
 
 def test_what_the_gates_look_for_is_found():
