@@ -114,7 +114,7 @@ def test_on_a_gpu_it_is_in_float32_and_inlined(target):
     aux = tuple(read("aux", x).layout for x in (np.ones((2, 9), np.float16), np.ones(9, np.int32)))
     made = problem(dtype="float32", head_dim=8, score_mod=Function.of("score_mod", rich), aux=aux,
                    mask_mod=Function.of("mask_mod", lambda b, h, i, j, table, ids: i >= j or ids[j] == 0))  # fmt: skip
-    config = select._config("v2", made, target)
+    config = select.config_of("v2", made, target)
     ptx = gpu.to_ptx(config, target.cc)
     assert ".f64" not in ptx and "call" not in ptx
     code = assembler.assemble(ptx, gpu.architecture(target.cc))
@@ -189,7 +189,7 @@ def test_it_is_of_one_process():
 
 def test_the_disk_cache_knows_the_function():
     def config(factor):
-        return select._config("v2", problem(score_mod=Function.of("score_mod", made(factor))), HOPPER)
+        return select.config_of("v2", problem(score_mod=Function.of("score_mod", made(factor))), HOPPER)
 
     assert gpu._key(config(2.0), "sm_90a") == gpu._key(config(2.0), "sm_90a")
     assert gpu._key(config(2.0), "sm_90a") != gpu._key(config(3.0), "sm_90a")
