@@ -4,7 +4,7 @@ from typing import Any
 
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import AttentionGradients, CallPlan
-from ..dispatch.forward import reject_unimplemented
+from ..dispatch.forward import NO_AUX, reject_unimplemented
 from .forward import bound_to
 
 
@@ -29,7 +29,7 @@ def attention_backward(
     mask: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
+    aux: tuple[Any, ...] = NO_AUX,
     sinks: Any = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
@@ -73,10 +73,10 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    reject_unimplemented(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    reject_unimplemented(sinks, dropout_p, seed)
     return dispatch.run(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
-        mask, layout, deterministic, stream, kernel,
+        mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,
     )  # fmt: skip
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
+from ..dispatch.forward import NO_AUX, CallPlan, reject_unimplemented
 from ..dispatch.forward import AttentionOutput as AttentionOutput
-from ..dispatch.forward import CallPlan, reject_unimplemented
 
 differentiated = arrays.differentiated.get
-NO_AUX, NO_DROPOUT = (), 0.0  # defaults, which each call compares with: as objects, in a fifth of the time
+NO_DROPOUT = 0.0  # a default that each call compares with: as an object, in a fifth of the time
 
 
 def attention(
@@ -78,7 +78,13 @@ def attention(
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
         -inf removes a key, as the mask does.
     mask: bool, True = attend, broadcastable likewise.
-    score_mod, mask_mod, aux, sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers, behind
+        the scale and before softcap. It is compiled into the kernel: arithmetic, comparisons, if, loops, min, max, abs,
+        round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
+        (float64 for float64) and int64.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
+    aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
+    sinks, dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -96,22 +102,22 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (score_mod is mask_mod is sinks is seed is None and aux is NO_AUX and dropout_p is NO_DROPOUT):
-        reject_unimplemented(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not (sinks is seed is None and dropout_p is NO_DROPOUT):
+        reject_unimplemented(sinks, dropout_p, seed)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
         try:
             return dispatch.run(
-                q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout,
-                return_lse, out, stream, kernel,
+                q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod,
+                mask_mod, aux, layout, return_lse, out, stream, kernel,
             )  # fmt: skip
         except arrays.Recorded as recorded:
             family = recorded.family
     else:
         family = "torch"
     return bridge(family)(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse, out,
-        stream, kernel,
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
 
 
@@ -169,6 +175,6 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
+    to_come = ("sinks", "dropout_p", "seed")
     reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
     return bound.arguments

@@ -25,8 +25,7 @@ from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
-from ..select import backward as select_backward
-from ..select import forward as select
+from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
@@ -58,7 +57,8 @@ class Options(NamedTuple):
 
 def run(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
 ) -> Any:  # fmt: skip
     """`dispatch.forward.run` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
 
@@ -70,6 +70,8 @@ def run(
     batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
     once; forward mode and second derivatives raise NotImplementedError.
     """
+    if not score_mod is mask_mod is None or len(aux):
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
@@ -82,7 +84,7 @@ def run(
     for name, value in known.items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
-    select.check_name(kernel)
+    rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -218,7 +220,8 @@ class _Forward(_Callback):
     def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
         found = dispatch.plan(
             layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
-            **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
+            **self.options._asdict(), score_mod=None, mask_mod=None, return_lse=True, has_stream=has_stream,
+            aligned=aligned,
         )  # fmt: skip
         if found.choice.copies:
             raise NotImplementedError(
@@ -233,13 +236,13 @@ class _Backward(_Callback):
 
     def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
-        if known["kernel"] not in select_backward.BUILT:
+        if known["kernel"] not in rungs.WITH_BACKWARD:
             known["kernel"] = "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         optional = tuple(layouts.get(name) for name in self.order[5:10])
         found = gradients.plan(
-            **inputs, **known, optional=optional, wanted=tuple(name for name in GRADIENT_OF if name in layouts),
-            deterministic=True, has_stream=has_stream, aligned=aligned,
+            **inputs, **known, optional=optional, functions=None, deterministic=True, has_stream=has_stream,
+            aligned=aligned, wanted=tuple(name for name in GRADIENT_OF if name in layouts),
         )  # fmt: skip
         return found.problem.forward, found.launch
 

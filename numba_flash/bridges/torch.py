@@ -19,9 +19,9 @@ from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.backward import AttentionGradients
-from ..dispatch.forward import AttentionOutput, reject_unimplemented
+from ..dispatch.forward import NO_AUX, AttentionOutput, reject_unimplemented
 from ..problem import forward as problem
-from ..select import backward as select_backward
+from ..select import rungs
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
@@ -65,16 +65,17 @@ def attention(
     kernel: str = "auto",
 ) -> Any:
     """What torch.compile traces in the place of `numba_flash.attention`."""
-    reject_unimplemented(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    reject_unimplemented(sinks, dropout_p, seed)
     return run(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse, out,
-        stream, kernel,
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
 
 
 def run(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
 ) -> Any:  # fmt: skip
     """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias and alibi_slopes, also through lse.
 
@@ -87,6 +88,8 @@ def run(
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
     are not mapped and have a batch of 1; others are copied into such a form.
     """
+    if not score_mod is mask_mod is None or len(aux):
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
     if out is not None or stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
@@ -142,14 +145,14 @@ def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
     q_offset = q_offset if offsets is None else offsets
     try:
         return dispatch.run(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, True, None,
-            None, kernel,
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
+            layout, True, None, None, kernel,
         )  # fmt: skip
     except arrays.Recorded:
         pass
     return run(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, True, None,
-        None, kernel,
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
+        layout, True, None, None, kernel,
     )  # fmt: skip
 
 
@@ -186,7 +189,8 @@ def _gradients_now(
     q_offset, causal, window, scale, softcap, layout, kernel = call
     return gradients.run(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset if offsets is None else offsets, seqlens_k, scale,
-        softcap, alibi_slopes, bias, mask, layout, True, None, kernel if kernel in select_backward.BUILT else "auto",
+        softcap, alibi_slopes, bias, mask, None, None, NO_AUX, layout, True, None,
+        kernel if kernel in rungs.WITH_BACKWARD else "auto",
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import arrays
 from ..arrays import Layout, Operands
+from ..functions.function import Function
 from ..machine.target import Target
 from ..problem.forward import Problem, check_memory, window_sides
 from ..select.forward import Choice, select
@@ -17,6 +18,7 @@ from . import host_copies
 from .launch import Launch, make_launch
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
+NO_AUX = ()  # the default, which each call compares with: as an object, in a fifth of the time
 _NO_OTHERS = [None] * (len(Operands._fields) - 3)
 
 
@@ -38,12 +40,13 @@ class CallPlan(NamedTuple):
 
 def run(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
 ) -> Any:  # fmt: skip
     """`attention` for arrays that have addresses. Raises arrays.Recorded where a framework records what is done."""
     given, (problem, _, _, launch) = prepare(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse, out,
-        stream, kernel,
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
     like, o, lse = given[0], given[O], given[LSE]
     work_on = arrays.stream_of(given, stream)
@@ -62,11 +65,12 @@ def run(
 
 def prepare(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
 ) -> tuple[list[Any], CallPlan]:  # fmt: skip
     """Everything before memory is allocated or anything runs; what `explain` reports.
 
-    The arrays come in the order of Operands; o and lse are what came in out=, or None.
+    The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
     """
     read, checks = arrays.read, arrays.checks
     o = lse = None
@@ -88,13 +92,16 @@ def prepare(
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    if not (score_mod is mask_mod is None and aux is NO_AUX):
+        score_mod, mask_mod, more = prepare_functions(score_mod, mask_mod, aux)
+        given += more
     if q.layout.family in checks:
         checks[q.layout.family](given)
     # nearly always q, k and v are all, and what is not there need not be looked at one by one
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key = (
-        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
-        stream is not None, addresses % 16 == 0,
+        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
+        return_lse, kernel, stream is not None, addresses % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
     )  # fmt: skip
@@ -115,16 +122,17 @@ def prepare(
 
 def plan(
     q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
-    scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool, aligned: bool,
+    scale: Any, softcap: Any, score_mod: Function | None, mask_mod: Function | None, layout: Any, return_lse: Any,
+    kernel: Any, has_stream: bool, aligned: bool,
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
-    others: the layouts of Operands from o on; None for none at all.
+    others: the layouts of Operands from o on, and behind them those of aux; None for none at all.
     """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = others or _NO_OTHERS
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
     problem = Problem.of(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned,
+        layout, return_lse, aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)
@@ -133,8 +141,8 @@ def plan(
     copy = host_copies.layout_of_copy
     others = others and tuple([array and copy(array) for array in others])
     there = plan(
-        copy(q), copy(k), copy(v), others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
-        has_stream=False, aligned=True,
+        copy(q), copy(k), copy(v), others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
+        return_lse, kernel, has_stream=False, aligned=True,
     )  # fmt: skip
     choice = dataclasses.replace(there.choice, copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
@@ -146,14 +154,25 @@ _plans: dict[tuple[Any, ...], CallPlan] = {}
 MOST_PLANS = 4096
 
 
-def reject_unimplemented(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
+def prepare_functions(
+    score_mod: Any, mask_mod: Any, aux: Any
+) -> tuple[Function | None, Function | None, list[arrays.Array]]:
+    """The caller's functions as values, and the arrays that they read."""
+    if not isinstance(aux, tuple):
+        raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
+    return (
+        None if score_mod is None else Function.of("score_mod", score_mod),
+        None if mask_mod is None else Function.of("mask_mod", mask_mod),
+        [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)],
+    )
+
+
+def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
-    no_aux = isinstance(aux, tuple) and not aux
     no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
+    if sinks is seed is None and no_dropout:
         return
-    given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)
+    given = dict(sinks=sinks, seed=seed)
     wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
-    wrong += ["aux must be (), its default"] * (not no_aux)
     wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
     raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")
