@@ -28,6 +28,7 @@ from ..problem import forward as problem
 from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
+from .jax_varying import axes_of, varying
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -89,6 +90,8 @@ def run(
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
     _check(options, operands, return_lse)
+    axes = axes_of(operands.values())
+    operands = {name: varying(array, axes) for name, array in operands.items()}
     for name in GRADIENT_OF.values():
         if name in operands:
             operands[name] = reverse_only(operands[name])
@@ -159,12 +162,14 @@ def _dense(cotangent: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
 def _call(callback: "_Callback", given: tuple[Any, ...], results: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
-    return buffer_callback(callback, results, vmap_method="expand_dims")(*given)
+    axes = axes_of(given)
+    return tuple(varying(x, axes) for x in buffer_callback(callback, results, vmap_method="expand_dims")(*given))
 
 
 @_call.defjvp
 def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
-    return _call(callback, *primals, results), no_second_derivative(tangents, results)
+    found = _call(callback, *primals, results)
+    return found, no_second_derivative(tangents, found)
 
 
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
