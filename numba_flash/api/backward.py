@@ -142,7 +142,10 @@ def understand(
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
     # nearly always there is none of them, and what is not there need not be looked at one by one
-    optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
+    optional = None
+    if given[5:10] != _NO_OPTIONAL:
+        bias_aligned = bias is not None and bias.pointer % 8 == 0
+        optional = (*[array and array.layout for array in given[5:10]], bias_aligned)
     key = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, wanted, q_offset,
         causal, window, scale, softcap, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
@@ -172,17 +175,18 @@ _READ = GradientOperands._fields[:12]  # the names of what is given
 
 def decide(
     q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
-    optional: tuple[Layout | None, ...] | None, wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any,
+    optional: tuple[Any, ...] | None, wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any,
     softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool, aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up.
 
-    optional: the layouts of GradientOperands from bias to q_offset; None for none at all.
+    optional: the layouts of GradientOperands from bias to q_offset, and whether bias begins at a multiple of 8 bytes;
+    None for none at all.
     """
-    bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
+    bias, mask, alibi_slopes, seqlens_k, q_offsets, bias_aligned = optional or (*_NO_OPTIONAL, False)
     problem = BackwardProblem.of(
         do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned,
+        softcap, layout, wanted, deterministic, aligned, bool(bias_aligned),
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select_backward(problem, target, kernel, q.family, has_stream)

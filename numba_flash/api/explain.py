@@ -1,8 +1,10 @@
 """explain, explain_backward: which kernels a call would run, with what, and why not others."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays import ITEM_SIZE
 from ..config.backward import BackwardConfig
 from ..config.forward import Config
 from ..dispatch import launch, launch_backward
@@ -43,6 +45,14 @@ class Explanation:
                 f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
+            lines += [
+                f"  before it: {before.kernel}, {blocks} blocks of {before.threads} threads"
+                for before, blocks in launch.kernels_before(self.config, self.problem, self.target)
+            ]
+            made = launch.workspace(self.config, self.problem).values()
+            if made:
+                size = sum(math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in made)
+                lines.append(f"  workspace: {size} bytes beside the result")
         if self.copies:
             lines.append("  copies: the arrays go to the GPU and the result comes back, which is waited for")
         lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]

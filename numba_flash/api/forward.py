@@ -237,7 +237,10 @@ def understand(
     if q.layout.family in checks:
         checks[q.layout.family](given)
     # nearly always q, k and v are all, and what is not there need not be looked at one by one
-    others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
+    others = None
+    if given[3:] != _NO_OTHERS:
+        bias_aligned = bias is not None and bias.pointer % 8 == 0
+        others = (*[array and array.layout for array in given[3:]], bias_aligned)
     key = (
         q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
         stream is not None, addresses % 16 == 0,
@@ -263,17 +266,17 @@ _NO_OTHERS = [None] * (len(Operands._fields) - 3)
 
 
 def decide(
-    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
+    q: Layout, k: Layout, v: Layout, others: tuple[Any, ...] | None, q_offset: Any, causal: Any, window: Any,
     scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool, aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up.
 
-    others: the layouts of Operands from o on; None for none at all.
+    others: the layouts of Operands from o on, and whether bias begins at a multiple of 8 bytes; None for none at all.
     """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = others or _NO_OTHERS
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, bias_aligned = others or (*_NO_OTHERS, False)
     problem = Problem.of(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned,
+        layout, return_lse, aligned, bool(bias_aligned),
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)

@@ -232,9 +232,11 @@ class _Callback:
 class _Forward(_Callback):
     order, results = Operands._fields, ("o", "lse")
 
-    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+    def decide(
+        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
+    ) -> tuple[problem.Problem, Launch]:
         found = api.decide(
-            layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
+            layouts["q"], layouts["k"], layouts["v"], (*map(layouts.get, self.order[3:]), bias_aligned),
             **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
         )  # fmt: skip
         if found.choice.copies:
@@ -248,12 +250,14 @@ class _Forward(_Callback):
 class _Backward(_Callback):
     order, results = GradientOperands._fields, tuple(GRADIENT_OF)
 
-    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+    def decide(
+        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
+    ) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
         if known["kernel"] not in select_backward.BUILT:
             known["kernel"] = "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
-        optional = tuple(layouts.get(name) for name in self.order[5:10])
+        optional = (*map(layouts.get, self.order[5:10]), bias_aligned)
         found = gradients.decide(
             **inputs, **known, optional=optional, wanted=tuple(name for name in GRADIENT_OF if name in layouts),
             deterministic=True, has_stream=has_stream, aligned=aligned,
@@ -272,8 +276,10 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     sizes = [arrays.ITEM_SIZE[dtype] for dtype in dtypes]
     turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
     fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
+    of_bias = [n for n, name in enumerate(names) if name == "bias"]
+    bias_aligned = aligned and all(starts[n] % 8 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
-    forward, launch = callback.decide(dict(zip(names, layouts, strict=True)), device is not None, aligned)
+    forward, launch = callback.decide(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
     where = tuple(names.index(name) if name in names else None for name in callback.order)
     return _Plan(forward, launch, where, layouts, turns)
 

@@ -74,7 +74,7 @@ class MmaBackwardConfig(Config):
             raise ValueError(f"a warp's part of a tile has at most 128 rows, not {self.other_rows}: a mask is one word")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores or name in ("bias", "mask")]
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])

@@ -121,6 +121,7 @@ class TensorConfig(Config):
     group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
     head). scaled: scores are finished before the softmax, because an option that changes them or a scale that is not
     above 0 forbids folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
     lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
     """
 
@@ -128,6 +129,7 @@ class TensorConfig(Config):
     scaled: bool = False
     wide_o: bool = True
     lag: float = 0.0
+    bias_pairs: bool = False
 
     WIDEST: ClassVar[int] = 256  # columns of O that a block keeps in registers
     MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
@@ -183,7 +185,10 @@ class MmaConfig(TensorConfig):
     warp_rows: int = 16
     q_registers: bool = False
 
-    TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
+    @property
+    def tile_notes(self) -> int:
+        """What a block knows of its query tile (kernels/steps/notes.py); with bias or mask also where those begin."""
+        return 4 if self.has("bias") or self.has("mask") else 2
 
     def __post_init__(self) -> None:
         if self.warp_rows not in (16, 32):
@@ -203,7 +208,7 @@ class MmaConfig(TensorConfig):
         notes_at = tile_bytes(self.tile_m, self.width)  # K and V are no longer needed then
         end = v_at + tile_bytes(self.tile_n, self.width)
         tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m)
-        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.tile_notes * 16
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,27 @@ class WgmmaConfig(TensorConfig):
         notes_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
         return 0, k_at, v_at, o_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+
+
+@dataclass(frozen=True)
+class MaskBitsConfig(LaunchFacts):
+    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
+
+    of_keys: bool = False
+    threads: int = 512
+
+    kernel: ClassVar[str] = "mask_bits"
+    dtype: ClassVar[str] = "bool"
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.threads < 32 or self.threads % 32:
+            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+
+    def dtype_of(self, option: str) -> str:
+        return self.dtype
 
 
 @dataclass(frozen=True)

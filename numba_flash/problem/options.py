@@ -26,8 +26,8 @@ OPTIONS = (
     Option("scale", "score"),
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
-    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False),
-    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False),
+    Option("bias", "score", "scores", FLOATS, gradient="dbias"),
+    Option("mask", "mask", "scores", ("bool",)),
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )

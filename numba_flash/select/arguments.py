@@ -41,23 +41,32 @@ def _words(text: str) -> tuple[str, ...]:
 
 _SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 _OPTIONS = tuple(option.name for option in ARRAYS)
+MASK_BITS = "mask_bits"  # what tensor-core kernels take in a mask's place (kernels/score/mask_bits.py)
+
+
+def _with_bits(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(MASK_BITS if name == "mask" else name for name in names)
+
+
 _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
 _BACKWARD = (*_words("q k v do lse delta"), *_OPTIONS)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OPTIONS)
-_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.on_tensor_cores)
+_TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
+_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.name not in ("bias", "mask"))
 _TENSOR = (*_words("q k v do row_facts"), *_TENSOR_OPTIONS)
 _TENSOR_STRIDES = (*_words("q k v do"), *_TENSOR_OPTIONS)
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
-FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
+FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
 BACKWARD_WORKSPACE = _words("delta slope_rows row_facts")
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 
 PARAMETERS: dict[str, Parameters] = {
-    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE),
+    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE[:3]),
     "v2": _FORWARD,
-    "mma": _FORWARD,
-    "wgmma": _FORWARD._replace(arrays=(*Operands._fields, COUNTERS)),
+    "mma": _TENSOR_FORWARD,
+    "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
+    "mask_bits": Parameters(("mask", MASK_BITS), ("mask",), _words("heads seqlen_q seqlen_k")),
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
@@ -125,6 +134,8 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
+    if name == MASK_BITS:
+        return "uint32"
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
     option = GRADIENTS.get(name, name)
@@ -137,6 +148,26 @@ def element_type(config: Any, name: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def forward_values(kernel: str, problem: Problem) -> Values:
     return Values.of(kernel, **_numbers_of(problem))
+
+
+MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words behind them (kernels/score/mask_bits.py)
+
+
+def mask_bits_layout(problem: Problem) -> tuple[int, tuple[int, int, int, int]]:
+    """-> (how many pieces mask_bits makes, the strides by which they are read: batch, head, piece, row), in words."""
+    p, mask = problem, problem.array("mask")
+    if mask is None:
+        return 0, (0, 0, 0, 0)
+    row_words = -(-p.seqlen_k // 128) * 4
+    pieces = -(-p.seqlen_q // MASK_PIECE) if mask.strides[2] else 1
+    piece = MASK_PIECE * row_words + MASK_ENDS
+    heads = p.heads if mask.strides[1] else 1
+    batch = p.batch if mask.strides[0] else 1
+    used = [stride and 1 for stride in mask.strides[:3]]
+    by_batch, by_head, by_piece = (
+        bool(on) * words for on, words in zip(used, (heads * pieces * piece, pieces * piece, piece), strict=True)
+    )
+    return batch * heads * pieces, (by_batch, by_head, by_piece, row_words)
 
 
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
@@ -154,6 +185,7 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
         array, count = p.array(option.name), STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
+    strides[MASK_BITS] = mask_bits_layout(p)[1]
     sizes = {name: getattr(p, name) for name in _SIZES}
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32

@@ -308,8 +308,8 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
 
 
 def _same_keys(problem: Problem) -> bool:
-    """Whether all queries of a batch entry see the same keys."""
-    return problem.left is None and problem.right is None
+    """Whether all queries of a batch entry see the same keys, as far as is known."""
+    return problem.left is None and problem.right is None and problem.array("mask") is None
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
@@ -355,9 +355,11 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
+    bias = problem.array("bias")
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
     return dict(
         group=group,
         scaled=changes_scores(problem.uses) or problem.scale <= 0,
+        bias_pairs=bias is not None and bias.pairs,
         wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
     )

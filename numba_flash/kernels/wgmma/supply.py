@@ -6,7 +6,7 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
-from ..score import positions
+from ..score import positions, reads
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
@@ -39,6 +39,7 @@ def make(config):
     atomic_add, exchange = memory.add, memory.exchange
     rank = cluster.rank
     keys_and_start = positions.make(config)
+    has_mask, ends_of = config.has("mask"), reads.make(config, 1).ends
 
     @inlined
     def set_up(base):
@@ -78,15 +79,22 @@ def make(config):
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
-    def tiles_of(first_query, tile_pos, keys, sizes):
+    def tiles_of(b, h, first_query, tile_pos, keys, arrays, strides, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
         Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
         """
-        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
+        queries_here = min(sizes.seqlen_q - first_query, queries)
+        last_pos = tile_pos + queries_here - 1
         top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            end_query = first_query + queries_here
+            first_shown, end_shown = ends_of(b, h, first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first_shown, tile_n))
+            free = max(free, begin)
+            stop = min(stop, divide(end_shown + int32(tile_n - 1), tile_n))
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
@@ -169,7 +177,7 @@ def make(config):
             first_query = int32(first_query + rank() * queries)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
+        begin, free, cut, stop = tiles_of(b, h, first_query, tile_pos, keys, arrays, strides, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
         if q_buffers == 1:
