@@ -163,10 +163,8 @@ def mask_bits_layout(problem: Problem) -> tuple[int, tuple[int, int, int, int]]:
     piece = MASK_PIECE * row_words + MASK_ENDS
     heads = p.heads if mask.strides[1] else 1
     batch = p.batch if mask.strides[0] else 1
-    used = [stride and 1 for stride in mask.strides[:3]]
-    by_batch, by_head, by_piece = (
-        bool(on) * words for on, words in zip(used, (heads * pieces * piece, pieces * piece, piece), strict=True)
-    )
+    apart = (heads * pieces * piece, pieces * piece, piece)
+    by_batch, by_head, by_piece = (words if stride else 0 for words, stride in zip(apart, mask.strides, strict=False))
     return batch * heads * pieces, (by_batch, by_head, by_piece, row_words)
 
 
