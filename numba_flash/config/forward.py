@@ -235,6 +235,7 @@ class WgmmaConfig(TensorConfig):
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
     counted: ClassVar[bool] = True
+    MOST_KEYS: ClassVar[int] = 256
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
@@ -242,8 +243,8 @@ class WgmmaConfig(TensorConfig):
         self._check(64, 16)
         if self.consumers not in self.REGISTERS:
             raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
-        if self.tile_n > 256:
-            raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
+        if self.tile_n > self.MOST_KEYS:
+            raise ValueError(f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.wide_o:
@@ -304,7 +305,6 @@ class MaskBitsConfig(LaunchFacts):
     of_keys: bool = False
     threads: int = 512
 
-    kernel: ClassVar[str] = "mask_bits"
     dtype: ClassVar[str] = "bool"
     compute_dtype: ClassVar[str] = "float32"
     shared_bytes: ClassVar[int] = 0
@@ -313,6 +313,10 @@ class MaskBitsConfig(LaunchFacts):
     def __post_init__(self) -> None:
         if self.threads < 32 or self.threads % 32:
             raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+
+    @property
+    def kernel(self) -> str:
+        return "mask_bits_of_keys" if self.of_keys else "mask_bits"
 
     def dtype_of(self, option: str) -> str:
         return self.dtype

@@ -19,12 +19,11 @@ from ..select.arguments import (
     FORWARD_ARRAYS,
     FORWARD_WORKSPACE,
     MASK_BITS,
-    MASK_ENDS,
-    MASK_PIECE,
     PARAMETERS,
     Values,
     forward_values,
     mask_bits_layout,
+    mask_bits_words,
     positions,
     tensor_maps,
     tuple_class,
@@ -90,8 +89,7 @@ def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ..
         rows, dtype = problem.lse_shape, problem.compute_dtype
         return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
     if isinstance(config, TensorConfig) and config.has("mask"):
-        pieces, (*_, row_words) = mask_bits_layout(problem)
-        return {MASK_BITS: ((pieces * (MASK_PIECE * row_words + MASK_ENDS),), "uint32")}
+        return {MASK_BITS: ((mask_bits_words(problem),), "uint32")}
     return {}
 
 

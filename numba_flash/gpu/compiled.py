@@ -40,6 +40,7 @@ MODULES = {
     "wgmma": "wgmma.forward",
     "delta": "simt.delta",
     "mask_bits": "score.mask_bits",
+    "mask_bits_of_keys": "score.mask_bits",
     "v2_dkdv": "simt.v2_backward_dkdv",
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from ..config.forward import Config
+from ..config.forward import Config, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SeedBackwardConfig
 from ..config.wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
 from ..machine.target import Target
@@ -184,9 +184,9 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
-    for name_of_option in ("bias", "mask"):
-        if forward.array(name_of_option) is not None:
-            return f"its backward takes no {name_of_option} yet"
+    for option in ("bias", "mask"):
+        if name == "wgmma" and forward.array(option) is not None:
+            return f"its backward takes no {option} yet"
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None
@@ -227,7 +227,8 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
 def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     forward = problem.forward
-    head_dim, plain = max(forward.head_dim, forward.head_dim_v), not changes_scores(forward.uses)
+    masked = forward.array("mask") is not None
+    head_dim, plain = max(forward.head_dim, forward.head_dim_v), not changes_scores(forward.uses) and not masked
 
     def made_of(make: Callable[..., list[MmaBackwardConfig]], rows: Sequence[tuple[Any, ...]]) -> Any:
         usable = [row[2:] for row in rows if head_dim <= row[0] and (plain or not row[1])]
@@ -238,9 +239,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         dkdv = tuple(row for row in dkdv if row[7] <= 1)  # warps that exchange scores sum up both
     dq = MMA_SIMULATOR_DQ_TILES if target.simulated else MMA_DQ_TILES
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
-    made += made_of(_mma_dkdv, dkdv)
+    threads = 32 if target.simulated else 512
+    of_keys = made_of(_mma_dkdv, dkdv)
+    if masked and of_keys:
+        made.append(MaskBitsConfig(of_keys=True, threads=threads))
+    made += of_keys
     if "dq" in problem.wanted:
+        made += [MaskBitsConfig(threads=threads)] * masked
         made += made_of(_mma_dq, dq)
+    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
+        made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
     return tuple(made)
 
 
@@ -302,7 +310,8 @@ def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
         for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
     )
     threads = 32 if target.simulated else 256
-    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads)
+    natural = forward.array("bias") is not None
+    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads, natural=natural)
 
 
 def _mma_dkdv(
@@ -313,7 +322,7 @@ def _mma_dkdv(
     parts = [wanted] if column_groups and wanted else [[name] for name in wanted]
     return [
         MmaDkdvConfig(
-            **_features(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
+            **_features(problem), **_pairs(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
             in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part, of_dv="dv" in part,
             column_groups=max(column_groups, 1), stages=stages,
         )
@@ -327,10 +336,15 @@ def _mma_dq(
 ) -> list[MmaBackwardConfig]:  # fmt: skip
     return [
         MmaDqConfig(
-            **_features(problem), kernel="mma_dq", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
+            **_features(problem), **_pairs(problem), kernel="mma_dq", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
             in_registers=in_registers, blocks_per_sm=blocks_per_sm, column_groups=column_groups, stages=stages,
         )
     ]  # fmt: skip
+
+
+def _pairs(problem: BackwardProblem) -> dict[str, bool]:
+    bias = problem.forward.array("bias")
+    return dict(bias_pairs=bias is not None and bias.pairs)
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:

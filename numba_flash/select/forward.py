@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.forward import Config, MmaConfig, SeedConfig, WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config, MmaConfig, SeedConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem, Strides
 from ..problem.options import BY_NAME, changes_scores
@@ -40,6 +40,11 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1, 0),
     (512, 32, 32, 16, False, 1, 0),
 )
+# With bias or a mask, whose words take registers: a strip of 16 rows a warp. H200, bfloat16, 4 x 16 heads of 4096,
+# 2026-11-23, ms with a bias in bfloat16, in float32, with a mask and plain: head_dim 64: 1.44, 1.56, 1.20, 0.84, and with
+# two strips 1.25, spilled, spilled; 128: 2.48, 2.53, 2.06, 1.43, with two strips all spilled; 256: 3.96, 4.09, 3.66,
+# 3.30.
+MMA_READING_TILES = ((64, 64, 64, 16, True, 2, 0), *(row for row in MMA_TILES if row[0] > 64 and row[3] == 16))
 # (largest head_dim, largest tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k
 # tokens, 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356,
 # 472, 433. head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 64 510, 750, 707; two buffers of Q do not fit
@@ -60,6 +65,16 @@ WGMMA_TILES = (
     (192, 128, 96, True, 1, 8),
     (256, 128, 64, True, 1, 8),
 )
+# {(bytes of a number of bias, whether nothing else changes or hides scores): ((largest head_dim, largest tile_n), ...)}:
+# what is loaded for each score of a tile takes registers. H200, as above, ms: head_dim 64, bfloat16: 128 1.137, 96 1.132,
+# float32: 1.251, 1.352; 128, bfloat16: 128 1.194, 112 1.233, 96 1.285, 64 1.441, float32: 112 1.514, 96 1.561; 256,
+# bfloat16: 64 1.926, 48 2.069, float32: 2.215, 2.416. What is larger spills.
+WGMMA_BIAS_KEYS = {
+    (2, True): ((128, 128), (256, 64)),
+    (2, False): ((64, 96), (128, 112), (256, 48)),
+    (4, True): ((64, 128), (128, 112), (256, 64)),
+    (4, False): ((128, 96), (256, 32)),
+}
 # {tile_m: what a block takes for a tile of keys with so many query rows}; of those up to a table row's tile_m the one
 # is taken by which all is done soonest (cost_model.py). H200, float16, head_dim 64, 128 and 256, 51 shapes of 1 to 64
 # batch entries, 8 to 32 heads and 128 to 8k tokens, full and causal, 2026-11-22: by these numbers and makespan() it was
@@ -258,7 +273,9 @@ def _seed_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
 
 def _mma_candidates(problem: Problem) -> Iterator[Config]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in MMA_TILES:
+    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in (
+        MMA_READING_TILES if _reads_scores(problem) else MMA_TILES
+    ):
         if head_dim <= widest:
             group = _group(problem, tile_m)
             tile_m = _rows(problem, group, tile_m, warp_rows)
@@ -274,14 +291,30 @@ def _wgmma_candidates(problem: Problem) -> Iterator[Config]:
         if head_dim <= widest:
             group = _group(problem, tile_m)
             features = _features("wgmma", problem) | _tensor_features(problem, group)
-            if tile_m == 192 and features["scaled"] and 128 % group == 0:
+            if tile_m == 192 and (features["scaled"] or _reads_scores(problem)) and 128 % group == 0:
                 tile_m = 128  # three consumers have no registers left for scores that are finished before the softmax
+            tile_n = min(tile_n, _most_keys(problem, head_dim))
             # A place for O, where no buffer of Q is free for it and there is room.
             for o_buffer in (True, False) if q_buffers == 1 and features["wide_o"] else (False,):
                 yield WgmmaConfig(
                     **features, tile_m=tile_m, tile_n=tile_n, ping_pong=ping_pong, q_buffers=q_buffers, lag=lag,
                     o_buffer=o_buffer,
                 )  # fmt: skip
+
+
+def _reads_scores(problem: Problem) -> bool:
+    """Whether there is something to read for each score."""
+    return any(problem.array(option) is not None for option in ("bias", "mask"))
+
+
+def _most_keys(problem: Problem, head_dim: int) -> int:
+    """How many keys a tile of wgmma has at most, by the registers for their bias."""
+    bias = problem.array("bias")
+    if bias is None:
+        return WgmmaConfig.MOST_KEYS
+    alone = all(BY_NAME[name].acts_on == "keys" or name == "bias" for name, _ in problem.uses)
+    rows = WGMMA_BIAS_KEYS[ITEM_SIZE[bias.dtype], alone]
+    return next(keys for widest, keys in rows if head_dim <= widest)
 
 
 def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:

@@ -167,7 +167,7 @@ def make(config):
         return special.thread_index() if many_copies else thread
 
     @inlined
-    def load_for_scores(j, registers, row, places, strides, sizes, masked):
+    def load_for_scores(j, registers, row, places, arrays, strides, sizes, masked):
         """What the scores of tile j need from global memory, while they are computed."""
         now = special.thread_index()
         bias, bits = notes.get(places.q + int32(origin_at))
@@ -176,7 +176,7 @@ def make(config):
         first_row = (now >> int32(5)) * warp_rows
         inside = FALSE if masked else TRUE
         load_reads(
-            registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), strides, sizes, inside
+            registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
         )  # fmt: skip
 
     @inlined
@@ -237,11 +237,11 @@ def make(config):
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def step(j, begin, registers, row, places, bytes_, columns_left, thread, strides, sizes, score, masked):
+    def step(j, begin, registers, row, places, bytes_, columns_left, thread, arrays, strides, sizes, score, masked):
         """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
         k_bytes, v_bytes = bytes_
         if reads:
-            load_for_scores(j, registers, row, places, strides, sizes, masked)
+            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
         finish_and_mask(j, registers.acc_s, registers.loaded, row, places, sizes, score, masked)
         outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
@@ -334,7 +334,7 @@ def make(config):
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             first_query, end_query = tile.first_query, tile.first_query + queries_left
-            first_shown, end_shown = ends_of(tile.b, tile.h, first_query, end_query, arrays, strides, sizes)
+            first_shown, end_shown = ends_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first_shown, tile_n))
             free = max(free, begin)
             stop = min(int32(stop), divide(end_shown + int32(tile_n - 1), tile_n))
@@ -367,14 +367,14 @@ def make(config):
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, strides, sizes, score,
-                    TRUE,
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
+                    score, TRUE,
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, strides, sizes, score,
-                    FALSE,
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
+                    score, FALSE,
                 )  # fmt: skip
                 j = int32(j - 1)
 

@@ -9,6 +9,7 @@ from numba import float32, int64, uint32
 from ..steps import elements
 from ..steps.inlined import inlined
 from .mask_bits import PIECE
+from .reads import bits_of_keys, bits_of_queries
 
 
 class AtScores(NamedTuple):
@@ -19,8 +20,10 @@ class AtScores(NamedTuple):
 
 
 @functools.cache
-def make(config: Any) -> AtScores:
+def make(config: Any, of_keys: bool = False) -> AtScores:
+    """of_keys: there are the mask's bits of keys."""
     has_bias, has_mask = config.has("bias"), config.has("mask")
+    bits_of = bits_of_keys if of_keys else bits_of_queries
     load = elements.loader(config.dtype_of("bias") or "float32", float32)
 
     @inlined
@@ -35,10 +38,11 @@ def make(config: Any) -> AtScores:
     def visible(b, h, query, key, arrays, strides):
         found = True
         if has_mask:
-            row = b * strides.mask_bits[0] + h * strides.mask_bits[1] + (query >> 4) * strides.mask_bits[2]
-            word = row + (query & (PIECE - 1)) * strides.mask_bits[3] + (int64(key) >> 7) * 4 + ((key >> 1) & 3)
-            bit = uint32(2 * ((key >> 3) & 15) + (key & 1))
-            found = (arrays.mask_bits[word] >> bit) & uint32(1) != 0
+            bits, by = bits_of(arrays, strides)
+            row, column = (key, query) if of_keys else (query, key)
+            first = b * by[0] + h * by[1] + (row >> 4) * by[2] + (row & (PIECE - 1)) * by[3]
+            word = bits[first + (int64(column) >> 7) * 4 + ((column >> 1) & 3)]
+            found = (word >> uint32(2 * ((column >> 3) & 15) + (column & 1))) & uint32(1) != 0
         return found
 
     return AtScores(added, visible)

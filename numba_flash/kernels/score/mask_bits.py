@@ -24,10 +24,21 @@ PIECE, ENDS = 16, 4  # rows of a piece; words behind them, of which two are used
 AT_ONCE = 4  # words of all four kinds that are asked for at a time: a read takes a while
 
 
+@inlined
+def _of_queries(arrays):
+    return arrays.mask_bits
+
+
+@inlined
+def _of_keys(arrays):
+    return arrays.mask_bits_of_keys
+
+
 def make(config):
     threads, of_keys = config.threads, config.of_keys
     warps, at_once = threads // 32, 4 * AT_ONCE
     two_of_each = 2 * warps
+    result = _of_keys if of_keys else _of_queries
     ballot, bfly = vote.ballot, shfl.bfly_b32
     thread_index, block_index = special.thread_index, special.block_index
 
@@ -61,6 +72,7 @@ def make(config):
         ballots = cuda.local.array(4, uint32)
         seen = cuda.local.array(at_once, uint32)
         ends = cuda.shared.array(two_of_each, int32)
+        bits = result(arrays)
         first, end = int32(columns), int32(0)
         for in_piece in range(warp, PIECE, warps):
             row = int64(piece) * PIECE + in_piece
@@ -79,7 +91,7 @@ def make(config):
                             first, end = min(first, column), max(end, int32(column + 1))
                     if lane < 4 and step + part < int32(row_words >> 2):
                         at = to + in_piece * row_words + int64(step + part) * 4 + lane
-                        arrays.mask_bits[at] = word_of(ballots, lane)
+                        bits[at] = word_of(ballots, lane)
         for distance in (1, 2, 4, 8, 16):
             first = min(first, int32(bfly(uint32(first), distance)))
             end = max(end, int32(bfly(uint32(end), distance)))
@@ -89,7 +101,7 @@ def make(config):
         if thread == 0:
             for other in range(warps):
                 first, end = min(first, ends[2 * other]), max(end, ends[2 * other + 1])
-            arrays.mask_bits[to + PIECE * row_words] = uint32(first)
-            arrays.mask_bits[to + PIECE * row_words + 1] = uint32(end)
+            bits[to + PIECE * row_words] = uint32(first)
+            bits[to + PIECE * row_words + 1] = uint32(end)
 
     return mask_bits

@@ -5,7 +5,8 @@ same time. Two neighbouring columns of a bias are one access where they lie side
 there are the bits that mask_bits.py made of it, in the order in which lanes hold scores: for 128 columns of a row a
 word.
 
-Rows of the query tile past the last query read what the last one has; what lies past the last key is not read.
+Rows are queries and columns keys; with of_keys, in the backward's scores of keys, it is the other way around. Rows of
+the tile past the last one read what the last one has; columns past the last one are not read.
 """
 
 import functools
@@ -23,11 +24,12 @@ from .mask_bits import ENDS, PIECE
 
 
 class Origin(NamedTuple):
-    """Where all that a query tile reads begins: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h)."""
+    """Where all that a tile reads begins: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h); and the
+    tile's first row."""
 
     bias: int
     bits: int
-    first_query: int
+    first_row: int
 
 
 class Reads(NamedTuple):
@@ -36,7 +38,7 @@ class Reads(NamedTuple):
     reads: bool  # whether anything is read at all
     bias_words: int
     bits_words: int
-    origin: Callable[..., Any]  # (b, h, first_query, arrays, strides) -> Origin
+    origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
     load: Callable[..., Any]
     added: Callable[..., Any]
     hide: Callable[..., Any]
@@ -44,35 +46,57 @@ class Reads(NamedTuple):
     ends: Callable[..., Any]
 
 
+@inlined
+def bits_of_queries(arrays, strides):
+    return arrays.mask_bits, strides.mask_bits
+
+
+@inlined
+def bits_of_keys(arrays, strides):
+    return arrays.mask_bits_of_keys, strides.mask_bits_of_keys
+
+
+@inlined
+def _sides(sizes, by):
+    """-> (how many rows, how many columns, the stride of a row, that of a column)."""
+    return sizes.seqlen_q, sizes.seqlen_k, by[2], by[3]
+
+
+@inlined
+def _sides_of_keys(sizes, by):
+    return sizes.seqlen_k, sizes.seqlen_q, by[3], by[2]
+
+
 @functools.cache
-def make(config: Any, strips: int, columns: int = 0) -> Reads:
+def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
     """Of tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group, rows = columns or config.tile_n, config.group, 2 * strips
     blocks = tile_n // 8
     words = -(-blocks // 16)  # of mask bits for a row
     has_bias, has_mask = config.has("bias"), config.has("mask")
     dtype = config.dtype_of("bias") or "float32"
-    item, pairs = ITEM_SIZE[dtype], has_bias and config.bias_pairs
+    item, pairs = ITEM_SIZE[dtype], has_bias and config.bias_pairs and not of_keys
+    bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     wide, half = item == 4, dtype == "float16"
     load_b16, load_b32, load_v2 = memory.load_b16_if, memory.load_b32_if, memory.load_v2_if
     low_f16, high_f16, any_lane, address = cvt.low_f16, cvt.high_f16, vote.any_lane, memory.address
 
     @inlined
-    def origin(b, h, first_query, arrays, strides):
+    def origin(b, h, first_row, arrays, strides):
         bias = bits = int64(0)
         if has_bias:
             bias = address(arrays.bias, b * strides.bias[0] + h * strides.bias[1])
         if has_mask:
-            bits = address(arrays.mask_bits, b * strides.mask_bits[0] + h * strides.mask_bits[1])
-        return Origin(bias, bits, int32(first_query))
+            pointer, by = bits_of(arrays, strides)
+            bits = address(pointer, b * by[0] + h * by[1])
+        return Origin(bias, bits, int32(first_row))
 
     @inlined
-    def place_of(origin, first_row, lane, r, sizes):
-        """-> (query, which head of the group) of the lane's row r."""
+    def place_of(origin, first_row, lane, r, row_count):
+        """-> (row of scores, which head of the group) of the lane's row r."""
         row = uint32(first_row + int32(first_row_of(lane)) + r * 8)
-        return int64(min(origin.first_query + int32(row // uint32(group)), int32(sizes.seqlen_q) - 1)), int64(
-            row % uint32(group)
-        )
+        in_head = min(origin.first_row + int32(row // uint32(group)), int32(row_count) - 1)
+        return int64(in_head), int64(row % uint32(group))
 
     @inlined
     def load_pair(loaded, at, place, step, first, second):
@@ -89,31 +113,30 @@ def make(config: Any, strips: int, columns: int = 0) -> Reads:
 
     @inlined
     def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
+        row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
         column = int32(first_column_of(lane))
-        keys_left = int32(sizes.seqlen_k - int64(j) * tile_n) - column
+        columns_left = int32(column_count - int64(j) * tile_n) - column
         # As a constant where it is one, so that addresses of a row differ by constants too.
-        step = int64(item) if pairs else strides.bias[3] * item
+        step = int64(item) if pairs else by_column * item
         for r in range(rows):
-            query, member = place_of(origin, first_row, lane, r, sizes)
-            place = (
-                origin.bias
-                + item * (query * strides.bias[2] + member * strides.bias[1])
-                + (int64(j) * tile_n + column) * step
-            )
+            row, member = place_of(origin, first_row, lane, r, row_count)
+            place = origin.bias + item * (row * by_row + member * strides.bias[1]) + (int64(j) * tile_n + column) * step
             for n in range(blocks):
-                first = uint32(1) if inside or n * 8 < keys_left else uint32(0)
-                second = uint32(1) if inside or n * 8 + 1 < keys_left else uint32(0)
+                first = uint32(1) if inside or n * 8 < columns_left else uint32(0)
+                second = uint32(1) if inside or n * 8 + 1 < columns_left else uint32(0)
                 load_pair(loaded, (r * blocks + n) * (2 if wide else 1), place + 8 * n * step, step, first, second)
 
     @inlined
-    def load_bits(bits, j, origin, first_row, lane, strides, sizes):
-        row_words = strides.mask_bits[3]
+    def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
+        _, by = bits_of(arrays, strides)
+        row_count, _, _, _ = sides(sizes, by)
+        row_words = by[3]
         first_bit = int32(j * (tile_n // 4))  # a lane has two of eight columns
         first_word, shift = first_bit >> 5, uint32(first_bit & 31)
         words_left = int32(row_words >> 2) - first_word
         for r in range(rows):
-            query, member = place_of(origin, first_row, lane, r, sizes)
-            word = (query >> 4) * strides.mask_bits[2] + (query & 15) * row_words + member * strides.mask_bits[1]
+            row, member = place_of(origin, first_row, lane, r, row_count)
+            word = (row >> 4) * by[2] + (row & 15) * row_words + member * by[1]
             place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
             for n in range(words):
                 found = load_b32(place + 16 * n, uint32(1) if n < words_left else uint32(0))
@@ -125,12 +148,12 @@ def make(config: Any, strips: int, columns: int = 0) -> Reads:
                 bits[r * words + n] = found
 
     @inlined
-    def load(loaded, bits, j, origin, first_row, lane, strides, sizes, inside):
+    def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
         """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
         if has_bias:
             load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
         if has_mask:
-            load_bits(bits, j, origin, first_row, lane, strides, sizes)
+            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def added(loaded, r, n, i):
@@ -163,19 +186,22 @@ def make(config: Any, strips: int, columns: int = 0) -> Reads:
         return any_lane(some) != 0
 
     @inlined
-    def ends(b, h, first_query, end_query, arrays, strides, sizes):
-        """-> [first, end), beyond which the mask shows none of these queries of the heads from h on a key."""
-        first, end = int32(sizes.seqlen_k), int32(0)
-        piece, last_piece = int64(first_query) >> 4, (int64(end_query) - 1) >> 4
-        if strides.mask_bits[2] == 0:
-            last_piece = piece
-        members = group if strides.mask_bits[1] != 0 else 1
-        for member in range(members):
-            base = b * strides.mask_bits[0] + (h + member) * strides.mask_bits[1] + PIECE * strides.mask_bits[3]
-            for p in range(piece, last_piece + 1):
-                at = base + p * strides.mask_bits[2]
-                first = min(first, int32(arrays.mask_bits[at]))
-                end = max(end, int32(arrays.mask_bits[at + 1]))
+    def ends(b, h, heads, first_row, end_row, arrays, strides, sizes):
+        """-> [first, end): no other columns are shown in these rows, in so many heads from h on. Counted in 32 bits:
+        wgmma's scheduler, which asks, has few registers."""
+        bits, by = bits_of(arrays, strides)
+        first, end = int32((1 << 31) - 1), int32(0)
+        piece = int32(first_row) >> 4
+        pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
+        heads_left = int32(heads) if by[1] != 0 else int32(1)
+        of_head = address(bits, b * by[0] + h * by[1] + piece * by[2] + PIECE * by[3])
+        while heads_left > 0:
+            place, left = of_head, pieces
+            while left > 0:
+                first = min(first, int32(load_b32(place, uint32(1))))
+                end = max(end, int32(load_b32(place + 4, uint32(1))))
+                place, left = place + 4 * by[2], int32(left - 1)
+            of_head, heads_left = of_head + 4 * by[1], int32(heads_left - 1)
         return first, end
 
     bias_words = rows * blocks * (2 if wide else 1) if has_bias else 1

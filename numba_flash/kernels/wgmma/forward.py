@@ -225,7 +225,7 @@ def make(config):
         """What the scores of key tile j need from global memory: asked for before their product is."""
         first_row, lane = rows_of_lane()
         origin = origin_of(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), arrays, strides)
-        load_reads(loaded, bits, j, origin, first_row, lane, strides, sizes, inside)
+        load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def mask_some(acc_s, mask_bits, bits):

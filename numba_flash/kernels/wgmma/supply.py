@@ -79,22 +79,26 @@ def make(config):
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
+    def shown_tiles(b, h, first_query, begin, free, cut, stop, arrays, strides, sizes):
+        """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last."""
+        begin, free, cut, stop = int32(begin), int32(free), int32(cut), int32(stop)
+        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
+        first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        begin = max(begin, divide(first, tile_n))
+        return begin, max(free, begin), cut, min(stop, divide(end + int32(tile_n - 1), tile_n))
+
+    @inlined
     def tiles_of(b, h, first_query, tile_pos, keys, arrays, strides, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
         Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
         """
-        queries_here = min(sizes.seqlen_q - first_query, queries)
-        last_pos = tile_pos + queries_here - 1
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
         top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
-            end_query = first_query + queries_here
-            first_shown, end_shown = ends_of(b, h, first_query, end_query, arrays, strides, sizes)
-            begin = max(begin, divide(first_shown, tile_n))
-            free = max(free, begin)
-            stop = min(stop, divide(end_shown + int32(tile_n - 1), tile_n))
+        if has_mask:
+            begin, free, cut, stop = shown_tiles(b, h, first_query, begin, free, cut, stop, arrays, strides, sizes)
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
