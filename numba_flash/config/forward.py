@@ -244,7 +244,9 @@ class WgmmaConfig(TensorConfig):
         if self.consumers not in self.REGISTERS:
             raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
         if self.tile_n > self.MOST_KEYS:
-            raise ValueError(f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}")
+            raise ValueError(
+                f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
+            )
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.wide_o:

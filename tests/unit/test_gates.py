@@ -84,27 +84,61 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     return config
 
 
+def reading(kernel, head_dim, bias, mask, everything):
+    """With what is read for each score: a bias of this dtype, or None, and a mask; with everything else too, or alone.
+    Tiles of wgmma are as large as they may be."""
+
+    def scores(dtype, heads):
+        return empty(1, heads, 4096, 4096, dtype=dtype, strides=(2**26, 2**24, 4096, 1))
+
+    given = dict(bias=scores(bias, 2)) if bias else {}
+    given |= dict(mask=scores("bool", 1)) if mask else {}
+    if everything:
+        given |= dict(
+            softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
+            q_offsets=empty(1, dtype="int32"), return_lse=True,
+        )  # fmt: skip
+    made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
+    return next(
+        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
+    )
+
+
+def reading_gates():
+    """Of both kernels each head_dim at which their tables change, with bias, mask and everything."""
+    for kernel, head_dims in (("mma", (64, 128, 256, 512)), ("wgmma", (64, 128, 192, 256))):
+        for head_dim in head_dims:
+            for bias in (None, "bfloat16", "float32"):
+                for everything in (False, True):
+                    name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
+                    yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
+
+
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     plain = dict(dtype="float16")
-    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(dtype="bfloat16", uses=used, q_offset_source="array")
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(dtype="bfloat16", uses=uses(**used), q_offset_source="array")
+    # What is read for each score, in the rows that are not for plain scores only.
+    reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
+    masked = dict(dtype="float16", uses=uses(mask="bool"))
+    kinds = {True: {"": plain}, False: {"-rich": rich, "-reading": reading, "-masked": masked}}
     for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DKDV_TILES:
         for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
-            name = (
-                f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}x{groups}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
-            )
-            yield name, MmaDkdvConfig(
-                **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
-                tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-                of_dk=dk, of_dv=dv, column_groups=max(groups, 1), stages=stages,
-            )  # fmt: skip
+            name = f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}x{groups}-{'dk' * dk}{'dv' * dv}"
+            for kind, features in kinds[only_plain].items():
+                yield name + kind, MmaDkdvConfig(
+                    **features, kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim, tile_m=row[0],
+                    tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm, of_dk=dk,
+                    of_dv=dv, column_groups=max(groups, 1), stages=stages,
+                )  # fmt: skip
     for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DQ_TILES:
-        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}x{groups}{'' if only_plain else '-rich'}", MmaDqConfig(
-            **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
-            tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-            column_groups=groups, stages=stages,
-        )  # fmt: skip
+        for kind, features in kinds[only_plain].items():
+            yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}x{groups}{kind}", MmaDqConfig(
+                **features, kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim, tile_m=row[0], tile_n=row[1],
+                warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm, column_groups=groups,
+                stages=stages,
+            )  # fmt: skip
     for head_dim, only_plain, tile_m, tile_n, a, b, apart in select_backward.WGMMA_DKDV_TILES:
         for dk, dv in ((True, False), (False, True)) if apart else ((True, True),):
             words = f"{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
@@ -123,7 +157,7 @@ def backward_gates():
 
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
-    configs = dict(backward_gates())
+    configs = dict(backward_gates()) | dict(reading_gates())
     for kernel, table in TABLES.items():
         configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
