@@ -238,6 +238,7 @@ class WgmmaConfig(TensorConfig):
     MOST_KEYS: ClassVar[int] = 256
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+    MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224)}  # the scheduler looks which tiles are shown
 
     def __post_init__(self) -> None:
         self._check(64, 16)
@@ -286,7 +287,8 @@ class WgmmaConfig(TensorConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
-        return self.REGISTERS[self.consumers]
+        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") else {})
+        return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and notices, and the

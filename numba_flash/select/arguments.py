@@ -157,7 +157,7 @@ def forward_values(kernel: str, problem: Problem) -> Values:
     return Values.of(kernel, **_numbers_of(problem))
 
 
-MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words behind them (kernels/score/mask_bits.py)
+MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
 
 
 def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:

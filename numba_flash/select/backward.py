@@ -322,9 +322,9 @@ def _mma_dkdv(
     parts = [wanted] if column_groups and wanted else [[name] for name in wanted]
     return [
         MmaDkdvConfig(
-            **_features(problem), **_pairs(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows,
-            in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part, of_dv="dv" in part,
-            column_groups=max(column_groups, 1), stages=stages,
+            **_features(problem), **_pairs(problem), kernel="mma_dkdv", tile_m=tile_m, tile_n=tile_n,
+            warp_rows=warp_rows, in_registers=in_registers, blocks_per_sm=blocks_per_sm, of_dk="dk" in part,
+            of_dv="dv" in part, column_groups=max(column_groups, 1), stages=stages,
         )
         for part in parts
     ]  # fmt: skip

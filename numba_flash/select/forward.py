@@ -41,9 +41,9 @@ MMA_TILES = (
     (512, 32, 32, 16, False, 1, 0),
 )
 # With bias or a mask, whose words take registers: a strip of 16 rows a warp. H200, bfloat16, 4 x 16 heads of 4096,
-# 2026-11-23, ms with a bias in bfloat16, in float32, with a mask and plain: head_dim 64: 1.44, 1.56, 1.20, 0.84, and with
-# two strips 1.25, spilled, spilled; 128: 2.48, 2.53, 2.06, 1.43, with two strips all spilled; 256: 3.96, 4.09, 3.66,
-# 3.30.
+# 2026-11-23, ms with a bias in bfloat16, in float32, with a mask, and plain by MMA_TILES: head_dim 64: 1.44, 1.56, 1.20
+# and 0.84, with two strips 1.25, the others spilled; 128: 2.48, 2.53, 2.06 and 1.43, with two strips all spilled; 256:
+# 3.96, 4.09, 3.66 and 3.30.
 MMA_READING_TILES = ((64, 64, 64, 16, True, 2, 0), *(row for row in MMA_TILES if row[0] > 64 and row[3] == 16))
 # (largest head_dim, largest tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k
 # tokens, 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356,
@@ -65,11 +65,13 @@ WGMMA_TILES = (
     (192, 128, 96, True, 1, 8),
     (256, 128, 64, True, 1, 8),
 )
-# {(bytes of a number of bias, whether nothing else changes or hides scores): ((largest head_dim, largest tile_n), ...)}:
-# what is loaded for each score of a tile takes registers. H200, as above, ms: head_dim 64, bfloat16: 128 1.137, 96 1.132,
-# float32: 1.251, 1.352; 128, bfloat16: 128 1.194, 112 1.233, 96 1.285, 64 1.441, float32: 112 1.514, 96 1.561; 256,
-# bfloat16: 64 1.926, 48 2.069, float32: 2.215, 2.416. What is larger spills.
-WGMMA_BIAS_KEYS = {
+# {(bytes of a number of bias, 0 with a mask alone; whether nothing else changes or hides scores): ((largest head_dim,
+# largest tile_n), ...)}, because what is loaded for each score of a tile takes registers. H200, as above, ms: head_dim
+# 64, bfloat16: 128 1.137, 96 1.132, float32: 1.251, 1.352; 128, bfloat16: 128 1.194, 112 1.233, 96 1.285, 64 1.441,
+# float32: 112 1.514, 96 1.561; 256, bfloat16: 64 1.926, 48 2.069, float32: 2.215, 2.416. What is larger spills.
+WGMMA_READING_KEYS = {
+    (0, True): ((128, 128), (192, 80), (256, 64)),
+    (0, False): ((64, 128), (128, 112), (192, 80), (256, 64)),
     (2, True): ((128, 128), (256, 64)),
     (2, False): ((64, 96), (128, 112), (256, 48)),
     (4, True): ((64, 128), (128, 112), (256, 64)),
@@ -308,12 +310,13 @@ def _reads_scores(problem: Problem) -> bool:
 
 
 def _most_keys(problem: Problem, head_dim: int) -> int:
-    """How many keys a tile of wgmma has at most, by the registers for their bias."""
-    bias = problem.array("bias")
-    if bias is None:
+    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+    if not _reads_scores(problem):
         return WgmmaConfig.MOST_KEYS
-    alone = all(BY_NAME[name].acts_on == "keys" or name == "bias" for name, _ in problem.uses)
-    rows = WGMMA_BIAS_KEYS[ITEM_SIZE[bias.dtype], alone]
+    bias = problem.array("bias")
+    read = "mask" if bias is None else "bias"
+    alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
+    rows = WGMMA_READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
     return next(keys for widest, keys in rows if head_dim <= widest)
 
 

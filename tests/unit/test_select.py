@@ -66,8 +66,6 @@ def test_the_choice(target, kernel, expected, copies):
     [
         (dict(dtype="float32"), "not float32"),
         (dict(dtype="float64"), "not float64"),
-        (dict(bias=empty(4096)), "no bias"),
-        (dict(mask=empty(4096, dtype="bool")), "no mask"),
         (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
@@ -105,6 +103,45 @@ def test_what_tensor_cores_do_not_take_goes_to_v2(made, reason):
 def test_what_tensor_cores_do_take(made):
     assert select(problem(**made), A100, "auto").kernel == "mma"
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
+
+
+# What is read for each score takes registers, of which a tile of this size has as many as there are.
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
+    plain = select(problem(head_dim), HOPPER, kernel).config
+    rows = {}
+    for name, given in dict(
+        mask=dict(mask=empty(4096, dtype="bool")), bias=dict(bias=empty(4096)),
+        float32=dict(bias=empty(4096, dtype="float32")),
+        both=dict(bias=empty(4096, dtype="float32"), mask=empty(4096, dtype="bool")),
+    ).items():  # fmt: skip
+        config = select(problem(head_dim, **given), HOPPER, "auto" if kernel == "wgmma" else kernel).config
+        assert config.kernel == kernel and config.scaled == ("bias" in given) and not config.bias_pairs
+        rows[name] = config.tile_n
+        assert not getattr(config, "paired", False) or "mask" not in given, "query tiles see other keys"
+    assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
+
+
+# Two keys of a bias are one read where they lie side by side at a multiple of their size, in all rows that there are.
+@pytest.mark.parametrize(
+    ("bias", "aligned", "seqlen", "pairs"),
+    [
+        (empty(1, 2, 64, 64), True, 64, True),
+        (empty(64), True, 64, True),
+        (empty(64, dtype="float32"), True, 64, True),
+        (empty(64), False, 64, False),
+        (empty(63), True, 63, False),
+        (empty(64, 64, strides=(65, 1)), True, 64, False),
+        (empty(64, 64, strides=(1, 64)), True, 64, False),
+        (empty(1, 1, 64, 1), True, 64, False),
+        (empty(2, 1, 64, strides=(33, 0, 1)), True, 64, False),
+    ],
+)
+def test_when_a_bias_is_read_in_pairs(bias, aligned, seqlen, pairs):
+    made = problem(seqlen=seqlen, bias=bias, bias_aligned=aligned)
+    assert made.array("bias").pairs == pairs
+    assert select(made, HOPPER, "wgmma").config.bias_pairs == pairs
 
 
 def test_tensor_cores_begin_at_ampere_and_wgmma_is_hoppers_alone():
@@ -341,7 +378,7 @@ def test_a_config_checks_itself(wrong):
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
-        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32"), scaled=True), "bias"),
+        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32")), "scaled"),
         (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
     ],
     ids=str,

@@ -8,7 +8,7 @@ from numba import float32, int64, uint32
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .mask_bits import PIECE
+from .mask_bits import ENDS, PIECE
 from .reads import bits_of_keys, bits_of_queries
 
 
@@ -40,7 +40,7 @@ def make(config: Any, of_keys: bool = False) -> AtScores:
         if has_mask:
             bits, by = bits_of(arrays, strides)
             row, column = (key, query) if of_keys else (query, key)
-            first = b * by[0] + h * by[1] + (row >> 4) * by[2] + (row & (PIECE - 1)) * by[3]
+            first = b * by[0] + h * by[1] + (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * by[3]
             word = bits[first + (int64(column) >> 7) * 4 + ((column >> 1) & 3)]
             found = (word >> uint32(2 * ((column >> 3) & 15) + (column & 1))) & uint32(1) != 0
         return found

@@ -4,11 +4,11 @@ Kernels that read the mask itself would ask for two bytes of every eight, with s
 scores of 128 columns are one word, whatever the mask's strides are. Where the mask is broadcast the bits are too: those
 of key padding are a few hundred bytes.
 
-In pieces of 16 rows, each of PIECE * row_words + ENDS words. A row has four words for 128 columns: bit 2 * n + i of
-word c is column 8 * n + 2 * c + i, what the lanes with lane % 4 == c hold (ptx/fragments.py). Behind the rows stand the
+In pieces of 16 rows, each of ENDS + PIECE * row_words words. A row has four words for 128 columns: bit 2 * n + i of
+word c is column 8 * n + 2 * c + i, what the lanes with lane % 4 == c hold (ptx/fragments.py). Before the rows stand the
 first column that some row of the piece sees, and one past the last: tiles outside need not be looked at.
 
-    row's first word = b * strides[0] + h * strides[1] + row // 16 * strides[2] + row % 16 * row_words
+    row's first word = b * strides[0] + h * strides[1] + row // 16 * strides[2] + ENDS + row % 16 * row_words
 
 Rows are queries and columns keys, or with config.of_keys the other way around. Launch: grid (pieces), block
 (config.threads).
@@ -20,7 +20,7 @@ from ...ptx import shfl, special, vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 
-PIECE, ENDS = 16, 4  # rows of a piece; words behind them, of which two are used
+PIECE, ENDS = 16, 4  # rows of a piece; words before them, of which two are used
 AT_ONCE = 4  # words of all four kinds that are asked for at a time: a read takes a while
 
 
@@ -90,7 +90,7 @@ def make(config):
                             column = int32((step + part) * 128 + 4 * lane + k)
                             first, end = min(first, column), max(end, int32(column + 1))
                     if lane < 4 and step + part < int32(row_words >> 2):
-                        at = to + in_piece * row_words + int64(step + part) * 4 + lane
+                        at = to + ENDS + in_piece * row_words + int64(step + part) * 4 + lane
                         bits[at] = word_of(ballots, lane)
         for distance in (1, 2, 4, 8, 16):
             first = min(first, int32(bfly(uint32(first), distance)))
@@ -101,7 +101,7 @@ def make(config):
         if thread == 0:
             for other in range(warps):
                 first, end = min(first, ends[2 * other]), max(end, ends[2 * other + 1])
-            bits[to + PIECE * row_words] = uint32(first)
-            bits[to + PIECE * row_words + 1] = uint32(end)
+            bits[to] = uint32(first)
+            bits[to + 1] = uint32(end)
 
     return mask_bits

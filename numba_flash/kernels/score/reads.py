@@ -136,7 +136,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         words_left = int32(row_words >> 2) - first_word
         for r in range(rows):
             row, member = place_of(origin, first_row, lane, r, row_count)
-            word = (row >> 4) * by[2] + (row & 15) * row_words + member * by[1]
+            word = (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * row_words + member * by[1]
             place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
             for n in range(words):
                 found = load_b32(place + 16 * n, uint32(1) if n < words_left else uint32(0))
@@ -194,18 +194,18 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         piece = int32(first_row) >> 4
         pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
         heads_left = int32(heads) if by[1] != 0 else int32(1)
-        of_head = address(bits, b * by[0] + h * by[1] + piece * by[2] + PIECE * by[3])
+        of_head = b * by[0] + h * by[1] + piece * by[2]
         while heads_left > 0:
             place, left = of_head, pieces
             while left > 0:
-                first = min(first, int32(load_b32(place, uint32(1))))
-                end = max(end, int32(load_b32(place + 4, uint32(1))))
-                place, left = place + 4 * by[2], int32(left - 1)
-            of_head, heads_left = of_head + 4 * by[1], int32(heads_left - 1)
+                # By instructions that LLVM does not unroll.
+                first = min(first, int32(load_b32(address(bits, place), uint32(1))))
+                end = max(end, int32(load_b32(address(bits, place + 1), uint32(1))))
+                place, left = place + by[2], int32(left - 1)
+            of_head, heads_left = of_head + by[1], int32(heads_left - 1)
         return first, end
 
     bias_words = rows * blocks * (2 if wide else 1) if has_bias else 1
-    assert ENDS >= 2
     return Reads(
         has_bias or has_mask, bias_words, rows * words if has_mask else 1, origin, load, added, hide, some_hidden, ends
     )
