@@ -16,14 +16,14 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS
 from ..select.arguments import (
-    FORWARD_ARRAYS,
     FORWARD_WORKSPACE,
     MASK_BITS,
-    PARAMETERS,
     Values,
+    forward_arrays,
     forward_values,
     mask_bits_layout,
     mask_bits_words,
+    parameters,
     positions,
     tensor_maps,
     tuple_class,
@@ -70,7 +70,8 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
             for first, its_blocks in kernels_before(config, problem, target)
         ]
         launches.append((choice.kernel, ready))
-        steps = [(launch, positions(kernel, FORWARD_ARRAYS)) for kernel, launch in launches]
+        every = forward_arrays(len(problem.aux))
+        steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
         ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return Announced(problem, ready) if target.simulated else ready
 
@@ -127,7 +128,8 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        self._pointers, self._constants = len(PARAMETERS[config.kernel].arrays), packed(values.flat)
+        taken = parameters(config.kernel, len(config.aux)).arrays
+        self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._enqueuer: Enqueuer | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
@@ -183,7 +185,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", PARAMETERS[config.kernel].arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
         run(
             lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
             values.tuples, tuple(maps), config.cluster,
@@ -262,14 +264,15 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        _run_reference(self._problem, Operands(*operands))  # type: ignore[arg-type]
+        own = len(Operands._fields)
+        _run_reference(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: Problem, operands: Operands) -> None:
+def _run_reference(problem: Problem, operands: Operands, aux: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     o, lse = reference.forward(
         *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
-        **reference_options(problem, operands),
+        **reference_options(problem, operands, aux),
     )
     assert operands.o is not None
     view = heads_first(problem, operands.o)
@@ -285,7 +288,7 @@ def heads_first(problem: Problem, array: Array) -> np.ndarray:
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
 
-def reference_options(problem: Problem, operands: Operands | GradientOperands) -> dict[str, Any]:
+def reference_options(problem: Problem, operands: Operands | GradientOperands, aux: Given) -> dict[str, Any]:
     """The keyword arguments of the oracle's functions."""
 
     def optional(array: Array | None) -> np.ndarray | None:
@@ -318,4 +321,6 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands) -
             seqlens_k=seqlens_k,
             mask=optional(operands.mask),
         ),
+        **dict(problem.functions),
+        aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )
