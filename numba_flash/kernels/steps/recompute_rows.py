@@ -24,7 +24,7 @@ def make(config, warp_rows):
     """-> recompute_rows, a device function.
 
     Of each row of the tile there are 8 bytes in shared memory: a uint32 that is not 0 when the row is not finite, and
-    the row's lse as a float32 in the scores' units (score/stage.py).
+    the row's lse as a float32 in the scores' units (kernels/score/stage.py).
     """
     head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
     group, queries, note_bytes = config.group, config.queries, config.NOTE_BYTES
