@@ -4,8 +4,8 @@ from typing import Any
 
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import AttentionGradients, CallPlan
-from ..dispatch.forward import NO_AUX, reject_unimplemented
-from .forward import bound_to
+from ..dispatch.forward import reject_unimplemented
+from .forward import NO_AUX, bound_to
 
 
 def attention_backward(

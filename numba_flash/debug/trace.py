@@ -141,7 +141,7 @@ def trace(
         if name in options:
             raise TypeError(f"trace takes no {name}=: o and lse are in what it returns")
     given, plan = prepare_call(q, k, v, dict(options, kernel=kernel, return_lse=True))
-    problem, target, choice, _ = plan
+    problem, target, choice = plan.problem, plan.target, plan.choice
     rows = _rows(row, problem)
     _inside("batch", batch, problem.batch)
     _inside("head", head, problem.heads)

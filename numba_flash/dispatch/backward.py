@@ -9,7 +9,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import check_alignments, check_lengths, window_sides
 from ..select.backward import BackwardChoice, select_backward
-from .forward import MOST_PLANS, NO_AUX, prepare_functions
+from .forward import MOST_PLANS, NO_AUX, read_functions
 from .launch import Launch
 from .launch_backward import make_backward_launch
 
@@ -76,7 +76,7 @@ def prepare(
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, do, dlse]
     if not (score_mod is mask_mod is None and aux is NO_AUX):
-        score_mod, mask_mod, more = prepare_functions(score_mod, mask_mod, aux)
+        score_mod, mask_mod, more = read_functions(score_mod, mask_mod, aux)
         given += more
     if q.layout.family in checks:
         checks[q.layout.family](given)
@@ -85,11 +85,11 @@ def prepare(
     optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
     functions = None
     if not score_mod is mask_mod is None or len(given) > len(_READ):
-        functions = score_mod, mask_mod, tuple([array.layout for array in given[12:]])
+        functions = score_mod, mask_mod, tuple([array.layout for array in given[len(_READ) :]])
     key = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions,
-        wanted, q_offset, causal, window, scale, softcap, layout, deterministic, kernel,
-        stream is not None, addresses % 16 == 0,
+        wanted, q_offset, causal, window, scale, softcap, layout, deterministic, kernel, stream is not None,
+        addresses % 16 == 0, bias is not None and bias.pointer % 8 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(deterministic),
     )  # fmt: skip
@@ -119,17 +119,17 @@ def plan(
     q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
     optional: tuple[Layout | None, ...] | None, functions: tuple[Any, ...] | None, wanted: Any, q_offset: Any,
     causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool,
-    aligned: bool,
+    aligned: bool, bias_aligned: bool = False,
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     optional: the layouts of GradientOperands from bias to q_offset; None for none at all. functions: score_mod,
-    mask_mod and the layouts of aux; None for none at all.
+    mask_mod and the layouts of aux; None for none at all. bias_aligned: bias begins at a multiple of 8 bytes.
     """
     bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
     problem = BackwardProblem.of(
         do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned, *(functions or ()),
+        softcap, layout, wanted, deterministic, aligned, bias_aligned, *(functions or ()),
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select_backward(problem, target, kernel, q.family, has_stream)
