@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import numba_flash  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
 from numba_flash.dispatch import backward as gradients  # noqa: E402
+from numba_flash.dispatch import forward as dispatch  # noqa: E402
 from numba_flash.select import rungs  # noqa: E402
 
 
@@ -110,6 +111,17 @@ def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch):
     with torch.inference_mode():
         assert numba_flash.attention(q, k, v).grad_fn is None
     assert numba_flash.attention(q.detach(), k.detach(), v.detach()).grad_fn is None
+
+
+def test_autograd_is_asked_before_anything_is_read(monkeypatch):
+    """So that a recorded call is prepared once, in the forward of the autograd.Function."""
+    q, k, v = tensors(Q, K, V)
+    numba_flash.attention(q, k, v)  # the first tensor makes the question known
+    prepared, real = [], dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda *x: prepared.append(torch.is_grad_enabled()) or real(*x))
+    for inputs in ((q, k, v), (q.detach(), k, v.detach()), (q.detach(), k.detach(), v)):
+        assert numba_flash.attention(*inputs).requires_grad
+    assert prepared == [False] * 3
 
 
 def test_gradients_of_gradients_are_refused():
