@@ -250,7 +250,8 @@ def _kernels() -> Rows:
 
     from .api.explain import explain
     from .machine.target import Target
-    from .select.forward import KERNELS, refusal
+    from .select.forward import refusal
+    from .select.rungs import KERNELS
 
     x = np.zeros((1, 1, 1, 128), np.float16)
     problem = explain(x, x, x, kernel="reference").problem

@@ -11,7 +11,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import check_alignments, check_lengths, window_sides
 from ..select.backward import BackwardChoice, select_backward
-from .forward import MOST_DECIDED, bound_to, refuse_what_is_to_come
+from .forward import MOST_DECIDED, NO_AUX, bound_to, refuse_what_is_to_come, understand_functions
 
 
 class AttentionGradients(NamedTuple):
@@ -56,7 +56,7 @@ def attention_backward(
     mask: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
+    aux: tuple[Any, ...] = NO_AUX,
     sinks: Any = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
@@ -100,16 +100,17 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    refuse_what_is_to_come(sinks, dropout_p, seed)
     given, (_, _, _, launch, shapes) = understand(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
-        mask, layout, deterministic, stream, kernel,
+        mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,
     )  # fmt: skip
     like = given[0]
     work_on = arrays.stream_of(given, stream)
     empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
     results = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in shapes]
-    launch.run([*given, *results], work_on)
+    own = len(_READ)
+    launch.run([*given[:own], *results, *given[own:]], work_on)
     return AttentionGradients(*[None if array is None else arrays.give(like, array) for array in results])
 
 
@@ -120,10 +121,11 @@ def understand_call(arguments: dict[str, Any]) -> tuple[list[Any], Decision]:
 
 def understand(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, causal: Any, window: Any, q_offset: Any,
-    seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, layout: Any, deterministic: Any,
-    stream: Any, kernel: Any,
+    seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any,
+    aux: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
 ) -> tuple[list[Any], Decision]:  # fmt: skip
-    """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands."""
+    """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands, and
+    behind them those of aux."""
     read, checks = arrays.read, arrays.checks
     offsets = None
     if q_offset is not None and arrays.is_array(q_offset):
@@ -138,14 +140,21 @@ def understand(
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, do, dlse]
+    if not (score_mod is mask_mod is None and aux is NO_AUX):
+        score_mod, mask_mod, more = understand_functions(score_mod, mask_mod, aux)
+        given += more
     if q.layout.family in checks:
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
     # nearly always there is none of them, and what is not there need not be looked at one by one
     optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
+    functions = None
+    if not score_mod is mask_mod is None or len(given) > len(_READ):
+        functions = score_mod, mask_mod, tuple([array.layout for array in given[12:]])
     key = (
-        q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, wanted, q_offset,
-        causal, window, scale, softcap, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
+        q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions,
+        wanted, q_offset, causal, window, scale, softcap, layout, deterministic, kernel,
+        stream is not None, addresses % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(deterministic),
     )  # fmt: skip
@@ -159,8 +168,9 @@ def understand(
         if len(_decided) >= MOST_DECIDED:
             _decided.clear()
         decision = _decided[key] = decide(*key[:-5])
-    if optional is not None or dlse is not None or (addresses | lse.pointer) & 7:
-        check_alignments([array for array in given if array is not None], _READ, given)
+    if optional is not None or functions is not None or dlse is not None or (addresses | lse.pointer) & 7:
+        names = [*_READ, *(f"aux[{number}]" for number in range(len(given) - len(_READ)))]
+        check_alignments([array for array in given if array is not None], names, given)
         if decision.problem.forward.array("seqlens_k") is not None:
             check_lengths(seqlens_k, decision.problem.forward)
     return given, decision
@@ -172,17 +182,19 @@ _READ = GradientOperands._fields[:12]  # the names of what is given
 
 def decide(
     q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
-    optional: tuple[Layout | None, ...] | None, wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any,
-    softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool, aligned: bool,
+    optional: tuple[Layout | None, ...] | None, functions: tuple[Any, ...] | None, wanted: Any, q_offset: Any,
+    causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool,
+    aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up.
 
-    optional: the layouts of GradientOperands from bias to q_offset; None for none at all.
+    optional: the layouts of GradientOperands from bias to q_offset; None for none at all. functions: score_mod,
+    mask_mod and the layouts of aux; None for none at all.
     """
     bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
     problem = BackwardProblem.of(
         do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned,
+        softcap, layout, wanted, deterministic, aligned, *(functions or ()),
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select_backward(problem, target, kernel, q.family, has_stream)

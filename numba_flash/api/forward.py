@@ -9,6 +9,7 @@ from .. import arrays
 from ..arrays import Layout, Operands
 from ..dispatch import host_copies
 from ..dispatch.launch import Launch, prepare
+from ..functions.function import Function
 from ..machine.target import Target
 from ..problem.forward import Problem, check_memory, window_sides
 from ..select.forward import Choice, select
@@ -97,7 +98,13 @@ def attention(
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
         -inf removes a key, as the mask does.
     mask: bool, True = attend, broadcastable likewise.
-    score_mod, mask_mod, aux, sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers, behind
+        the scale and before softcap. It is compiled into the kernel: arithmetic, comparisons, if, loops, min, max, abs,
+        round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
+        (float64 for float64) and int64.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
+    aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
+    sinks, dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -115,12 +122,12 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (score_mod is mask_mod is sinks is seed is None and aux is NO_AUX and dropout_p is NO_DROPOUT):
-        refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not (sinks is seed is None and dropout_p is NO_DROPOUT):
+        refuse_what_is_to_come(sinks, dropout_p, seed)
     try:
         given, (problem, _, choice, launch) = understand(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
-            out, stream, kernel,
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+            aux, layout, return_lse, out, stream, kernel,
         )  # fmt: skip
         like, o, lse = given[0], given[O], given[LSE]
         work_on = arrays.stream_of(given, stream)
@@ -130,6 +137,10 @@ def attention(
         if lse is None and return_lse:
             lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     except arrays.Recorded as recorded:
+        if not score_mod is mask_mod is None:
+            raise NotImplementedError(
+                f"score_mod and mask_mod are not implemented yet where {recorded.family} records: {recorded}"
+            ) from None
         return bridge(recorded.family)(
             q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out,
@@ -141,7 +152,9 @@ def attention(
         keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
         if problem.q_offset_source != "array":
             keywords["q_offset"] = q_offset
-        host_copies.through_gpu(attention, Operands(*given), keywords)
+        own = len(Operands._fields)
+        keywords |= dict(score_mod=score_mod, mask_mod=mask_mod)
+        host_copies.through_gpu(attention, Operands(*given[:own]), keywords, given[own:])
     else:
         launch.run(given, work_on)
     if lse is None:
@@ -201,18 +214,19 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
+    to_come = ("sinks", "dropout_p", "seed")
     refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
     return bound.arguments
 
 
 def understand(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
 ) -> tuple[list[Any], Decision]:  # fmt: skip
     """Everything before memory is allocated or anything runs; what `explain` reports.
 
-    The arrays come in the order of Operands; o and lse are what came in out=, or None.
+    The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
     """
     read, checks = arrays.read, arrays.checks
     o = lse = None
@@ -234,13 +248,16 @@ def understand(
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
     given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    if not (score_mod is mask_mod is None and aux is NO_AUX):
+        score_mod, mask_mod, more = understand_functions(score_mod, mask_mod, aux)
+        given += more
     if q.layout.family in checks:
         checks[q.layout.family](given)
     # nearly always q, k and v are all, and what is not there need not be looked at one by one
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key = (
-        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
-        stream is not None, addresses % 16 == 0,
+        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
+        return_lse, kernel, stream is not None, addresses % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
     )  # fmt: skip
@@ -264,16 +281,17 @@ _NO_OTHERS = [None] * (len(Operands._fields) - 3)
 
 def decide(
     q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
-    scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool, aligned: bool,
+    scale: Any, softcap: Any, score_mod: Function | None, mask_mod: Function | None, layout: Any, return_lse: Any,
+    kernel: Any, has_stream: bool, aligned: bool,
 ) -> Decision:  # fmt: skip
     """All that follows from layouts and options, so that a call seen before is decided by looking it up.
 
-    others: the layouts of Operands from o on; None for none at all.
+    others: the layouts of Operands from o on, and behind them those of aux; None for none at all.
     """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = others or _NO_OTHERS
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
     problem = Problem.of(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned,
+        layout, return_lse, aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)
@@ -286,14 +304,25 @@ _decided: dict[tuple[Any, ...], Decision] = {}
 MOST_DECIDED = 4096
 
 
-def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
+def understand_functions(
+    score_mod: Any, mask_mod: Any, aux: Any
+) -> tuple[Function | None, Function | None, list[arrays.Array]]:
+    """The caller's functions as values, and the arrays that they read."""
+    if not isinstance(aux, tuple):
+        raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
+    return (
+        None if score_mod is None else Function.of("score_mod", score_mod),
+        None if mask_mod is None else Function.of("mask_mod", mask_mod),
+        [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)],
+    )
+
+
+def refuse_what_is_to_come(sinks: Any, dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
-    no_aux = isinstance(aux, tuple) and not aux
     no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
+    if sinks is seed is None and no_dropout:
         return
-    given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)
+    given = dict(sinks=sinks, seed=seed)
     wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
-    wrong += ["aux must be (), its default"] * (not no_aux)
     wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
     raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")

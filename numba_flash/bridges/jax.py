@@ -25,8 +25,7 @@ from ..api.forward import AttentionOutput
 from ..arrays import Array, GradientOperands, Layout, Operands
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
-from ..select import backward as select_backward
-from ..select import forward as select
+from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
@@ -92,7 +91,9 @@ def attention(
     several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
     mode, once; forward mode and second derivatives raise NotImplementedError.
     """
-    api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not score_mod is mask_mod is None or aux:
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+    api.refuse_what_is_to_come(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
@@ -105,7 +106,7 @@ def attention(
     for name, value in known.items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
-    select.check_name(kernel)
+    rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -250,7 +251,7 @@ class _Backward(_Callback):
 
     def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
-        if known["kernel"] not in select_backward.BUILT:
+        if known["kernel"] not in rungs.WITH_BACKWARD:
             known["kernel"] = "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         optional = tuple(layouts.get(name) for name in self.order[5:10])

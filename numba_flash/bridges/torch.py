@@ -20,7 +20,7 @@ from ..api import forward as api
 from ..api.forward import AttentionOutput
 from ..arrays import recording
 from ..problem import forward as problem
-from ..select import backward as select_backward
+from ..select import rungs
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
@@ -84,7 +84,9 @@ def attention(
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
     are not mapped and have a batch of 1; others are copied into such a form.
     """
-    api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not score_mod is mask_mod is None or aux:
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+    api.refuse_what_is_to_come(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
@@ -169,7 +171,7 @@ def _all_gradients(
         do, q, k, v, o, lse, dlse=dlse, wanted=wanted, causal=causal, window=window,
         q_offset=q_offset if offsets is None else offsets, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout,
-        kernel=kernel if kernel in select_backward.BUILT else "auto",
+        kernel=kernel if kernel in rungs.WITH_BACKWARD else "auto",
     )  # fmt: skip
     return [gradient for gradient in found if gradient is not None]
 

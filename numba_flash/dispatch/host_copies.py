@@ -3,7 +3,7 @@
 The one place where numba_flash copies arrays, and `explain` says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,15 +41,20 @@ class DeviceCopy:
         return {"shape": self.shape, "typestr": typestr, "data": (int(self._buffer.handle), False), "version": 3}
 
 
-def through_gpu(attention: Callable[..., Any], operands: Operands, keywords: dict[str, Any]) -> None:
-    """Call `attention` on copies of the operands and copy what it wrote into o and lse."""
+def through_gpu(
+    attention: Callable[..., Any], operands: Operands, keywords: dict[str, Any], aux: Sequence[Any] = ()
+) -> None:
+    """Call `attention` on copies of the operands and of aux, and copy what it wrote into o and lse."""
     from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
     Device(0).set_current()
     stream = LEGACY_DEFAULT_STREAM
     given = {name: array for name, array in operands._asdict().items() if array is not None}
     views = [host_view(given.pop(name)) for name in ("o", "lse") if name in given]
-    there = {name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()}
+    there: dict[str, Any] = {
+        name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()
+    }
+    there["aux"] = tuple(DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for array in aux)
     written = [DeviceCopy(np.empty(view.shape, view.dtype), stream, upload=False) for view in views]
     attention(**there, **keywords, out=tuple(written) if len(written) > 1 else written[0], return_lse=len(written) > 1)
     for view, copy in zip(views, written, strict=True):

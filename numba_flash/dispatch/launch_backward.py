@@ -16,9 +16,9 @@ from ..config.wgmma_backward import WgmmaDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..select.arguments import (
-    BACKWARD_ARRAYS,
     BACKWARD_WORKSPACE,
     PARAMETERS,
+    backward_arrays,
     backward_tensor_maps,
     backward_values,
     positions,
@@ -80,19 +80,20 @@ def _pieces(problem: BackwardProblem) -> int:
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
+    every = backward_arrays(len(problem.forward.aux))
     steps = [
         (
             on_gpu(
                 config, target, blocks, backward_values(config.kernel, problem), backward_tensor_maps(config, problem)
             ),
-            positions(config.kernel, BACKWARD_ARRAYS),
+            positions(config.kernel, every),
         )
         for config, blocks in configs
         if blocks
     ]
     used = {number for _, taken in steps for number in taken}
     shapes = workspace(problem)
-    made = [shapes[name] if BACKWARD_ARRAYS.index(name) in used else None for name in BACKWARD_WORKSPACE]
+    made = [shapes[name] if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
     return KernelSequence(steps, made)
 
 
@@ -123,17 +124,18 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        _run_reference(self._problem, GradientOperands(*operands))  # type: ignore[arg-type]
+        own = len(GradientOperands._fields)
+        _run_reference(self._problem, GradientOperands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: BackwardProblem, operands: GradientOperands) -> None:
+def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
     gradients = reference.backward(
         do, q, k, v, o, arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands),
+        **reference_options(forward, operands, aux),
     )  # fmt: skip
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)

@@ -13,8 +13,9 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
 from ..problem.ranges import UNBOUNDED, row_keys
-from .forward import TENSOR, Choice, config_of, refusal
+from .forward import Choice, config_of, refusal
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
+from .rungs import TENSOR
 
 SAMPLES = 64  # queries whose keys are counted, about
 MEASURED_CC = (9, 0)
@@ -60,7 +61,11 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
     """(why not, a problem alike that it takes, what the caller can do); None and "" where nothing so simple helps."""
     reason = str(refusal(fastest, problem, target))
     options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
-    without = dataclasses.replace(problem, arrays=tuple(x for x in problem.arrays if x.name not in options))
+    functions = tuple(x for x in problem.functions if x[0] not in options)
+    without = dataclasses.replace(
+        problem, arrays=tuple(x for x in problem.arrays if x.name not in options), functions=functions,
+        aux=problem.aux if functions else (),
+    )  # fmt: skip
     known = all(BY_NAME[name].instead for name in options)
     instead = " and ".join(BY_NAME[name].instead for name in options) if known else ""
     if options:

@@ -15,7 +15,7 @@ import numba_flash
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
-from numba_flash.select.forward import TENSOR
+from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 

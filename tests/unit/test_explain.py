@@ -9,7 +9,7 @@ from contract import problem
 
 import numba_flash
 from numba_flash.api.explain import Explanation, _duration
-from numba_flash.select import cost
+from numba_flash.select import cost, rungs
 from numba_flash.select import forward as select
 from numba_flash.select.measured import CALL_MICROSECONDS, CPU_GFLOPS, TFLOPS
 
@@ -22,7 +22,7 @@ def test_it_names_the_kernel_and_why_not_the_others():
     explanation = explain(problem())
     assert explanation.kernel == "cpu" and explanation.config is None and explanation.blocks == 0
     assert not explanation.copies
-    assert {name for name, _ in explanation.refused} == set(select.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
     for name, reason in explanation.refused:
         assert f"not {name!r}: {reason}" in str(explanation)
 
@@ -61,7 +61,7 @@ def test_a_backward_is_explained():
     o, lse = numba_flash.attention(**case.arguments(), return_lse=True)
     explanation = numba_flash.explain_backward(o, o=o, lse=lse, **case.arguments(), wanted=("dk", "dbias"), causal=True)
     assert explanation.kernel == "cpu" and explanation.configs == explanation.blocks == ()
-    assert {name for name, _ in explanation.refused} == set(select.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
     for fragment in ("kernel 'cpu' on the CPU", "20 x 30", "all before, 0 after", "gradients: dk, dbias", "not 'v1': "):
         assert fragment in str(explanation), explanation
     with pytest.raises(ValueError, match="wanted names dalibi_slopes"):
@@ -179,7 +179,7 @@ def test_no_cost_where_the_fastest_of_the_gpu_runs(target, options):
 
 
 def test_an_option_for_which_nothing_stands_in_promises_nothing(monkeypatch):
-    alone = select.BY_NAME["mask"]._replace(instead="")
+    alone = cost.BY_NAME["mask"]._replace(instead="")
     monkeypatch.setitem(cost.BY_NAME, "mask", alone)
     assert re.search(r"because of mask=: expect about \d+ times slower$", of(HOPPER, mask=mask(4096)).cost)
     both = of(HOPPER, dtype="float32", mask=mask(4096), bias=bias(4096, "float32")).cost

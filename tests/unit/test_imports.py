@@ -27,6 +27,7 @@ FLOORS = (
     ("config",),
     ("problem",),
     ("arrays", "reference"),
+    ("functions",),
     ("machine",),
 )
 
@@ -93,7 +94,9 @@ def test_kernels_import_only_what_kernels_are_made_of():
     for module in MODULES:
         if module.startswith("kernels."):
             ours, others = imports(module)
-            assert all(name.startswith(("kernels.", "ptx", "problem.ranges", "config.")) for name in ours), (
+            assert all(
+                name.startswith(("kernels.", "functions.", "ptx", "problem.ranges", "config.")) for name in ours
+            ), (
                 module,
                 ours,
             )
@@ -105,7 +108,7 @@ def test_kernels_import_only_what_kernels_are_made_of():
 
 def test_only_the_lower_floors_know_numba():
     # __main__: `doctor` looks at what is installed
-    allowed = "__main__ kernels ptx sim machine gpu dispatch arrays cpu".split()
+    allowed = "__main__ kernels functions.compiled ptx sim machine gpu dispatch arrays cpu".split()
     for module in MODULES:
         if not module.startswith(tuple(allowed)):
             assert not any(name.split(".")[0] in ("numba", "llvmlite") for name in imports(module)[1]), module
