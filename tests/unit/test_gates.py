@@ -53,6 +53,13 @@ FAILING: dict[str, str] = {
 DEPENDS = {
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
     "mma_dq-128-128x32x1": "spills 20 bytes on sm_90a with 13.5, none with 13.0",
+    "mma_dkdv-256-32x64x1-reading-dk": "spills 8 bytes on sm_90a with 13.0, none with 13.5",
+    "mma-256-mask-everything": "spills 172 bytes on sm_80, 164 on sm_86 and sm_89 with 13.0; none on sm_90a and later",
+    "mma-256-bfloat16-everything": "spills 524 bytes on sm_80, 500 on sm_86 and sm_89 with 13.0; none on later ones",
+    "mma-256-float32-everything": "spills 524 bytes on sm_80, 500 on sm_86 and sm_89 with 13.0; none on later ones",
+    "mma-512-mask-everything": "spills 392 bytes on sm_80 with 13.0; none on sm_90a and later",
+    "mma-512-bfloat16-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
+    "mma-512-float32-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
 }
 
 
