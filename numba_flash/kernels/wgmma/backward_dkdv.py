@@ -72,7 +72,8 @@ def make(config):
     take_registers = setmaxnreg.increase(config.registers[1])
     wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
-    fence_init, bar_sync, warp_sync, idx_b32 = fence.mbarrier_init, bar.sync, bar.warp_sync, shfl.idx_b32
+    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
+    bar_sync, warp_sync, idx_b32 = bar.sync, bar.warp_sync, shfl.idx_b32
     thread_index, block_index = special.thread_index, special.block_index
     address, shared_address = memory.address, shared.address
     pieces, piece = row_facts.pieces, row_facts.PIECE
@@ -189,7 +190,8 @@ def make(config):
     @inlined
     def release_q(base, n, elected):
         """A warp is done with the n-th Q, lse and delta."""
-        warp_sync()  # all lanes have read lse and delta
+        fence_async()  # lse and delta were read by ordinary loads, and the next ones come by a copy
+        warp_sync()  # in all lanes
         arrive_if(base + at.a_empty + 8 * a_stage_of(n), elected)
 
     @inlined
