@@ -10,7 +10,10 @@ from .simt_backward import DalibiConfig, DeltaConfig
 
 @dataclass(frozen=True)
 class MmaRowsConfig(LaunchFacts):
-    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes."""
+    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
+
+    turns_of: if the sums of dQ are to be taken in turns (wgmma_backward_fused), of how many queries; else 0.
+    """
 
     dtype: str
     head_dim_v: int
@@ -18,6 +21,7 @@ class MmaRowsConfig(LaunchFacts):
     wide: bool
     threads: int = 256
     lanes: int = 8
+    turns_of: int = 0
 
     kernel: ClassVar[str] = "mma_rows"
     compute_dtype: ClassVar[str] = "float32"

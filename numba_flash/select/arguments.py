@@ -50,7 +50,7 @@ _TENSOR_STRIDES = (*_words("q k v do"), *_TENSOR_OPTIONS)
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = _words("delta slope_rows row_facts")
+BACKWARD_WORKSPACE = _words("delta slope_rows row_facts turns dq_sums")
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 
 PARAMETERS: dict[str, Parameters] = {
@@ -63,10 +63,14 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
-    "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
+    "mma_rows": Parameters(_words("do o lse dlse row_facts turns"), **_OF_ROWS),
     **dict.fromkeys(
         ("mma_dkdv", "wgmma_dkdv"), Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS)
     ),
+    "wgmma_fused": Parameters(
+        (*_TENSOR, "dk", "dv", "turns", "dq_sums"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS
+    ),
+    "wgmma_round": Parameters((*_TENSOR, "dq", "dq_sums"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS),
     **dict.fromkeys(("mma_dq", "wgmma_dq"), Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS)),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
@@ -125,13 +129,15 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
+    if name in (COUNTERS, "turns"):
+        return "uint32"
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
     option = GRADIENTS.get(name, name)
     if option in BY_NAME:
         given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
         return "uint8" if given == "bool" else given
-    return "uint32" if name == COUNTERS else config.dtype
+    return config.dtype
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,5 +1,6 @@
 """BackwardProblem x Target -> which kernels compute the gradients, with which Configs; and why others do not."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,13 @@ from typing import Any
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from ..config.forward import Config
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SeedBackwardConfig
-from ..config.wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
+from ..config.wgmma_backward import (
+    WgmmaBackwardConfig,
+    WgmmaDkdvConfig,
+    WgmmaDqConfig,
+    WgmmaFusedConfig,
+    WgmmaRoundConfig,
+)
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import changes_scores
@@ -91,6 +98,7 @@ WGMMA_DQ_TILES: tuple[tuple[Any, ...], ...] = (
     (192, True, 128, 80, 2, 2),
     (256, False, 128, 64, 2, 1),
 )
+WGMMA_FUSED_STAGES = (3, 2)  # stages_a, stages_b of the one kernel for all gradients
 WGMMA_SIMULATOR_DKDV_TILES: tuple[tuple[Any, ...], ...] = (
     (128, False, 32, 64, 2, 2, False),
     (256, False, 32, 64, 2, 1, True),
@@ -250,6 +258,8 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     def rows_of(table: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return [row[2:] for row in table if head_dim <= row[0] and (plain or not row[1])]
 
+    if takes_one_kernel(problem, target):
+        return _wgmma_fused(problem, target)
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
     wanted = [name for name in problem.wanted if name in ("dk", "dv")]
     dkdv = WGMMA_SIMULATOR_DKDV_TILES if target.simulated else WGMMA_DKDV_TILES
@@ -260,14 +270,40 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     return tuple(made)
 
 
+def takes_one_kernel(problem: BackwardProblem, target: Target) -> bool:
+    """Whether wgmma_backward_fused, which takes five products instead of seven, is the faster form.
+
+    Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes no time as long as key tiles
+    of a head are no more than its query tiles, and there are heads enough to begin with one while another ends. The
+    number of batch entries has no say: a row's bits must not depend on them. H200, float16, 2048 / head_dim heads, 16k
+    tokens, 2026-11-23, us beside the two kernels, at seqlen 1k, 4k, 16k: FIGURES
+    """
+    forward = problem.forward
+    if target.simulated or changes_scores(forward.uses) or not {"dq", "dk", "dv"} <= set(problem.wanted):
+        return False
+    if not 96 < max(forward.head_dim, forward.head_dim_v) <= 128 or forward.seqlen_k > forward.seqlen_q:
+        return False
+    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+
+
+def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    features = _features(problem) | dict(tile_m=64, tile_n=128)
+    stages_a, stages_b = WGMMA_FUSED_STAGES
+    fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", stages_a=stages_a, stages_b=stages_b)
+    rounds = WgmmaRoundConfig(**features, kernel="wgmma_round", depth=fused.depth)
+    return (dataclasses.replace(_mma_rows(problem, target), turns_of=fused.tile_m), fused, rounds)
+
+
 def _wgmma_dkdv(
-    problem: BackwardProblem, wanted: list[str], tile_m: int, tile_n: int, stages_a: int, stages_b: int, apart: bool
-) -> list[WgmmaBackwardConfig]:
+    problem: BackwardProblem, wanted: list[str], tile_m: int, tile_n: int, stages_a: int, stages_b: int, apart: bool,
+    early_dv: bool = False,
+) -> list[WgmmaBackwardConfig]:  # fmt: skip
     parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
     return [
         WgmmaDkdvConfig(
             **_features(problem), kernel="wgmma_dkdv", tile_m=tile_m, tile_n=tile_n, stages_a=stages_a,
             stages_b=stages_b if "dk" in part else 2, of_dk="dk" in part, of_dv="dv" in part,
+            early_dv=early_dv,
         )
         for part in parts
     ]  # fmt: skip

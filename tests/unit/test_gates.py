@@ -19,7 +19,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
 from numba_flash.select import backward as select_backward
@@ -30,7 +30,7 @@ pytestmark = compiler.needed
 TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
-MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
+MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -39,8 +39,10 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
-for kernel in ("wgmma_dkdv", "wgmma_dq"):
+for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
+IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
+IN_PTX["wgmma_round"], IN_SASS["wgmma_round"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -105,18 +107,26 @@ def backward_gates():
             tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
             column_groups=groups, stages=stages,
         )  # fmt: skip
-    for head_dim, only_plain, tile_m, tile_n, a, b, apart in select_backward.WGMMA_DKDV_TILES:
+    for head_dim, only_plain, tile_m, tile_n, a, b, apart, early_dv in select_backward.WGMMA_DKDV_TILES:
         for dk, dv in ((True, False), (False, True)) if apart else ((True, True),):
             words = f"{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
             yield f"wgmma_dkdv-{head_dim}-{tile_m}x{tile_n}-{words}", WgmmaDkdvConfig(
                 **(plain if only_plain else rich), kernel="wgmma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
                 tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b if dk else 2, of_dk=dk, of_dv=dv,
+                early_dv=early_dv,
             )  # fmt: skip
     for head_dim, only_plain, tile_m, tile_n, a, b in select_backward.WGMMA_DQ_TILES:
         yield f"wgmma_dq-{head_dim}-{tile_m}x{tile_n}{'' if only_plain else '-rich'}", WgmmaDqConfig(
             **(plain if only_plain else rich), kernel="wgmma_dq", head_dim=head_dim, head_dim_v=head_dim,
             tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b,
         )  # fmt: skip
+    for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
+        features = features | dict(head_dim=128, head_dim_v=128, tile_m=64, tile_n=128)
+        a, b = select_backward.WGMMA_FUSED_STAGES
+        fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", stages_a=a, stages_b=b)
+        yield f"wgmma_fused-128-{name}", fused
+        yield f"wgmma_round-128-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round", depth=fused.depth)
+    yield "mma_rows-64-turns", MmaRowsConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
