@@ -94,13 +94,13 @@ def tiles_of(rows):
     if rows is None:
         yield
         return
-    kept = select.WGMMA_PACES
-    select.WGMMA_PACES = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
+    kept = select.TILE_COST
+    select.TILE_COST = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
     api._decided.clear()
     try:
         yield
     finally:
-        select.WGMMA_PACES = kept
+        select.TILE_COST = kept
         api._decided.clear()
 
 

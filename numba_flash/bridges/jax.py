@@ -25,8 +25,7 @@ from ..api.forward import AttentionOutput
 from ..arrays import Array, GradientOperands, Layout, Operands
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
-from ..select import backward as select_backward
-from ..select import forward as select
+from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
@@ -105,7 +104,7 @@ def attention(
     for name, value in known.items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
-    select.check_name(kernel)
+    rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -250,7 +249,7 @@ class _Backward(_Callback):
 
     def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
-        if known["kernel"] not in select_backward.BUILT:
+        if known["kernel"] not in rungs.WITH_BACKWARD:
             known["kernel"] = "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         optional = tuple(layouts.get(name) for name in self.order[5:10])

@@ -20,7 +20,7 @@ from ..api import forward as api
 from ..api.forward import AttentionOutput
 from ..arrays import recording
 from ..problem import forward as problem
-from ..select import backward as select_backward
+from ..select import rungs
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
@@ -169,7 +169,7 @@ def _all_gradients(
         do, q, k, v, o, lse, dlse=dlse, wanted=wanted, causal=causal, window=window,
         q_offset=q_offset if offsets is None else offsets, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout,
-        kernel=kernel if kernel in select_backward.BUILT else "auto",
+        kernel=kernel if kernel in rungs.WITH_BACKWARD else "auto",
     )  # fmt: skip
     return [gradient for gradient in found if gradient is not None]
 

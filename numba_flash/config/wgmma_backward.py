@@ -170,12 +170,10 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    early_dv: dV += P^T dO is issued before dS is computed, where there are registers to hold P twice until then.
     """
 
     of_dk: bool = True
     of_dv: bool = True
-    early_dv: bool = False
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
@@ -225,11 +223,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     Two warpgroups share dQ: each has a panel of 64 columns of the tile's 64 queries.
     """
 
-    early_dv: bool = True
-    abreast: int = 128  # about as many key tiles as a GPU works on at a time
-    ordered: bool = True  # else parts of dQ are added as they come
-
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/row_facts.py
+    ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
 
     def __post_init__(self) -> None:
         if (self.tile_m, self.tile_n) != (64, 128):

@@ -20,14 +20,15 @@ class Option(NamedTuple):
     gradient: str = ""  # its field of AttentionGradients
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
     on_tensor_cores: bool = True
+    instead: str = ""  # of one that is not: what says a part of the same, and is
 
 
 OPTIONS = (
     Option("scale", "score"),
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
-    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False),
-    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False),
+    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False, instead="alibi_slopes="),
+    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False, instead="causal=, window= or seqlens_k="),
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import numba_flash  # noqa: E402
 from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
-from numba_flash.select import backward as select_backward  # noqa: E402
+from numba_flash.select import rungs  # noqa: E402
 
 
 def tensors(*shapes, device="cpu", dtype=torch.float64, requires_grad=True, seed=0):
@@ -151,7 +151,7 @@ def test_opcheck_with_every_array(device):
 
 def test_a_kernel_without_a_backward_takes_another():
     q, k, v = tensors(Q, K, V)
-    assert "v1" not in select_backward.BUILT
+    assert "v1" not in rungs.WITH_BACKWARD
     o, lse = (x.detach() for x in numba_flash.attention(q, k, v, return_lse=True))
     found = [
         bridge.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *OPERATION, "bhsd", kernel)[0]

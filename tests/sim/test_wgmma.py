@@ -21,6 +21,7 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.machine.target import Target
 from numba_flash.select import forward as select
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +72,8 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
     monkeypatch.setattr(api, "_decided", {})
-    monkeypatch.setattr(select, "WGMMA_TILES", ((256, 64, 48, False, 1, 8),))
+    row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, lag=8)
+    monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
     case = rung.problem(**shape, batch=1)
     assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
@@ -83,16 +85,16 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
-        ((64, 144, False, 2, 8), 72, 227, "q"),
-        ((128, 64, True, 1, 8), 136, 227, "own"),
-        ((64, 32, True, 1, 0), 40, 48, ""),
+        (tiles.Wgmma(256, 64, 144, ping_pong=False, q_buffers=2, lag=8), 72, 227, "q"),
+        (tiles.Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, lag=8), 136, 227, "own"),
+        (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, lag=0), 40, 48, ""),
     ],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1, shared_bytes=kilobytes * 1024)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
     monkeypatch.setattr(api, "_decided", {})
-    monkeypatch.setattr(select, "WGMMA_TILES", ((256, *row),))
+    monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
     assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place
     rung.check(case, causal=True)

@@ -1,8 +1,8 @@
 """Gradients of keys and values for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
 
-Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV head and walks over the tiles of
-queries that see it, of each query head of the group in turn, so that dK and dV are sums in registers: no atomics, and
-the same bits in every run. Scores are computed transposed,
+Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV head
+and walks over the tiles of queries that see it, of each query head of the group in turn, so that dK and dV are sums in
+registers: no atomics, and the same bits in every run. Scores are computed transposed,
 
     S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
 
@@ -51,7 +51,7 @@ def make(config):
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
-    look, term_of, early_dv = keys.look, keys.term_of, config.early_dv and of_dk and of_dv
+    look, term_of = keys.look, keys.term_of
     has_row_term, mask_words = keys.has_row_term, keys.mask_words
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
@@ -121,19 +121,14 @@ def make(config):
                 to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
             else:
                 to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
-            if early_dv:
-                issue_dv(base, acc_dv, p_frag, n)
-                wait_but_one()
-                pin_s(acc_dp)
-            elif of_dk:
+            if of_dk:
                 wait_all()
                 pin_s(acc_dp)
-            if of_dk:
                 if masked:
                     to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, TRUE)
                 else:
                     to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, FALSE)
-            if of_dv and not early_dv:
+            if of_dv:
                 issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
                 issue_dk(base, acc_dk, ds_frag, n)

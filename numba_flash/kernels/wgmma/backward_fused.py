@@ -45,9 +45,8 @@ def make(config):
     depth, plan, at = config.depth, config.shared_plan(), config.barriers()
     facts_bytes, s_count, frag_count = config.row_facts_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = depth // 2, config.width // 2, 64
-    dq_count, part_bytes, ds_bytes, early_dv = dq_columns // 2, config.dq_part_bytes, config.ds_bytes, config.early_dv
-    turns_at, abreast = TURNS_AT, config.abreast
-    ordered = config.ordered
+    dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
+    turns_at, abreast = TURNS_AT, config.ABREAST
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-depth // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -124,9 +123,8 @@ def make(config):
         while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
             part = ((heads_before + member) * m_tiles + i) * 2 + me
             turn, before = address(arrays.turns, turns_at + part), parts_before(base, i, sizes.left)
-            if ordered:
-                while load_acquire(turn) != before:
-                    pass
+            while load_acquire(turn) != before:
+                pass
             wait(full, n & 1)
             fence_global()
             target = address(arrays.dq_sums, part * (part_bytes // 4))
@@ -260,19 +258,14 @@ def make(config):
                 to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
             else:
                 to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
-            if early_dv:
-                issue_dv(base, acc_dv, p_frag, n)
-                wait_but_one()
-            else:
-                wait_all()
+            wait_all()
             pin_s(acc_dp)
             if masked:
                 to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, TRUE)
             else:
                 to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, FALSE)
             store_ds(base, ds_frag, n)
-            if not early_dv:
-                issue_dv(base, acc_dv, p_frag, n)
+            issue_dv(base, acc_dv, p_frag, n)
             issue_dk(base, acc_dk, ds_frag, n)
             issue_s(base, acc_s, k_desc, int32(n + 1))
             wait_but_two()

@@ -48,7 +48,6 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
     of_dk, of_dv = config.of_dk, config.of_dv
-    early_dv = config.early_dv or not of_dk
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     facts_bytes = config.row_facts_bytes
@@ -202,11 +201,11 @@ def make(config):
 
         @inlined
         def to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, masked):
-            """acc_s <- P^T, and p_frag <- the same in 16 bits if dV does not wait for dS.
+            """acc_s <- P^T; without dK, which needs it for dS, p_frag <- the same in 16 bits as well.
 
             Where the derivative varies acc_s stays: it is needed again.
             """
-            if varies and not early_dv:
+            if varies and of_dk:
                 return
             four = cuda.local.array(4, uint32)
             p = cuda.local.array(2, float32)
@@ -225,14 +224,14 @@ def make(config):
                                 p[x] = float32(0)
                             if not varies:
                                 acc_s[i] = p[x]
-                        if early_dv:
+                        if not of_dk:
                             p_frag[2 * n + r] = pack(p[0], p[1])
 
         return to_weights
 
     @inlined
     def to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, masked):
-        """ds_frag <- dS^T in 16 bits, and p_frag <- P^T if dV comes behind it: fewer registers are in use so."""
+        """ds_frag <- dS^T in 16 bits, p_frag <- P^T: not before, so that fewer registers are in use at a time."""
         four = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
@@ -260,7 +259,7 @@ def make(config):
                             ds[x] = p[x] * (acc_dp[i] + minus_delta)
                         if masked and not is_seen(mask_bits, r, n, x):
                             ds[x] = float32(0)  # dP may be NaN there
-                    if of_dv and not early_dv:
+                    if of_dv:
                         p_frag[2 * n + r] = pack(p[0], p[1])
                     ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
