@@ -145,8 +145,8 @@ class WgmmaBackwardConfig(Config):
         return 0
 
     def barriers(self) -> Barriers:
-        counts = (1, self.stages_a, self.stages_a, self.stages_b, self.stages_b)
-        counts += (1, self.consumers, self.consumers) if self.ds_bytes else (0, 0, 0)
+        counts = [1, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
+        counts += [1, self.consumers, self.consumers] if self.ds_bytes else [0, 0, 0]
         at = [self.shared_plan().barriers]
         for count in counts:
             at.append(at[-1] + 8 * count)

@@ -138,7 +138,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
-    if takes_one_kernel(problem, target):
+    if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
         return _wgmma_fused(problem, target)
     forward, made = problem.forward, list[WgmmaBackwardConfig]()
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
@@ -160,21 +160,27 @@ def _halved(config: WgmmaBackwardConfig, rows: int, target: Target) -> WgmmaBack
     """
     if config.own_rows != 128 or 2 * -(-rows // 128) > target.multiprocessors:
         return config
-    name = "tile_n" if isinstance(config, WgmmaDkdvConfig) else "tile_m"
-    return dataclasses.replace(config, **{name: 64}, stages_b=2)
+    if isinstance(config, WgmmaDkdvConfig):
+        return dataclasses.replace(config, tile_n=64, stages_b=2)
+    return dataclasses.replace(config, tile_m=64, stages_b=2)
 
 
-def takes_one_kernel(problem: BackwardProblem, target: Target) -> bool:
-    """Whether wgmma_backward_fused, which takes five products instead of seven, is the faster form.
+def _can_be_one_kernel(problem: BackwardProblem) -> bool:
+    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
+    forward = problem.forward
+    plain = not changes_scores(forward.uses)
+    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
+
+
+def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
+    """Whether it is the faster form.
 
     Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes little time as long as key
     tiles of a head are no more than its query tiles, and a batch entry has work enough for the line to pass. The number
     of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
-    if target.simulated or changes_scores(forward.uses) or not {"dq", "dk", "dv"} <= set(problem.wanted):
-        return False
-    if not 96 < max(forward.head_dim, forward.head_dim_v) <= 128 or forward.seqlen_k > forward.seqlen_q:
+    if target.simulated or max(forward.head_dim, forward.head_dim_v) <= 96 or forward.seqlen_k > forward.seqlen_q:
         return False
     return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 

@@ -179,7 +179,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
-    "wgmma_fused": (WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),),  # backward.takes_one_kernel says for what
+    "wgmma_fused": (WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),),  # backward.gains_by_one_kernel: for what
 }
 
 # What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is

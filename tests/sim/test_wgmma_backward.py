@@ -57,7 +57,7 @@ def test_every_kind_of_row(rung, how, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(30, 10), q_offset=50)], ids=repr)
 def test_one_kernel_for_all_gradients(rung, options, monkeypatch):
-    monkeypatch.setattr(select_backward, "takes_one_kernel", lambda *_: True)
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     select_backward.wgmma_configs.cache_clear()
     # two tiles of queries, two of keys; nobody else has this problem, and what was decided is remembered by problem
     case = rung.problem(80, 150, batch=1, heads=2, heads_kv=1, head_dim=69, head_dim_v=23)

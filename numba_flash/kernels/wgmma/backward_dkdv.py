@@ -1,8 +1,8 @@
 """Gradients of keys and values for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
 
-Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV head
-and walks over the tiles of queries that see it, of each query head of the group in turn, so that dK and dV are sums in
-registers: no atomics, and the same bits in every run. Scores are computed transposed,
+Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV
+head and walks over the tiles of queries that see it, of each query head of the group in turn, so that dK and dV are
+sums in registers: no atomics, and the same bits in every run. Scores are computed transposed,
 
     S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
 
