@@ -19,7 +19,7 @@ class SharedPlan(NamedTuple):
     stream_a: int
     stream_b: int
     ds: int  # two tiles of dS, in 16 bits
-    dq: int  # a part of dQ in float32 on its way to global memory
+    dq: int  # parts of dQ in float32 on their way to global memory
     row_facts: int  # lse and -delta of each stage's queries
     state: int  # what every role reads of the block's work
     barriers: int
@@ -35,7 +35,7 @@ class Barriers(NamedTuple):
     b_full: int
     b_empty: int
     ds_full: int
-    dq_full: int  # one for each consumer warpgroup
+    dq_full: int  # for each stage one for each consumer warpgroup
     dq_empty: int
     end: int
 
@@ -57,6 +57,7 @@ class WgmmaBackwardConfig(Config):
     group: ClassVar[int] = 1  # a tile is of one head
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
+    dq_stages: ClassVar[int] = 2  # how many parts of dQ a warpgroup has room for, where it has any
     STATE_WORDS: ClassVar[int] = 16
     MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
@@ -146,7 +147,8 @@ class WgmmaBackwardConfig(Config):
 
     def barriers(self) -> Barriers:
         counts = [1, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
-        counts += [1, self.consumers, self.consumers] if self.ds_bytes else [0, 0, 0]
+        parts = self.dq_stages * self.consumers
+        counts += [1, parts, parts] if self.ds_bytes else [0, 0, 0]
         at = [self.shared_plan().barriers]
         for count in counts:
             at.append(at[-1] + 8 * count)
@@ -158,7 +160,7 @@ class WgmmaBackwardConfig(Config):
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
         ds = stream_b + self.stages_b * self.stream_b_bytes
         dq = ds + 2 * self.ds_bytes
-        row_facts = dq + self.consumers * self.dq_part_bytes
+        row_facts = dq + self.dq_stages * self.consumers * self.dq_part_bytes
         state = row_facts + self.stages_a * self.row_facts_bytes
         barriers = state + 4 * self.STATE_WORDS
         end = barriers + 8 * self.MOST_BARRIERS
@@ -232,6 +234,11 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         if max(self.head_dim, self.head_dim_v) > 128:
             raise ValueError(f"head_dim must be at most 128, not {self.head_dim} and {self.head_dim_v}")
         super().__post_init__()
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """All that there are: the threads that add have more to keep in mind than a producer's others."""
+        return 32, 240
 
     @property
     def depth(self) -> int:

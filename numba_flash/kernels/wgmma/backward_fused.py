@@ -14,13 +14,12 @@ first one stores instead of adding, so nothing need be set to zero. Blocks take 
 head in ascending order, many heads abreast. So who waits does so for a block that has begun before it, and since all
 walk over the queries in the same order, blocks of a head follow each other like runners in a line.
 
-Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its part of dQ: they
-wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it computes
-half of the columns. Products are issued so that there is always one
-to run: behind dV and dK come S of the next tile and dQ of this one, under which the exponentials of the next are
-computed.
+Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ: they
+wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK; of dQ it computes
+half of the columns, from the dS of both. S of the next tile and dQ of this one are issued behind dV and dK, and dP when
+half of the next exponentials are done:
 
-    S(0)   P(n)  dP(n)  dS(n)   dV(n)  dK(n)  S(n+1)  dQ(n)   P(n+1) ...
+    S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
@@ -81,6 +80,7 @@ def make(config):
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+    dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
 
     @inlined
     def work_of(ticket, batch, heads_kv, seqlen_k):
@@ -117,30 +117,39 @@ def make(config):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
-        full, empty = base + at.dq_full + 8 * me, base + at.dq_empty + 8 * me
-        staged = base + plan.dq + me * part_bytes
-        n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
-        while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
-            part = ((heads_before + member) * m_tiles + i) * 2 + me
-            turn, before = address(arrays.turns, turns_at + part), parts_before(base, i, sizes.left)
-            while load_acquire(turn) != before:
-                pass
-            wait(full, n & 1)
+        begin, last = of_word(base, BEGIN), int32(of_word(base, STOP) - 1)
+        steps = int32(of_word(base, GROUP) * (last + 1 - begin))
+        n, member, i = int32(0), int32(0), last
+        part, before, seen = int64(0), uint32(0), uint32(0)
+        if steps > 0:
+            part = (heads_before * m_tiles + i) * 2 + me
+            before = parts_before(base, i, sizes.left)
+            seen = load_acquire(address(arrays.turns, turns_at + part))
+        while n < steps:
+            turn = address(arrays.turns, turns_at + part)
+            while seen != before:
+                seen = load_acquire(turn)
+            own = dq_stage_of(n) * 2 + me
+            wait(base + at.dq_full + 8 * own, dq_phase_of(n))
             fence_global()
-            target = address(arrays.dq_sums, part * (part_bytes // 4))
+            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + own * part_bytes
             if before == 0:
                 store_bytes(target, staged, part_bytes)
             else:
                 add_bytes(target, staged, part_bytes)
             commit_bytes()
+            n, i = int32(n + 1), int32(i - 1)
+            if i < begin:
+                i, member = last, int32(member + 1)
+            if n < steps:  # the next turn is looked at while this copy is under way
+                part = ((heads_before + member) * m_tiles + i) * 2 + me
+                before = parts_before(base, i, sizes.left)
+                seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
-            arrive(empty)
+            arrive(base + at.dq_empty + 8 * own)
             wait_added()
             fence_global()
             add_release(turn, uint32(1))
-            n, i = int32(n + 1), int32(i - 1)
-            if i < of_word(base, BEGIN):
-                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
 
     @inlined
     def zero_tail(base, rows, thread):
@@ -178,14 +187,15 @@ def make(config):
     def store_dq(base, acc_dq, me, n):
         """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
         four = cuda.local.array(4, uint32)
-        wait(base + at.dq_empty + 8 * me, (n & 1) ^ 1)
-        place = base + plan.dq + me * part_bytes + (thread_index() & int32(127)) * 16
+        own = dq_stage_of(n) * 2 + me
+        wait(base + at.dq_empty + 8 * own, dq_phase_of(n) ^ 1)
+        place = base + plan.dq + own * part_bytes + (thread_index() & int32(127)) * 16
         for chunk in range(dq_columns // 8):
             for x in range(4):
                 four[x] = acc_dq[4 * chunk + x].view(np.uint32)
             store_v4(place + chunk * (128 * 16), four, 0)
         fence_async()
-        arrive(base + at.dq_full + 8 * me)
+        arrive(base + at.dq_full + 8 * own)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
