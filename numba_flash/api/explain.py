@@ -1,9 +1,11 @@
 """explain, explain_backward: which kernels a call would run, with what, and why not others."""
 
 import html
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays import ITEM_SIZE
 from ..config.backward import BackwardConfig
 from ..config.forward import Config
 from ..dispatch import launch, launch_backward
@@ -14,8 +16,7 @@ from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice
 from ..sim.launch import predicted_seconds
-from . import backward as gradients
-from .forward import understand_call
+from . import backward, forward
 
 
 class Readable:
@@ -75,6 +76,14 @@ class Explanation(Readable):
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
             facts.append(("grid", grid))
+            facts += [
+                ("before it", f"{before.kernel}, {blocks} blocks of {before.threads} threads")
+                for before, blocks in launch.kernels_before(self.config, self.problem, self.target)
+            ]
+            made = launch.workspace(self.config, self.problem).values()
+            if made:
+                size = sum(math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in made)
+                facts.append(("workspace", f"{size} bytes beside the result"))
         if self.copies:
             facts.append(("copies", "the arrays go to the GPU and the result comes back, which is waited for"))
         if self.seconds is not None:
@@ -92,8 +101,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = understand_call(q, k, v, options)
-    return Explanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = forward.prepare_call(q, k, v, options)
+    return Explanation.of(plan.problem, plan.target, plan.choice)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,8 +143,8 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
     Takes the arguments of `attention_backward`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = gradients.understand_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
-    return BackwardExplanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = backward.prepare_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
+    return BackwardExplanation.of(plan.problem, plan.target, plan.choice)
 
 
 def _clusters(config: Config) -> str:

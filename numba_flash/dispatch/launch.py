@@ -1,21 +1,33 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import arrays, reference
 from ..arrays import Array, GradientOperands, Operands
-from ..config.forward import Config, TensorConfig
+from ..config.forward import Config, MaskBitsConfig, TensorConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Enqueuer, packed
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS
-from ..select.arguments import FORWARD_ARRAYS, PARAMETERS, Values, forward_values, positions, tensor_maps, tuple_class
+from ..select.arguments import (
+    FORWARD_WORKSPACE,
+    MASK_BITS,
+    Values,
+    forward_arrays,
+    forward_values,
+    mask_bits_layout,
+    mask_bits_words,
+    parameters,
+    positions,
+    tensor_maps,
+    tuple_class,
+)
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
 
@@ -38,12 +50,12 @@ class Launch:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
 
-def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _OnCpu(problem)
+        return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Launch()
     config = choice.config
@@ -51,16 +63,35 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     maps = tensor_maps(config, problem)
     blocks = grid(config, problem, target)
     ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
-    if choice.kernel == "v1":
-        steps = [(ready, positions("v1", FORWARD_ARRAYS))]
-        ready = KernelSequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
+    made = workspace(config, problem)
+    if made:
+        launches = [
+            (first.kernel, on_gpu(first, target, its_blocks, forward_values(first.kernel, problem)))
+            for first, its_blocks in kernels_before(config, problem, target)
+        ]
+        launches.append((choice.kernel, ready))
+        every = forward_arrays(len(problem.aux))
+        steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
+        ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return Announced(problem, ready) if target.simulated else ready
 
 
-def _state_of_v1(problem: Problem) -> list[tuple[int, ...]]:
-    """The shapes of FORWARD_WORKSPACE."""
-    rows = problem.lse_shape
-    return [(*rows, problem.head_dim_v), rows, rows]
+def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
+    """(Config, blocks) of what runs before the kernel itself."""
+    if not (isinstance(config, TensorConfig) and config.has("mask")):
+        return []
+    pieces, _ = mask_bits_layout(problem)
+    return [(MaskBitsConfig(threads=32 if target.simulated else 512), pieces)]
+
+
+def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of those of FORWARD_WORKSPACE that there are: what a kernel allocates beside its result."""
+    if config.kernel == "v1":
+        rows, dtype = problem.lse_shape, problem.compute_dtype
+        return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
+    if isinstance(config, TensorConfig) and config.has("mask"):
+        return {MASK_BITS: ((mask_bits_words(problem),), "uint32")}
+    return {}
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
@@ -97,7 +128,8 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        self._pointers, self._constants = len(PARAMETERS[config.kernel].arrays), packed(values.flat)
+        taken = parameters(config.kernel, len(config.aux)).arrays
+        self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._enqueuer: Enqueuer | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
@@ -153,7 +185,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", PARAMETERS[config.kernel].arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
         run(
             lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
             values.tuples, tuple(maps), config.cluster,
@@ -205,22 +237,26 @@ class KernelSequence(Launch):
             launch.run([every[number] for number in taken], stream)
 
 
-class _OnCpu(Launch):
-    __slots__ = ("_problem",)
+class OnCpu(Launch):
+    """code: imports the module of cpu/ that computes the problem. Numba comes in with it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    __slots__ = ("_code", "_problem", "_ready")
+
+    def __init__(self, problem: Any, code: Callable[[], Any]) -> None:
+        self._problem, self._code = problem, code
+        self._ready: Any = None
 
     def load(self) -> None:
-        _cpu().warm_up(self._problem)
+        self._code().warm_up(self._problem)
 
     def run(self, operands: Given, stream: int) -> None:
-        _cpu().forward(self._problem, [0 if array is None else array.pointer for array in operands])
+        if self._ready is None:
+            self._ready = self._code().ready(self._problem)
+        self._ready.run([0 if array is None else array.pointer for array in operands])
 
 
-@functools.cache
 def _cpu() -> Any:
-    from ..cpu import forward as cpu  # Numba comes in with it
+    from ..cpu import forward as cpu
 
     return cpu
 
@@ -232,14 +268,15 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        _run_reference(self._problem, Operands(*operands))  # type: ignore[arg-type]
+        own = len(Operands._fields)
+        _run_reference(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: Problem, operands: Operands) -> None:
+def _run_reference(problem: Problem, operands: Operands, aux: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     o, lse = reference.forward(
         *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
-        **reference_options(problem, operands),
+        **reference_options(problem, operands, aux),
     )
     assert operands.o is not None
     view = heads_first(problem, operands.o)
@@ -255,7 +292,7 @@ def heads_first(problem: Problem, array: Array) -> np.ndarray:
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
 
-def reference_options(problem: Problem, operands: Operands | GradientOperands) -> dict[str, Any]:
+def reference_options(problem: Problem, operands: Operands | GradientOperands, aux: Given) -> dict[str, Any]:
     """The keyword arguments of the oracle's functions."""
 
     def optional(array: Array | None) -> np.ndarray | None:
@@ -288,4 +325,6 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands) -
             seqlens_k=seqlens_k,
             mask=optional(operands.mask),
         ),
+        **dict(problem.functions),
+        aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.forward import SoftmaxConfig
+from ..config.forward import MaskBitsConfig, SoftmaxConfig
+from ..functions.function import Function, explain_failure
 from ..machine import toolchain
 from ..machine.cache_folder import cache_folder
 from ..select import tensor_maps
@@ -29,7 +30,7 @@ from .assembler import assemble
 if TYPE_CHECKING:
     from ..config.backward import BackwardConfig
 
-    AnyConfig = BackwardConfig | SoftmaxConfig
+    AnyConfig = BackwardConfig | MaskBitsConfig | SoftmaxConfig
 else:
     AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
 # the file of each kernel, in numba_flash/kernels
@@ -39,6 +40,8 @@ MODULES = {
     "mma": "mma.forward",
     "wgmma": "wgmma.forward",
     "delta": "simt.delta",
+    "mask_bits": "score.mask_bits",
+    "mask_bits_of_keys": "score.mask_bits",
     "v2_dkdv": "simt.v2_backward_dkdv",
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",
@@ -147,9 +150,16 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
         options["launch_bounds"] = (config.threads, blocks)
     with _lock, _compiling_for(cc), toolchain.keeping_garbage():
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
-        ptx, _ = cuda.compile(
-            function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
-        )
+        try:
+            ptx, _ = cuda.compile(
+                function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
+            )
+        except Exception as error:
+            own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
+            explained = explain_failure(error, own) if own else None
+            if explained is None:
+                raise
+            raise explained from None
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
@@ -233,8 +243,8 @@ _COMPILERS = re.compile(
 
 # What shapes the code of a kernel beside its Config.
 SOURCES = (
-    "kernels/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py", "select/arguments.py",
-    "gpu/assembler.py", "gpu/compiled.py",
+    "kernels/**/*.py", "functions/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
+    "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 
 

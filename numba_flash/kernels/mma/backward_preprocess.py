@@ -34,7 +34,7 @@ def make(config):
     pieces, place, piece = row_facts.pieces, row_facts.place, row_facts.PIECE
     minus_delta_at = row_facts.MINUS_DELTA
     turns_of, turns_at = config.turns_of, TURNS_AT
-    log2_e, inf = float32(LOG2_E), float32(math.inf)
+    unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @inlined
     def low(two):
@@ -81,15 +81,15 @@ def make(config):
                 arrays.turns[turns_at + 2 * tile] = uint32(0)
                 arrays.turns[turns_at + 2 * tile + 1] = uint32(0)
         if lane == 0 and query < head_pieces * 16:
-            lse_log2 = inf
+            lse = inf
             if query < seqlen_q:
                 at = (b * heads + h) * seqlen_q + query
-                lse_log2 = float32(arrays.lse[at]) * log2_e
-                lse_log2 = inf if lse_log2 == -inf else lse_log2
+                lse = float32(arrays.lse[at]) * unit
+                lse = inf if lse == -inf else lse
                 if has_dlse:
                     part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
             at = int64(head_of_all) * (head_pieces * piece) + place(query)
-            arrays.row_facts[at] = lse_log2
+            arrays.row_facts[at] = lse
             arrays.row_facts[at + minus_delta_at] = -part
 
     return facts_of_rows

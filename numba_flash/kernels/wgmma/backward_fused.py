@@ -14,10 +14,10 @@ first one stores instead of adding, so nothing need be set to zero. Blocks take 
 head in ascending order, many heads abreast. So who waits does so for a block that has begun before it, and since all
 walk over the queries in the same order, blocks of a head follow each other like runners in a line.
 
-Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ: they
-wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK; of dQ it computes
-half of the columns, from the dS of both. S of the next tile and dQ of this one are issued behind dV and dK, and dP when
-half of the next exponentials are done:
+Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
+they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK; of dQ it
+computes half of the columns, from the dS of both. S of the next tile and dQ of this one are issued behind dV and dK,
+and dP when half of the next exponentials are done:
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
