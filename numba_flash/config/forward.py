@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, Uses, changes_scores
 
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8}
 
 
 # Tiles of 16-bit elements for tensor cores lie in panels of 64 columns, 128 bytes a row, swizzled (ptx/fragments.py).

@@ -51,6 +51,8 @@ MODULES = {
     "mma_dq": "mma.backward_dq",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",
+    "wgmma_fused": "wgmma.backward_fused",
+    "wgmma_round": "wgmma.backward_round",
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",

@@ -1,7 +1,7 @@
-"""Addresses in global memory, and the accesses that go by address: ld, st, atom (PTX ISA 9.7.9.8, 9.7.9.11, 9.7.13.5).
+"""Addresses in global memory, and what goes by address (PTX ISA 9.7.9.8, 9.7.9.11, 9.7.13.5, 9.7.13.6).
 
 An access by address moves up to 16 bytes at once, whatever the pointer's elements are. Any compute
-capability; any thread; no ordering beyond what a plain load or store has.
+capability; any thread; no ordering beyond what a plain load or store has, unless the name says so.
 """
 
 from llvmlite import ir
@@ -109,3 +109,17 @@ def add(typingctx, address, value):
 def exchange(typingctx, address, value):
     """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
     return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """ld.acquire.gpu.global.b32: 4 bytes. What the thread that released this value (add_release) had done before comes
+    before what this one does next. cc 7.0. Twin: sim.memory.load_acquire.
+    """
+    return asm.scalars("ld.acquire.gpu.global.b32 $0, [$1];", types.uint32(types.int64))
+
+
+@intrinsic
+def add_release(typingctx, address, value):
+    """red.release.gpu.global.add.u32: memory += value, behind all that this thread has done or waited for. cc 7.0."""
+    return asm.scalars("red.release.gpu.global.add.u32 [$0], $1;", types.void(types.int64, types.uint32))

@@ -90,6 +90,15 @@ class WgmmaDq(NamedTuple):
     gpu: str = MEASURED
 
 
+class WgmmaFused(NamedTuple):
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    gpu: str = MEASURED
+
+
 _SIMULATED = tuple(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4)))
 _SIMT = tuple(
     Simt(m, n) for m, n in ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -157,7 +166,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
     "wgmma_dkdv": (
-        WgmmaDkdv(64, True, 112, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(64, True, 128, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(96, True, 80, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(128, True, 64, 128, stages_a=3, stages_b=3),
@@ -177,6 +186,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
+    "wgmma_fused": (WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),),  # backward.gains_by_one_kernel: for what
 }
 
 # What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is

@@ -54,6 +54,16 @@ def exchange(address, value):
     return before
 
 
+def load_acquire(address):
+    value = _at(address, 4, 4, writing=False).view(np.uint32)[0]
+    _let_others_run()  # kernels ask in a loop
+    return value
+
+
+def add_release(address, value):
+    add(address, value)
+
+
 def _at(address, count, alignment, writing=True, atomic=False):
     return current().block.memory.bytes_at(address, count, alignment, writing, atomic)
 

@@ -21,7 +21,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
 from numba_flash.select import forward as select
@@ -31,7 +31,7 @@ pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
-MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
+MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -40,8 +40,10 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
-for kernel in ("wgmma_dkdv", "wgmma_dq"):
+for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
+IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
+IN_PTX["wgmma_round"], IN_SASS["wgmma_round"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -143,12 +145,28 @@ def backward_gates():
                 name = f"{kernel}-{row.head_dim}-{size}{words}"
                 if kind in (MmaDqConfig, WgmmaDqConfig):
                     yield name, kind(**features, **tiles.columns(row))
+                    if kind is WgmmaDqConfig:  # what becomes of it where there are few blocks
+                        yield f"{name}-halved", kind(**features, **tiles.columns(row) | dict(tile_m=64, stages_b=2))
                     continue
                 for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
                     columns = tiles.columns(row)
                     if kind is WgmmaDkdvConfig and not dk:
                         columns["stages_b"] = 2
-                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
+                    gradients = dict(of_dk=dk, of_dv=dv)
+                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, **gradients)
+                    if kind is WgmmaDkdvConfig:
+                        halved = columns | dict(tile_n=64, stages_b=2)
+                        yield f"{name}-{'dk' * dk}{'dv' * dv}-halved", kind(**features, **halved, **gradients)
+    plain = dict(dtype="float16", head_dim=128, head_dim_v=128)
+    of_64 = tiles.columns(tiles.rows_for("wgmma_fused", HOPPER)[0])
+    for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
+        fused = WgmmaFusedConfig(**features, **of_64, kernel="wgmma_fused")
+        yield f"wgmma_fused-128-{name}", fused
+        yield (
+            f"wgmma_round-128-{name}",
+            WgmmaRoundConfig(**features, kernel="wgmma_round", tile_m=64, tile_n=128, depth=fused.depth),
+        )
+    yield "mma_rows-64-turns", MmaRowsConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
