@@ -81,6 +81,8 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    for option, _ in forward.functions:
+        return f"its backward takes no {option} yet"
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None

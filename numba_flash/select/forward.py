@@ -150,7 +150,7 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        if row.tile_m == 192 and features["scaled"] and 128 % group == 0:
+        if row.tile_m == 192 and (features["scaled"] or problem.functions) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
         # A place for O, where no buffer of Q is free for it and there is room.
         for o_buffer in (True, False) if row.q_buffers == 1 and features["wide_o"] else (False,):

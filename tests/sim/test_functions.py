@@ -5,11 +5,17 @@ import contract_backward
 import pytest
 from contract_functions import *  # noqa: F403
 
+from numba_flash import testing
+from numba_flash.select import rungs
+
+TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False)
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
 
 
-@pytest.fixture(scope="session", params=["v1", "v2"])
+@pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
+    if request.param in rungs.TENSOR:
+        return contract.Rung(request.param, testing.rows_padded, tensor=True, tile=64, slow=True, limits=TENSOR)
     return contract.Rung(request.param, limits=SMALL)
 
 

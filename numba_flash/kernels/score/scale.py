@@ -26,4 +26,8 @@ def on_fragments(config: Any) -> FragmentStage:
     def value(s, factor, term, distance, score):
         return s, factor * (score.scale * log2_e)
 
-    return FragmentStage(value)
+    @inlined
+    def scaled_before(s, factor, term, distance, score):
+        return s, factor * log2_e
+
+    return FragmentStage(scaled_before if config.has("score_mod") else value)  # which took the scaled product

@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ...ptx import approx, ld_st, shfl
-from ..score import fragments
+from ..score import At, fragment_functions, fragments
 from . import elements
 from .inlined import inlined
 from .plain import row_keys
@@ -31,6 +31,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain = fragments.chain(config)
     value, row_term = chain.value, chain.row_term
+    apply_functions = fragment_functions.make(config).apply_alone
     bfly, ex2, load_b32, minus_inf = shfl.bfly_f32, approx.ex2, ld_st.load_b32, float32(-math.inf)
 
     @inlined
@@ -61,8 +62,10 @@ def make(config, warp_rows):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
+                    at = At(tile.b, head, index, key, q_pos)
+                    product, seen = apply_functions(product, at, arrays, strides, score)
                     p = ex2(value(product, term, float32(q_pos - key), score) - lse_log2)
-                    if p != 0:
+                    if p != 0 and seen:
                         for c in range(columns):
                             x = int64(lane + 32 * c)
                             if x < columns_left:

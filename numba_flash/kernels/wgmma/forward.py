@@ -28,7 +28,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments
+from ..score import fragment_functions, fragments
 from ..score.stage import LOG2_E
 from ..steps import fragment_outputs, fragment_softmax, output_rows
 from ..steps import recompute_rows as recompute
@@ -42,7 +42,7 @@ from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW
 
 
 def make(config):
-    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
+    tile_n, queries, consumers, q_buffers = config.tile_n, config.queries, config.consumers, config.q_buffers
     depth, width = config.depth, config.width
     group, note_bytes, alignment = config.group, config.NOTE_BYTES, config.ALIGNMENT
     _, k_at, v_at, o_at, notes_at, _, _ = config.shared_offsets()
@@ -88,6 +88,8 @@ def make(config):
     set_up, schedule, produce = supply.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
+    functions = fragment_functions.make(config)
+    has_functions, apply_functions = functions.present, functions.apply
     start, softmax, to_p, finish = fragment_softmax.make(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
@@ -222,6 +224,16 @@ def make(config):
         return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
 
     @inlined
+    def apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score):
+        """The caller's own functions on the scores of key tile j."""
+        first_row, lane = rows_of_lane()
+        tile = tile_of(notice)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        apply_functions(
+            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(notice), queries_left, arrays, strides, score
+        )  # fmt: skip
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
@@ -269,12 +281,14 @@ def make(config):
                     terms[r] = row_term(word(notice + B), row_head, arrays, strides)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
-            if scaled or masked:
+            if scaled or masked or has_functions:
                 look(j, notice, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
-            if scaled or masked:
+            if scaled or masked or has_functions:
+                if has_functions:
+                    apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                 if scaled:
                     finish_scores(acc_s, terms, distance, score)
                 mask_scores(acc_s, mask_bits)
@@ -295,6 +309,8 @@ def make(config):
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     look(j, notice, sizes, mask_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if has_functions:
+                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                     if scaled:
                         finish_scores(acc_s, terms, distance, score)
                     mask_scores(acc_s, mask_bits)
@@ -303,11 +319,15 @@ def make(config):
                     j = int32(j - 1)
                 while j >= free and j < cut:
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    if scaled:
+                    if scaled or has_functions:
                         look(j, notice, sizes, mask_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if has_functions:
+                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                     if scaled:
                         finish_scores(acc_s, terms, distance, score)
+                    if has_functions:
+                        mask_scores(acc_s, mask_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
