@@ -62,21 +62,21 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         for r in range(2 * strips):
             row = int32(first_row + first_row_of(lane) + r * 8)
             query = int32(uint32(row) // uint32(group))
-            for word in range(words):
-                left = mask_bits[r * words + word]
-                if query >= queries_left:
-                    left = uint32(0)  # a row that does not exist
-                mask_bits[r * words + word] = left
+            left = uint32(0)  # in a register, and not in the array, which would then lie in memory
             for n in range(blocks):
+                word = r * words + n // 16
+                if n % 16 == 0:
+                    left = mask_bits[word] if query < queries_left else uint32(0)  # some rows do not exist
                 for i in range(2):
-                    word, bit = r * words + n // 16, uint32(1) << uint32(2 * (n % 16) + i)
-                    if mask_bits[word] & bit != 0:
+                    bit = uint32(1) << uint32(2 * (n % 16) + i)
+                    if left & bit != 0:
                         k_pos = int32(first_key + n * 8 + i)
                         at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
                         place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                         acc_s[place], seen = apply_alone(acc_s[place], at, arrays, strides, score)
                         if has_mask_mod:
-                            if not seen:
-                                mask_bits[word] &= ~bit
+                            left = left if seen else uint32(left & ~bit)
+                if n % 16 == 15 or n == blocks - 1:
+                    mask_bits[word] = left
 
     return FragmentFunctions(has_score_mod or has_mask_mod, apply, apply_alone)
