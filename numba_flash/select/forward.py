@@ -152,14 +152,24 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
         if row.tile_m == 192 and (features["scaled"] or problem.functions) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
+        if problem.functions:
+            features["tile_n"] = min(row.tile_n, _keys_beside_functions(row.head_dim))
         # A place for O, where no buffer of Q is free for it and there is room.
         for o_buffer in (True, False) if row.q_buffers == 1 and features["wide_o"] else (False,):
             yield WgmmaConfig(**features, o_buffer=o_buffer)
 
 
+def _keys_beside_functions(head_dim: int) -> int:
+    """How many keys a tile of wgmma has at most, by the registers for their positions: with more it spills."""
+    return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+
+
 def _wide_enough(name: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return [row for row in rows_for(name, target) if head_dim <= row.head_dim]
+    rows: list[Any] = [row for row in rows_for(name, target) if head_dim <= row.head_dim]
+    if name == "mma" and problem.functions:  # positions take registers: with two strips of rows a warp spills
+        rows = [row for row in rows if row.warp_rows == 16]
+    return rows
 
 
 def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:

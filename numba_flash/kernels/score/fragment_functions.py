@@ -59,24 +59,24 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
         """
         first_key = int32(j * tile_n + first_column_of(lane))
+        first = int32(first_row + first_row_of(lane))
         for r in range(2 * strips):
-            row = int32(first_row + first_row_of(lane) + r * 8)
-            query = int32(uint32(row) // uint32(group))
-            left = uint32(0)  # in a register, and not in the array, which would then lie in memory
-            for n in range(blocks):
-                word = r * words + n // 16
-                if n % 16 == 0:
-                    left = mask_bits[word] if query < queries_left else uint32(0)  # some rows do not exist
-                for i in range(2):
-                    bit = uint32(1) << uint32(2 * (n % 16) + i)
-                    if left & bit != 0:
-                        k_pos = int32(first_key + n * 8 + i)
+            if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+                for word in range(words):
+                    mask_bits[r * words + word] = uint32(0)
+        # Columns outside and rows inside: the other way round the compiler would keep the positions of all columns.
+        for n in range(blocks):
+            for i in range(2):
+                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
+                for r in range(2 * strips):
+                    word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                    if mask_bits[word] & bit != 0:
+                        row = int32(first + r * 8)
+                        query = int32(uint32(row) // uint32(group))
                         at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
-                        place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                         acc_s[place], seen = apply_alone(acc_s[place], at, arrays, strides, score)
                         if has_mask_mod:
-                            left = left if seen else uint32(left & ~bit)
-                if n % 16 == 15 or n == blocks - 1:
-                    mask_bits[word] = left
+                            if not seen:
+                                mask_bits[word] &= ~bit
 
     return FragmentFunctions(has_score_mod or has_mask_mod, apply, apply_alone)
