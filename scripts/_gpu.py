@@ -14,7 +14,7 @@ from importlib import metadata
 import numpy as np
 
 import numba_flash
-from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
 from numba_flash.select import forward as select
 
@@ -96,12 +96,12 @@ def tiles_of(rows):
         return
     kept = select.TILE_COST
     select.TILE_COST = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
-    api._decided.clear()
+    dispatch._plans.clear()
     try:
         yield
     finally:
         select.TILE_COST = kept
-        api._decided.clear()
+        dispatch._plans.clear()
 
 
 def job(arguments, kernel, **options):

@@ -67,12 +67,12 @@ def compare(cases, kernel, on_gpu, say=None):
         try:
             o, lse = numba_flash.attention(**arguments, kernel=kernel, return_lse=True)
             arguments |= dict(do=on_gpu(do), o=o, lse=lse) | options
-            decision = gradients.understand_call(arguments)[1]
+            plan = gradients.prepare_call(arguments)[1]
         except NotImplementedError as error:
             assert "head_dim up to" in str(error), error
             refused.append(name)
             continue
-        calls[name] = case, arguments, (do, dlse if number % 2 else None), decision
+        calls[name] = case, arguments, (do, dlse if number % 2 else None), plan
     compile_ahead((config, each[3].target.cc) for each in calls.values() for config in each[3].choice.configs)
     compiled, checks, failures = time.perf_counter(), {}, []
     for number, (name, (case, arguments, (do, dlse), _)) in enumerate(calls.items()):
@@ -153,7 +153,7 @@ def check_whole_numbers(kernel, options, tools):
         )
         do, o, lse = map(tools.on_gpu, given)
         arguments = case.arguments(tools.on_gpu) | dict(do=do, o=o, lse=lse, kernel=kernel)
-        calls.append((arguments, right, gradients.understand_call(arguments)[1]))
+        calls.append((arguments, right, gradients.prepare_call(arguments)[1]))
     compile_ahead((config, made.target.cc) for *_, made in calls for config in made.choice.configs)
     for number, (arguments, right, _) in enumerate(calls):
         found = numba_flash.attention_backward(**arguments)

@@ -14,8 +14,7 @@ from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice
 from ..sim.launch import predicted_seconds
-from . import backward as gradients
-from .forward import understand_call
+from . import backward, forward
 
 
 class Readable:
@@ -92,8 +91,8 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = understand_call(q, k, v, options)
-    return Explanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = forward.prepare_call(q, k, v, options)
+    return Explanation.of(plan.problem, plan.target, plan.choice)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,8 +133,8 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
     Takes the arguments of `attention_backward`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = gradients.understand_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
-    return BackwardExplanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = backward.prepare_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
+    return BackwardExplanation.of(plan.problem, plan.target, plan.choice)
 
 
 def _clusters(config: Config) -> str:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays
-from ..api.forward import LSE, O, understand_call
+from ..api.forward import prepare_call
 from ..arrays import host_view
 from ..config.forward import SeedConfig
-from ..dispatch.launch import heads_first, prepare
+from ..dispatch.forward import LSE, O
+from ..dispatch.launch import heads_first, make_launch
 from ..machine.target import Target
 from ..problem.forward import Problem
 from .places import Follow, Index3, check_simulated, find_line, make_of, watching
@@ -139,8 +140,8 @@ def trace(
     for name in ("return_lse", "out", "stream"):
         if name in options:
             raise TypeError(f"trace takes no {name}=: o and lse are in what it returns")
-    given, decision = understand_call(q, k, v, dict(options, kernel=kernel, return_lse=True))
-    problem, target, choice = decision.problem, decision.target, decision.choice
+    given, plan = prepare_call(q, k, v, dict(options, kernel=kernel, return_lse=True))
+    problem, target, choice = plan.problem, plan.target, plan.choice
     rows = _rows(row, problem)
     _inside("batch", batch, problem.batch)
     _inside("head", head, problem.heads)
@@ -161,7 +162,7 @@ def trace(
         return _follow(mine, lines) if mine else None
 
     with watching(make.co_filename, attach):
-        prepare(choice, problem, target).run(given, 0)
+        make_launch(choice, problem, target).run(given, 0)
     o = heads_first(problem, given[O])[batch, head].astype(problem.compute_dtype)
     lse = host_view(given[LSE])[batch, head]
     tiles = _joined(seen, rows, problem)

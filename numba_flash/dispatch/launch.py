@@ -1,7 +1,7 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,12 +46,12 @@ class Launch:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
 
-def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _OnCpu(problem)
+        return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Launch()
     config = choice.config
@@ -214,22 +214,26 @@ class KernelSequence(Launch):
             launch.run([every[number] for number in taken], stream)
 
 
-class _OnCpu(Launch):
-    __slots__ = ("_problem",)
+class OnCpu(Launch):
+    """code: imports the module of cpu/ that computes the problem. Numba comes in with it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    __slots__ = ("_code", "_problem", "_ready")
+
+    def __init__(self, problem: Any, code: Callable[[], Any]) -> None:
+        self._problem, self._code = problem, code
+        self._ready: Any = None
 
     def load(self) -> None:
-        _cpu().warm_up(self._problem)
+        self._code().warm_up(self._problem)
 
     def run(self, operands: Given, stream: int) -> None:
-        _cpu().forward(self._problem, [0 if array is None else array.pointer for array in operands])
+        if self._ready is None:
+            self._ready = self._code().ready(self._problem)
+        self._ready.run([0 if array is None else array.pointer for array in operands])
 
 
-@functools.cache
 def _cpu() -> Any:
-    from ..cpu import forward as cpu  # Numba comes in with it
+    from ..cpu import forward as cpu
 
     return cpu
 

@@ -1,6 +1,5 @@
 """From a choice to running code, for gradients."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,15 +23,15 @@ from ..select.arguments import (
     positions,
 )
 from ..select.backward import BackwardChoice
-from .launch import Announced, Given, KernelSequence, Launch, heads_first, on_gpu, reference_options
+from .launch import Announced, Given, KernelSequence, Launch, OnCpu, heads_first, on_gpu, reference_options
 
 
-def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _OnCpu(problem)
+        return OnCpu(problem, _cpu)
     ready = _kernels(choice, problem, target)
     return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
 
@@ -97,24 +96,10 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     return KernelSequence(steps, made)
 
 
-class _OnCpu(Launch):
-    __slots__ = ("_problem",)
-
-    def __init__(self, problem: BackwardProblem) -> None:
-        self._problem = problem
-
-    def load(self) -> None:
-        _cpu().warm_up(self._problem)
-
-    def run(self, operands: Given, stream: int) -> None:
-        _cpu().backward(self._problem, [0 if array is None else array.pointer for array in operands])
-
-
-@functools.cache
 def _cpu() -> Any:
-    from ..cpu import backward as cpu_backward  # Numba comes in with it
+    from ..cpu import backward as cpu
 
-    return cpu_backward
+    return cpu
 
 
 class _OnReference(Launch):

@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import numba_flash  # noqa: E402
-from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
+from numba_flash.dispatch import backward as gradients  # noqa: E402
 from numba_flash.select import rungs  # noqa: E402
 
 
@@ -77,13 +77,14 @@ def test_results_and_gradients_are_those_of_the_two_functions(dtype, device):
 
 def test_only_what_is_asked_for_is_computed(monkeypatch):
     asked = []
-    real = gradients.attention_backward
+    real = gradients.plan
 
-    def spy(*arrays, **options):
-        asked.append((options["wanted"], options["dlse"] is None))
-        return real(*arrays, **options)
+    def spy(*facts):
+        asked.append((facts[9], facts[6] is None))  # wanted, dlse
+        return real(*facts)
 
-    monkeypatch.setattr(gradients, "attention_backward", spy)
+    monkeypatch.setattr(gradients, "plan", spy)
+    monkeypatch.setattr(gradients, "_plans", {})  # nothing planned before
     q, k, v = tensors(Q, K, V)
     numba_flash.attention(q, k.detach(), v.detach()).sum().backward()
     numba_flash.attention(q.detach(), k, v, return_lse=True).lse.sum().backward()

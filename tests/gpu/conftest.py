@@ -13,7 +13,7 @@ import pytest
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.select import forward as select
 from numba_flash.select import rungs
 
@@ -69,11 +69,11 @@ TENSOR = dict(
 class InLargeTiles(contract.Rung):
     """wgmma with as many query rows a tile as its table has, which it takes of itself where there is much to do."""
 
-    decided: ClassVar[dict] = {}
+    plans: ClassVar[dict] = {}
 
     def attention(self, *operands, **arguments):
         costs = {rows: 1 / rows**4 for rows in select.TILE_COST}
-        with mock.patch.object(select, "TILE_COST", costs), mock.patch.object(api, "_decided", self.decided):
+        with mock.patch.object(select, "TILE_COST", costs), mock.patch.object(dispatch, "_plans", self.plans):
             return super().attention(*operands, **arguments)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from machines import HOPPER, empty
 
-from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.select import tiles
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -16,7 +16,7 @@ ROWS = [(kernel, row) for kernel in ("mma", "wgmma") for row in tiles.TABLES[ker
 @pytest.fixture
 def tune(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setattr(api.Target, "of", lambda device: HOPPER)
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: HOPPER)
     return runpy.run_path(str(SCRIPTS / "tune"))
 
 
@@ -25,7 +25,7 @@ def config_of(tune, kernel, row, head_dim, head_dim_v=None):
     q, v = (
         empty(1, 64, 4096, columns, strides=(2**28, 2**22, 2**10, 1)) for columns in (head_dim, head_dim_v or head_dim)
     )
-    found = tune["decide"](kernel, row, q, q, v, dict(kernel=kernel))
+    found = tune["prepare"](kernel, row, q, q, v, dict(kernel=kernel))
     return found and found[1].choice.config
 
 
