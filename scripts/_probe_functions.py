@@ -81,8 +81,9 @@ def cut_all(options, n):
 
 def main():
     names = ("plain", "alibi", "softcap", "causal", "relative", "document")
-    jobs = [(name, kernel, d, 4096, 16, 4) for kernel in ("wgmma", "mma") for d in (64, 128) for name in names]
-    jobs += [(name, "v2", 64, 200, 4, 2) for name in names]
+    jobs = [(name, "wgmma", d, 4096, 16, 4) for d in (64, 128) for name in names]
+    jobs += [(name, "mma", 128, 4096, 16, 4) for name in ("alibi", "document")]
+    jobs += [(name, "v2", 64, 200, 4, 2) for name in ("softcap", "document")]
     import multiprocessing
 
     began = time.time()
@@ -94,14 +95,14 @@ def main():
 
     import numba_flash
 
-    results = []
-    for kernel, d, n, heads, batch in (
-        ("v2", 64, 200, 4, 2),
-        *((x, d, 4096, 16, 4) for x in ("wgmma", "mma") for d in (64, 128)),
-    ):
+    results, cases = [], {}
+    for name, kernel, d, n, heads, batch in jobs:
+        cases.setdefault((kernel, d, n, heads, batch), []).append(name)
+    for (kernel, d, n, heads, batch), names in cases.items():
         dtype = torch.bfloat16 if kernel != "v2" else torch.float32
         q, k, v = inputs(torch, n, d, heads, batch, dtype)
-        for name, (own, option) in variants(torch, n, heads, batch).items():
+        made = variants(torch, n, heads, batch)
+        for name, (own, option) in ((name, made[name]) for name in names):
             try:
                 reference_kernel = "auto" if {"bias", "mask"}.isdisjoint(option) else "v2"
                 o = numba_flash.attention(q, k, v, **own, kernel=kernel)
@@ -126,7 +127,7 @@ def main():
     # gradients on v2 beside those of options
     q, k, v = inputs(torch, 200, 64, 4, 2, torch.float32)
     do = torch.randn_like(q)
-    for name in ("alibi", "softcap", "causal"):
+    for name in ("softcap",):
         own, option = variants(torch, 200, 4, 2)[name]
         o, lse = numba_flash.attention(q, k, v, **option, return_lse=True, kernel="v2")
         one = numba_flash.attention_backward(do, q, k, v, o, lse, **own, kernel="v2")

@@ -53,19 +53,17 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         return product, seen
 
     @inlined
-    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, arrays, strides, score):
-        """acc_s <- what score_mod makes of scale * acc_s, where a score counts; mask_bits <- what mask_mod leaves.
+    def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
+        pass
 
-        first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
-        """
-        first_key = int32(j * tile_n + first_column_of(lane))
-        first = int32(first_row + first_row_of(lane))
-        for r in range(2 * strips):
-            if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
-                for word in range(words):
-                    mask_bits[r * words + word] = uint32(0)
-        # Columns outside and rows inside: the other way round the compiler would keep the positions of all columns.
-        for n in range(blocks):
+    def and_block(before: Any, n: int) -> Any:
+        """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
+        loop over all that a long function would make, and then the scores would lie in memory."""
+
+        @inlined
+        def block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
+            # Rows inside: the other way round the compiler would keep the positions of all columns.
             for i in range(2):
                 k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
                 for r in range(2 * strips):
@@ -78,5 +76,25 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                         if has_mask_mod:
                             if not seen:
                                 mask_bits[word] &= ~bit
+
+        return block
+
+    every_block = nothing
+    for n in range(blocks):
+        every_block = and_block(every_block, n)
+
+    @inlined
+    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, arrays, strides, score):
+        """acc_s <- what score_mod makes of scale * acc_s, where a score counts; mask_bits <- what mask_mod leaves.
+
+        first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
+        """
+        first = int32(first_row + first_row_of(lane))
+        for r in range(2 * strips):
+            if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+                for word in range(words):
+                    mask_bits[r * words + word] = uint32(0)
+        first_key = int32(j * tile_n + first_column_of(lane))
+        every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
 
     return FragmentFunctions(has_score_mod or has_mask_mod, apply, apply_alone)
