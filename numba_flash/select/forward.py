@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.forward import Config, MmaConfig, SeedConfig, WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config, MmaConfig, SeedConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem, Strides
 from ..problem.options import BY_NAME, changes_scores
@@ -17,7 +17,7 @@ from .arguments import tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import TENSOR, check_request, choose, no_gpu
 from .tensor_maps import fits
-from .tiles import TILE_COST, columns, rows_for
+from .tiles import READING_KEYS, TILE_COST, columns, rows_for
 
 
 @dataclass(frozen=True)
@@ -150,26 +150,36 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        if row.tile_m == 192 and (features["scaled"] or problem.functions) and 128 % group == 0:
+        if row.tile_m == 192 and (features["scaled"] or _reads_scores(problem)) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
-        if problem.functions:
-            features["tile_n"] = min(row.tile_n, _keys_beside_functions(row.head_dim))
+        features["tile_n"] = min(row.tile_n, _most_keys(problem))
         # A place for O, where no buffer of Q is free for it and there is room.
         for o_buffer in (True, False) if row.q_buffers == 1 and features["wide_o"] else (False,):
             yield WgmmaConfig(**features, o_buffer=o_buffer)
 
 
-def _keys_beside_functions(head_dim: int) -> int:
-    """How many keys a tile of wgmma has at most, by the registers for their positions: with more it spills."""
-    return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-
-
 def _wide_enough(name: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    rows: list[Any] = [row for row in rows_for(name, target) if head_dim <= row.head_dim]
-    if name == "mma" and problem.functions:  # positions take registers: with two strips of rows a warp spills
-        rows = [row for row in rows if row.warp_rows == 16]
-    return rows
+    reads = _reads_scores(problem)
+    return [row for row in rows_for(name, target) if head_dim <= row.head_dim and (name != "mma" or row.reads == reads)]
+
+
+def _reads_scores(problem: Problem) -> bool:
+    """Whether there is something to read for each score, or to ask a function about its position."""
+    return bool(problem.functions) or any(problem.array(option) is not None for option in ("bias", "mask"))
+
+
+def _most_keys(problem: Problem) -> int:
+    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+    bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
+    if problem.functions:
+        return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    if not _reads_scores(problem):
+        return WgmmaConfig.MOST_KEYS
+    read = "mask" if bias is None else "bias"
+    alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
+    rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
+    return next(keys for widest, keys in rows if head_dim <= widest)
 
 
 def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:
@@ -196,8 +206,8 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
 
 
 def _same_keys(problem: Problem) -> bool:
-    """Whether all queries of a batch entry see the same keys."""
-    return problem.left is None and problem.right is None
+    """Whether all queries of a batch entry see the same keys, as far as is known."""
+    return problem.left is None and problem.right is None and problem.array("mask") is None
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
@@ -241,9 +251,11 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
+    bias = problem.array("bias")
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
     return dict(
         group=group,
         scaled=changes_scores(problem.uses) or problem.scale <= 0,
+        bias_pairs=bias is not None and bias.pairs,
         wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
     )

@@ -21,7 +21,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, cvt, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
 from ..score import fragment_functions, fragments, positions
-from ..score.stage import LOG2_E
+from ..score import reads as score_reads
+from ..score.reads import Origin
+from ..score.stage import LOG2_E, exponent_unit
 from ..steps import async_tiles, fragment_softmax, notes, output_rows
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -39,6 +41,7 @@ class Registers(NamedTuple):
     p_frag: Any
     q_frag: Any
     kv_frag: Any
+    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
 
 
 class Rows(NamedTuple):
@@ -50,6 +53,7 @@ class Rows(NamedTuple):
     term: Any  # what its scores share (kernels/score/fragments.py)
     distance: Any  # q_pos - k_pos at the lane's first column
     mask_bits: Any
+    shown_bits: Any  # by the mask that was given
     query: Any  # its query in the tile
 
 
@@ -67,7 +71,7 @@ def make(config):
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     depth, width, v_parts = config.depth, config.width, config.v_parts
     _, k_at, v_at, notes_at, tile_notes_at, _ = config.shared_offsets()
-    bases_at, keys_at = tile_notes_at, tile_notes_at + notes.SIZE
+    bases_at, keys_at, origin_at, query_at = (tile_notes_at + n * notes.SIZE for n in range(4))  # the last two: if read
     alignment, note_bytes = config.ALIGNMENT, config.NOTE_BYTES
     many_copies = max(depth, width) > 128
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
@@ -93,13 +97,16 @@ def make(config):
     keys_and_start = positions.make(config)
     row_term = fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
+    read, has_mask = score_reads.make(config, strips), config.has("mask")
+    reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
+    some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
     functions = fragment_functions.make(config, strips)
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
     store_rows = output_rows.make(config, warp_rows, width)
     recompute_rows = recompute.make(config, warp_rows)
-    log2_e, ln_2 = float32(LOG2_E), float32(fragment_softmax.LN_2)
+    log2_e, to_natural = float32(LOG2_E), float32(1 / exponent_unit(config))
 
     @inlined
     def aligned(address):
@@ -163,6 +170,19 @@ def make(config):
         return special.thread_index() if many_copies else thread
 
     @inlined
+    def load_for_scores(j, registers, row, places, arrays, strides, sizes, masked):
+        """What the scores of tile j need from global memory, while they are computed."""
+        now = special.thread_index()
+        bias, bits = notes.get(places.q + int32(origin_at))
+        first_query, _ = notes.get(places.q + int32(query_at))
+        origin = Origin(bias, bits, int32(first_query))
+        first_row = (now >> int32(5)) * warp_rows
+        inside = FALSE if masked else TRUE
+        load_reads(
+            registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
+        )  # fmt: skip
+
+    @inlined
     def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
         _, v_global = notes.get(places.q + int32(bases_at))
@@ -178,7 +198,7 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane)
 
     @inlined
-    def finish_and_mask(j, acc_s, row, places, tile, arrays, strides, sizes, score, masked):
+    def finish_and_mask(j, acc_s, loaded, row, places, tile, arrays, strides, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen."""
         if masked:
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
@@ -194,6 +214,8 @@ def make(config):
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
             for r in range(rows):
                 row.distance[r] = float32(position + row.query[r] - j * tile_n - lane_column)
+        if has_mask:
+            hide(row.mask_bits, row.shown_bits, masked)
         if has_functions:
             now = special.thread_index()
             position, _ = notes.get(places.q + int32(keys_at))
@@ -204,9 +226,12 @@ def make(config):
                 strides, score,
             )  # fmt: skip
         if scaled:
-            finish_scores(acc_s, row.term, row.distance, score)
+            finish_scores(acc_s, row.term, row.distance, loaded, score)
         if masked:
             mask_scores(acc_s, row.mask_bits)
+        elif has_mask:
+            if some_hidden(row.mask_bits):
+                mask_scores(acc_s, row.mask_bits)
 
     @inlined
     def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
@@ -229,12 +254,14 @@ def make(config):
     ):
         """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
         k_bytes, v_bytes = bytes_
+        if reads:
+            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
-        finish_and_mask(j, registers.acc_s, row, places, tile, arrays, strides, sizes, score, masked)
+        finish_and_mask(j, registers.acc_s, registers.loaded, row, places, tile, arrays, strides, sizes, score, masked)
         outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
 
     @inlined
-    def note_rows(registers, row, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes):
+    def note_rows(registers, row, inverse_l, lse, o_smem, tile, lane, warp, arrays, sizes):
         """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
         is not finite."""
         lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
@@ -255,11 +282,11 @@ def make(config):
             some |= flag
             if lane & 3 == 0:
                 ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
-                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // group
                 if write_lse and tile.part == 0 and query < sizes.seqlen_q:
                     head = tile.b * sizes.heads + tile.h + tile_row % group
-                    arrays.lse[head * sizes.seqlen_q + query] = lse_log2[r] * ln_2
+                    arrays.lse[head * sizes.seqlen_q + query] = lse[r] * to_natural
         return some
 
     @cuda.jit
@@ -292,6 +319,7 @@ def make(config):
             cuda.local.array(p_count, uint32),  # p_frag (strips, tile_n / 8, 2)
             cuda.local.array(q_count, uint32),  # q_frag (strips, at_once, 4)
             cuda.local.array(4, uint32),  # kv_frag (16, 16)
+            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
         )
         row = Rows(
             cuda.local.array(rows, float32),
@@ -300,6 +328,7 @@ def make(config):
             cuda.local.array(rows, float32),
             cuda.local.array(rows, float32),
             cuda.local.array(mask_words, uint32),
+            cuda.local.array(bits_words, uint32),
             cuda.local.array(rows, int32),
         )
         start(row.m, row.l)
@@ -317,8 +346,18 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            first_query, end_query = tile.first_query, tile.first_query + queries_left
+            first_shown, end_shown = ends_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first_shown, tile_n))
+            free = max(free, begin)
+            stop = min(int32(stop), divide(end_shown + int32(tile_n - 1), tile_n))
 
         if thread == 0:
+            if reads:
+                origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+                notes.put(q_smem + int32(origin_at), origin.bias, origin.bits)
+                notes.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
             notes.put(q_smem + int32(bases_at), k_global, v_global)
             notes.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
         cuda.syncthreads()
@@ -357,12 +396,12 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
-        inverse_l, lse_log2 = row.alpha, row.distance  # the same registers, free by now
-        finish(row.m, row.l, inverse_l, lse_log2)
+        inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
+        finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, width)
-        nonfinite = note_rows(registers, row, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes)
+        nonfinite = note_rows(registers, row, inverse_l, lse, o_smem, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * warp_rows, lane, o_smem, o_smem + notes_at, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:

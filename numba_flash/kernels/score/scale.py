@@ -6,7 +6,7 @@ from numba import cuda, float32
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import LOG2_E, FragmentStage, Stage
+from .stage import FragmentStage, Stage, exponent_unit
 
 
 def make(config: Any) -> Stage:
@@ -20,14 +20,14 @@ def make(config: Any) -> Stage:
 
 
 def on_fragments(config: Any) -> FragmentStage:
-    log2_e = float32(LOG2_E)
+    unit = float32(exponent_unit(config))
 
     @inlined
-    def value(s, factor, term, distance, score):
-        return s, factor * (score.scale * log2_e)
+    def value(s, factor, at, score):
+        return s, factor * (score.scale * unit)
 
     @inlined
-    def scaled_before(s, factor, term, distance, score):
-        return s, factor * log2_e
+    def scaled_before(s, factor, at, score):
+        return s, factor * unit
 
     return FragmentStage(scaled_before if config.has("score_mod") else value)  # which took the scaled product

@@ -16,6 +16,8 @@ import numpy as np
 from numba import cuda, float32, uint32
 
 from ...ptx import approx, cvt, minmax, shfl, vote
+from ..score.fragments import exponential_of
+from ..score.stage import exponent_unit
 from .inlined import inlined
 
 LN_2 = 0.6931471805599453
@@ -25,9 +27,12 @@ def make(config, strips):
     """-> (start, update, to_p, finish), device functions. Rows as in steps/fragment_scores."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    lag, scaled = float32(config.lag), config.scaled  # then the scores are in units of log2(e) already
+    scaled = config.scaled  # then the scores are in their own units already (score/stage.py)
+    natural = exponent_unit(config) == 1.0  # those of lag and of lse, too
+    lag = float32(config.lag * LN_2 if natural else config.lag)
+    exponential, of_log2 = exponential_of(config), float32(LN_2 if natural else 1.0)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    ex2, lg2, rcp = approx.ex2, approx.lg2, approx.rcp
+    lg2, rcp = approx.lg2, approx.rcp
     maximum, bfly, any_lane = minmax.maximum, shfl.bfly_f32, vote.any_lane
     minus_inf, lowest = float32(-math.inf), float32(np.finfo(np.float32).min)
 
@@ -39,7 +44,7 @@ def make(config, strips):
 
     @inlined
     def in_units(s, scale_log2):
-        """A score in units of log2(e)."""
+        """A score in units of log2(e), or in its own where it has been finished."""
         return s if scaled else s * scale_log2
 
     @inlined
@@ -72,7 +77,7 @@ def make(config, strips):
                 m[r] = new if new - old > lag else old
             else:
                 m[r] = maximum(new, old)
-            alpha[r] = ex2(old - m[r])
+            alpha[r] = exponential(old - m[r])
             l[r] *= alpha[r]
 
     @inlined
@@ -100,7 +105,7 @@ def make(config, strips):
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
-                    acc_s[at + i] = ex2(in_units(acc_s[at + i], scale_log2) - m[r])
+                    acc_s[at + i] = exponential(in_units(acc_s[at + i], scale_log2) - m[r])
                 if n % 2:
                     odd += acc_s[at] + acc_s[at + 1]
                 else:
@@ -115,8 +120,9 @@ def make(config, strips):
             p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
 
     @inlined
-    def finish(m, l, alpha, lse_log2):
-        """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse_log2 (rows,) <- log2 of the sum of exponentials.
+    def finish(m, l, alpha, lse):
+        """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
+        scores' units.
 
         A row without keys has 0 and -inf.
         """
@@ -127,6 +133,6 @@ def make(config, strips):
         for r in range(rows):
             empty = l[r] == float32(0)
             alpha[r] = float32(0) if empty else rcp(l[r])
-            lse_log2[r] = minus_inf if empty else m[r] + lg2(l[r])
+            lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
     return start, update, to_p, finish
