@@ -165,19 +165,20 @@ def _wide_enough(name: str, problem: Problem, target: Target) -> list[Any]:
 
 
 def _reads_scores(problem: Problem) -> bool:
-    """Whether there is something to read for each score."""
-    return any(problem.array(option) is not None for option in ("bias", "mask"))
+    """Whether there is something to read for each score, or to ask a function about its position."""
+    return bool(problem.functions) or any(problem.array(option) is not None for option in ("bias", "mask"))
 
 
 def _most_keys(problem: Problem) -> int:
     """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+    bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
+    if problem.functions:
+        return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
     if not _reads_scores(problem):
         return WgmmaConfig.MOST_KEYS
-    bias = problem.array("bias")
     read = "mask" if bias is None else "bias"
     alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
     rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
-    head_dim = max(problem.head_dim, problem.head_dim_v)
     return next(keys for widest, keys in rows if head_dim <= widest)
 
 

@@ -184,7 +184,7 @@ WRONG = [
      ["mask_mod is called with (b, h, q_pos, k_pos, aux[0])", "too many"]),
     (dict(score_mod=lambda s, b, h, q, k, x: s), TypeError, ["score_mod is called with", "missing", "'x'"]),
     (dict(score_mod=lambda s, b, h, q, k: s + Q[0, 0, 0, 0]), TypeError, ["array Q", "aux=", "line"]),
-    (dict(score_mod=lambda s, b, h, q, k: np.exp(s)), TypeError, ["module np", "math"]),
+    (dict(score_mod=lambda s, b, h, q, k: np.exp(s)), TypeError, ["np.exp()", "math.*", "line"]),
     (dict(score_mod=lambda s, b, h, q, k: print(s)), TypeError, ["print()", "aux[...]"]),
     (dict(score_mod=lambda s, b, h, q, k: undefined), TypeError, ["undefined", "not defined"]),  # noqa: F821
     (dict(score_mod=lambda s, b, h, q, k: math.gamma(s)), TypeError, ["math.gamma", "tanh"]),

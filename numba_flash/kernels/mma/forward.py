@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, cvt, ld_st, ldmatrix, memory, mma, shared, shfl, special, vote
-from ..score import fragments, positions
+from ..score import fragment_functions, fragments, positions
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E, exponent_unit
@@ -100,6 +100,9 @@ def make(config):
     read, has_mask = score_reads.make(config, strips), config.has("mask")
     reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
     some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
+    functions = fragment_functions.make(config, strips)
+    has_functions, apply_functions = functions.present, functions.apply
+    every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, to_p, finish = fragment_softmax.make(config, strips)
     store_rows = output_rows.make(config, warp_rows, width)
     recompute_rows = recompute.make(config, warp_rows)
@@ -195,7 +198,7 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane)
 
     @inlined
-    def finish_and_mask(j, acc_s, loaded, row, places, sizes, score, masked):
+    def finish_and_mask(j, acc_s, loaded, row, places, tile, arrays, strides, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen."""
         if masked:
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
@@ -211,10 +214,19 @@ def make(config):
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
             for r in range(rows):
                 row.distance[r] = float32(position + row.query[r] - j * tile_n - lane_column)
-        if scaled:
-            finish_scores(acc_s, row.term, row.distance, loaded, score)
         if has_mask:
             hide(row.mask_bits, row.shown_bits, masked)
+        if has_functions:
+            now = special.thread_index()
+            position, _ = notes.get(places.q + int32(keys_at))
+            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+            first_row = (now >> int32(5)) * warp_rows
+            apply_functions(
+                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, arrays,
+                strides, score,
+            )  # fmt: skip
+        if scaled:
+            finish_scores(acc_s, row.term, row.distance, loaded, score)
         if masked:
             mask_scores(acc_s, row.mask_bits)
         elif has_mask:
@@ -237,13 +249,15 @@ def make(config):
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def step(j, begin, registers, row, places, bytes_, columns_left, thread, arrays, strides, sizes, score, masked):
+    def step(
+        j, begin, registers, row, places, tile, bytes_, columns_left, thread, arrays, strides, sizes, score, masked
+    ):
         """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
         k_bytes, v_bytes = bytes_
         if reads:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
-        finish_and_mask(j, registers.acc_s, registers.loaded, row, places, sizes, score, masked)
+        finish_and_mask(j, registers.acc_s, registers.loaded, row, places, tile, arrays, strides, sizes, score, masked)
         outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
 
     @inlined
@@ -367,14 +381,14 @@ def make(config):
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
-                    score, TRUE,
+                    j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays, strides,
+                    sizes, score, TRUE,
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
-                    score, FALSE,
+                    j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays, strides,
+                    sizes, score, every_tile,
                 )  # fmt: skip
                 j = int32(j - 1)
 

@@ -26,4 +26,8 @@ def on_fragments(config: Any) -> FragmentStage:
     def value(s, factor, at, score):
         return s, factor * (score.scale * unit)
 
-    return FragmentStage(value)
+    @inlined
+    def scaled_before(s, factor, at, score):
+        return s, factor * unit
+
+    return FragmentStage(scaled_before if config.has("score_mod") else value)  # which took the scaled product
