@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.forward import Config, MmaConfig, SeedConfig, WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config, MmaConfig, SeedConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem, Strides
 from ..problem.options import BY_NAME, changes_scores
@@ -40,6 +40,27 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1, 0),
     (512, 32, 32, 16, False, 1, 0),
 )
+# The same for float32 and float64. Not measured yet.
+MMA_FLOAT32_TILES = (
+    (64, 128, 32, 32, False, 2, 8),
+    (64, 64, 32, 16, False, 2, 8),
+    (128, 64, 32, 16, False, 2, 8),
+    (128, 32, 32, 16, False, 2, 8),
+    (256, 64, 32, 16, False, 1, 8),
+    (256, 32, 16, 16, False, 1, 8),
+    (512, 32, 16, 16, False, 1, 8),
+    (512, 16, 16, 16, False, 1, 8),
+)
+MMA_FLOAT64_TILES = (
+    (64, 64, 32, 16, False, 2, 8),
+    (128, 64, 32, 16, False, 1, 8),
+    (128, 32, 32, 16, False, 1, 8),
+    (256, 64, 16, 16, False, 1, 8),
+    (256, 32, 16, 16, False, 1, 8),
+    (512, 16, 16, 16, False, 1, 8),
+)
+FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where float64 tensor cores are as fast as a computing centre wants them
+LARGE_FLOAT64_SINCE = (9, 0)  # m16n8k16
 # (largest head_dim, largest tile_m, tile_n, ping_pong, q_buffers, lag). H200, float16, 2048 / head_dim heads, 16k
 # tokens, 2026-11-21, TFLOP/s at seqlen 512, 4k and 4k causal. head_dim 64: 192 x 128 369, 541, 459; 128 x 128 356,
 # 472, 433. head_dim 128: 128 x 128 471, 671, 625. head_dim 256: 128 x 64 510, 750, 707; two buffers of Q do not fit
@@ -193,18 +214,25 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores multiply float16 and bfloat16 here, not {problem.dtype}"
+    taken = (WgmmaConfig if name == "wgmma" else MmaConfig).DTYPES
+    if problem.dtype not in taken:
+        return f"it takes {', '.join(taken)}, not {problem.dtype}"
+    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
+        return (
+            f"it takes float64 where tensor cores have it at full speed, on compute capability 8.0, 9.0 and 10.0, and "
+            f"{gpu} has {cc[0]}.{cc[1]}"
+        )
     for option, _ in problem.uses:
         if not BY_NAME[option].on_tensor_cores:
             return f"it takes no {option} yet"
-    widest = (WGMMA_TILES if name == "wgmma" else MMA_TILES)[-1][0]
+    widest = (WGMMA_TILES if name == "wgmma" else mma_tiles(problem.dtype))[-1][0]
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
     if not problem.aligned:
         return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
     for operand, strides in _strides_that_matter(problem):
-        reason = no_wide_rows(operand, strides, problem.head_dim_v if operand == "v" else problem.head_dim)
+        columns = problem.head_dim_v if operand == "v" else problem.head_dim
+        reason = no_wide_rows(operand, strides, columns, problem.dtype)
         if reason is not None:
             return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
@@ -215,11 +243,16 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def no_wide_rows(operand: str, strides: Strides, columns: int) -> str | None:
+def mma_tiles(dtype: str) -> tuple[tuple[Any, ...], ...]:
+    """mma's table for a dtype."""
+    return dict(float32=MMA_FLOAT32_TILES, float64=MMA_FLOAT64_TILES).get(dtype, MMA_TILES)
+
+
+def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str = "float16") -> str | None:
     """Why the rows of an array cannot be copied 16 bytes at a time, or None."""
     if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
         return f"{operand} is not contiguous along dim"
-    if any(stride % 8 for stride in strides[:3]):
+    if any(stride * ITEM_SIZE[dtype] % 16 for stride in strides[:3]):
         return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
     return None
 
@@ -243,7 +276,7 @@ def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
 def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
     """Configs to choose from, the best first; the last needs the least shared memory. Nearly always the first does."""
     if name == "mma":
-        return _mma_candidates(problem)
+        return _mma_candidates(problem, target)
     if name == "wgmma":
         return _wgmma_candidates(problem)
     return _seed_candidates(name, problem, target)
@@ -256,15 +289,17 @@ def _seed_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
             yield SeedConfig(**_features(name, problem), tile_m=tile_m, tile_n=tile_n)
 
 
-def _mma_candidates(problem: Problem) -> Iterator[Config]:
+def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in MMA_TILES:
+    large_f64 = problem.dtype == "float64" and (target.cc or (0, 0)) >= LARGE_FLOAT64_SINCE
+    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in mma_tiles(problem.dtype):
         if head_dim <= widest:
             group = _group(problem, tile_m)
             tile_m = _rows(problem, group, tile_m, warp_rows)
             yield MmaConfig(
                 **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
                 warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
+                large_f64=large_f64,
             )  # fmt: skip
 
 
@@ -355,9 +390,10 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
-    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
+    size = ITEM_SIZE[problem.dtype]
+    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
     return dict(
         group=group,
         scaled=changes_scores(problem.uses) or problem.scale <= 0,
-        wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
+        wide_o=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
     )

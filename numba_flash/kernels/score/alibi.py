@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -26,7 +26,8 @@ def make(config: Any) -> Stage | None:
 def on_fragments(config: Any) -> FragmentStage | None:
     if not config.has("alibi_slopes"):
         return None
-    load, log2_e, one = elements.loader(config.dtype_of("alibi_slopes"), float32), float32(LOG2_E), float32(1)
+    real = elements.COMPUTE_TYPES[config.dtype]
+    load, log2_e, one = elements.loader(config.dtype_of("alibi_slopes"), real), real(LOG2_E), real(1)
 
     @inlined
     def value(s, factor, slope, distance, score):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -20,7 +20,7 @@ def make(config: Any) -> Stage:
 
 
 def on_fragments(config: Any) -> FragmentStage:
-    log2_e = float32(LOG2_E)
+    log2_e = elements.COMPUTE_TYPES[config.dtype](LOG2_E)
 
     @inlined
     def value(s, factor, term, distance, score):

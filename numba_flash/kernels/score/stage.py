@@ -14,9 +14,9 @@ class Stage(NamedTuple):
 
 
 class FragmentStage(NamedTuple):
-    """Of a score in float32 and units of log2(e), which is s * factor: a factor that is the same for all scores can so
+    """Of a score in float32, or float64 for float64, and units of log2(e), which is s * factor: a factor that is the same for all scores can so
     wait until it is multiplied once. distance: q_pos - k_pos; term: what `row_term` loaded for the row."""
 
     value: Callable[..., Any]  # (s, factor, term, distance, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1
-    row_term: Callable[..., Any] | None = None  # (b, h, arrays, strides) -> a float32 that the row's scores share
+    row_term: Callable[..., Any] | None = None  # (b, h, arrays, strides) -> a number that the row's scores share

@@ -88,7 +88,8 @@ def make(config):
     set_up, schedule, produce = supply.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
-    start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    start, softmax, finish = fragment_softmax.make(config, 1)
+    to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     recompute_rows = recompute.make(config, 16)

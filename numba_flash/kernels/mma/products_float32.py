@@ -1,0 +1,123 @@
+"""The products of a forward tile in float32, as exact as float32 arithmetic, on tensor cores that take tf32.
+
+tf32 has 11 significant bits of float32's 24. So each number is the sum of two, big = tf32(x) and small = x - big, and
+
+    a . b = small_a . big_b + big_a . small_b + big_a . big_b        (Markidis et al., 2018)
+
+What is left out, small_a * small_b, is at most 2^-22 of a * b, and as big is rounded to nearest its sign is as often
+one as the other. The tensor core sees 11 of the at most 12 bits of a small part, which is at most 2^-23 of x.
+
+A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts (Ootomo
+and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added up
+by ordinary additions, which round to nearest.
+
+Inf, and what tf32 rounds up to it, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
+without tensor cores (kernels/steps/recompute_whole_rows.py).
+
+The accumulators of S are P but for the order of keys (ptx/fragments.py): of 8 keys a lane holds 2 * (lane % 4) and the
+next, and takes just these rows of V. Their number is even for one fragment and odd for the other, so the swizzle, which
+goes by the row's number, puts the rows of a quad into different banks. A lane reads 16 bytes of a row at a time, 4
+neighbouring columns, which are column lane // 4 of 4 products. So acc_o has 32 columns like this: element i of
+block j is column 4 * (2 * (lane % 4) + i % 2) + j.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import cvt, ld_st, ldmatrix, mma
+from ..steps.inlined import inlined
+from ..steps.plain import chunk_pair, panel_offset
+from .products import Products
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, depth, width = (
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.width,
+    )  # fmt: skip
+    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
+    s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
+
+    @inlined
+    def lanes(lane, warp):
+        return (
+            panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
+            panel_offset(lane & 7, lane >> 3, tile_n),
+            panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+        )
+
+    @inlined
+    def load_q(q_frag, q_lane):
+        pass
+
+    @inlined
+    def split(x, at, count, big, small):
+        """big, small (count,) <- the parts of x[at : at + count]."""
+        for i in range(count):
+            big[i] = cvt.tf32(x[at + i].view(np.float32))
+            small[i] = float32(x[at + i].view(np.float32) - big[i].view(np.float32)).view(np.uint32)
+
+    @inlined
+    def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
+        """acc[acc_at : +4] += a . b over 16 columns; parts of a from a on, 8 of each, and 4 of b."""
+        part = cuda.local.array(4, float32)
+        for i in range(4):
+            part[i] = float32(0)
+        for k in range(2):
+            mma.m16n8k8_tf32(part, 0, a_small, a + 4 * k, b_big, 2 * k)
+            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_small, 2 * k)
+        for k in range(2):
+            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_big, 2 * k)
+        for i in range(4):
+            acc[acc_at + i] += part[i]
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
+        q_big, q_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        k_big, k_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        for i in range(s_count):
+            acc_s[i] = float32(0)
+        for x in range(steps):
+            for strip in range(strips):
+                for half in range(2):
+                    at = chunk_pair(q_lane, 2 * x + half, q_panel) + strip * 2048
+                    ldmatrix.x4(q_frag, strip * 8 + half * 4, at)  # (16, 8)
+            split(q_frag, 0, a_count, q_big, q_small)
+            for n in range(s_blocks):
+                at = (k_lane ^ int32((x & 1) << 6)) + (x >> 1) * kv_panel
+                ldmatrix.x4(k_frag, 0, at + n * 1024)  # (8 keys, 16)
+                split(k_frag, 0, 4, k_big, k_small)
+                for strip in range(strips):
+                    add_product(acc_s, (strip * s_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
+        for block in range(strips * s_blocks):
+            for i in range(4):
+                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        column = cuda.local.array(4, uint32)
+        v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        p_strip = cuda.local.array(a_count, uint32)
+        for y in range(tile_n // 16):
+            for strip in range(strips):
+                for i in range(8):
+                    p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
+            split(p_strip, 0, a_count, p_big, p_small)
+            for n in range(o_blocks // 4):
+                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+                    at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+                    ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel + y * 2048)
+                for j in range(4):
+                    for key in range(4):
+                        column[key] = v_frag[4 * key + j]
+                    split(column, 0, 4, v_big, v_small)
+                    for strip in range(strips):
+                        at_o = (strip * o_blocks + 4 * n + j) * 4
+                        add_product(acc_o, at_o, p_big, p_small, strip * 8, v_big, v_small)
+
+    return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)

@@ -1,0 +1,95 @@
+"""The products of a forward tile in float64: the tensor cores of GPUs for computing centres take it as it is.
+
+Sums over head_dim have no order, so a lane takes the columns that lie together: of 16 it reads 4 * (lane % 4) and the
+next three, 32 bytes of a row, and register i of an operand is column 4 * (lane % 4) + i for Q and K alike. With chunks
+of 16 bytes 2 * (lane % 4) first and then the odd ones, the two rows that are read at a time lie in different banks.
+
+The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). Of V a lane reads 16 bytes
+of a row, 2 neighbouring columns, which are column lane // 4 of 2 products. So acc_o has 16 columns like this: element
+i of block j is column 2 * (2 * (lane % 4) + i % 2) + j.
+"""
+
+from numba import cuda, float64, int32
+
+from ...ptx import ld_st, mma
+from ..steps.inlined import inlined
+from ..steps.plain import panel_offset
+from .products import Products
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, depth, width = (
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.width,
+    )  # fmt: skip
+    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
+    s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
+
+    @inlined
+    def lanes(lane, warp):
+        return (
+            panel_offset(warp * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
+            panel_offset(lane >> 2, (lane & 3) << 1, tile_n),
+            panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+        )
+
+    @inlined
+    def load_q(q_frag, q_lane):
+        pass
+
+    @inlined
+    def large_product(acc, acc_at, a, a_at, b, b_at):
+        mma.m16n8k16_f64(acc, acc_at, a, a_at, b, b_at)
+
+    @inlined
+    def small_products(acc, acc_at, a, a_at, b, b_at):
+        for i in range(4):
+            for half in range(2):
+                mma.m8n8k4_f64(acc, acc_at + 2 * half, a, a_at + 2 * i + half, b, b_at + i)
+
+    add_product = large_product if config.large_f64 else small_products
+
+    @inlined
+    def load_row(values, at):
+        """values (4,) <- 32 bytes of a row."""
+        ld_st.load_v2_f64(values, 0, at)
+        ld_st.load_v2_f64(values, 2, at ^ int32(16))
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
+        for i in range(s_count):
+            acc_s[i] = float64(0)
+        for x in range(steps):
+            for strip in range(strips):
+                for half in range(2):
+                    load_row(k_frag, q_lane + x * q_panel + strip * 2048 + half * 1024)
+                    for i in range(4):
+                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+            for n in range(s_blocks):
+                load_row(k_frag, k_lane + x * kv_panel + n * 1024)
+                for strip in range(strips):
+                    add_product(acc_s, (strip * s_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
+        for block in range(strips * s_blocks):
+            for i in range(4):
+                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        column = cuda.local.array(4, float64)
+        for y in range(tile_n // 16):
+            for n in range(o_blocks // 2):
+                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+                    at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+                    ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
+                for j in range(2):
+                    for key in range(4):
+                        column[key] = v_frag[2 * key + j]
+                    for strip in range(strips):
+                        at_o = (strip * o_blocks + 2 * n + j) * 4
+                        add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+
+    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
