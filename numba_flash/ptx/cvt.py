@@ -40,5 +40,5 @@ def high_f16(typingctx, two):
 
 @intrinsic
 def tf32(typingctx, x):
-    """cvt.rna.tf32.f32: a float32 with 10 bits behind the point, as 32 bits; ties away from zero. Twin: sim.cvt.tf32."""
+    """cvt.rna.tf32.f32: a float32 with 10 bits behind the point, as 32 bits; ties go away from zero."""
     return asm.scalars("cvt.rna.tf32.f32 $0, $1;", types.uint32(types.float32), effect=False)

@@ -18,9 +18,9 @@ before), C as above:
     A  (16 x 4 * n)  register r: row lane // 4 + 8 * (r % 2), column lane % 4 + 4 * (r // 2)
     B  (4 * n x 8)   register r: row lane % 4 + 4 * r, column lane // 4
 
-So what a lane holds of C are the elements of A but for the order of columns: those of C's columns 2 * (lane % 4) and the
-next it must hold of A's columns lane % 4 and lane % 4 + 4. A sum has no order: the next product takes C's columns in the
-order of A's, and the rows of B in the same.
+So what a lane holds of C are the elements of A but for the order of columns: what it holds of C's columns
+2 * (lane % 4) and the next it must hold of A's columns lane % 4 and lane % 4 + 4. A sum has no order: the next product
+takes C's columns in the order of A's, and the rows of B in the same.
 """
 
 LANES = 32

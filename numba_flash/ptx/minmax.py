@@ -1,4 +1,7 @@
-"""max.f32, one machine instruction, and max.f64, a few (PTX ISA 9.7.3.12). Any compute capability, any thread, no ordering."""
+"""max.f32, one machine instruction, and max.f64, a few (PTX ISA 9.7.3.12).
+
+Any compute capability, any thread, no ordering.
+"""
 
 from numba.cuda import types
 from numba.cuda.extending import intrinsic

@@ -44,9 +44,7 @@ def test_all_options_and_a_group_in_one_tile(rung):
 
 
 # Scores from products of numbers near both ends of float32, and of those that tf32 rounds up to Inf.
-@pytest.mark.parametrize(
-    ("of_q", "of_k"), [(1e18, 1e-18), (1e-30, 1e30), (3.4028e38, 1e-38)], ids=lambda x: f"{x:g}"
-)
+@pytest.mark.parametrize(("of_q", "of_k"), [(1e18, 1e-18), (1e-30, 1e30), (3.4028e38, 1e-38)], ids=lambda x: f"{x:g}")
 def test_numbers_of_any_size(float32, of_q, of_k):
     case = float32.problem(9, 40, batch=1, heads=1, head_dim=16, scale=0.25)
     case.q[...] = (np.sign(case.q) * of_q).astype(np.float32)

@@ -205,8 +205,8 @@ def make(config):
         q_bytes, head_bytes = size * strides.q[2], size * strides.q[1]
         k_bytes, v_bytes = size * strides.k[2], size * strides.v[2]
 
-        q_lane, k_lane, v_lane = lanes(lane, warp)
-        places = Places(q_smem, q_smem + q_lane, k_smem + k_lane, v_smem + v_lane)
+        q_lane, k_lane, v_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
+        places = Places(q_smem, q_lane, k_lane, v_lane)
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(o_count, real),  # acc_o (strips, width / 8, 4)

@@ -15,7 +15,7 @@ class Products(NamedTuple):
     q_count: int
     kv_count: int
     p_count: int
-    lanes: Callable[..., Any]  # (lane, warp) -> where a lane's rows begin in the tiles of Q, K and V: bytes
+    lanes: Callable[..., Any]  # (lane, warp, q_smem, k_smem, v_smem) -> where a lane's rows begin in these tiles
     load_q: Callable[..., Any]  # (q_frag, q_lane): all of Q, where it stays in registers
     multiply_q_k: Callable[..., Any]  # (acc_s, q_frag, k_frag, q_lane, k_lane): acc_s = Q . K^T
     to_p: Callable[..., Any]  # (acc_s, p_frag): the weights as an operand

@@ -27,12 +27,12 @@ def make(config):
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
 
     @inlined
-    def lanes(lane, warp):
+    def lanes(lane, warp, q_smem, k_smem, v_smem):
         # For Q and V lanes 8 to 15 give the rows 8 below, for K lanes 16 to 31 do.
         return (
-            panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
-            panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),
-            panel_offset(lane & 15, lane >> 4, tile_n),
+            q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
+            k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),
+            v_smem + panel_offset(lane & 15, lane >> 4, tile_n),
         )
 
     @inlined

@@ -7,9 +7,9 @@ tf32 has 11 significant bits of float32's 24. So each number is the sum of two, 
 What is left out, small_a * small_b, is at most 2^-22 of a * b, and as big is rounded to nearest its sign is as often
 one as the other. The tensor core sees 11 of the at most 12 bits of a small part, which is at most 2^-23 of x.
 
-A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts (Ootomo
-and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added up
-by ordinary additions, which round to nearest.
+A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts
+(Ootomo and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added
+up by ordinary additions, which round to nearest.
 
 Inf, and what tf32 rounds up to it, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
 without tensor cores (kernels/steps/recompute_whole_rows.py).
@@ -39,11 +39,11 @@ def make(config):
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
-    def lanes(lane, warp):
+    def lanes(lane, warp, q_smem, k_smem, v_smem):
         return (
-            panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
-            panel_offset(lane & 7, lane >> 3, tile_n),
-            panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+            q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
+            k_smem + panel_offset(lane & 7, lane >> 3, tile_n),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n),
         )
 
     @inlined

@@ -26,11 +26,11 @@ def make(config):
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
-    def lanes(lane, warp):
+    def lanes(lane, warp, q_smem, k_smem, v_smem):
         return (
-            panel_offset(warp * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
-            panel_offset(lane >> 2, (lane & 3) << 1, tile_n),
-            panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+            q_smem + panel_offset(warp * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
+            k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n),
         )
 
     @inlined

@@ -14,8 +14,9 @@ class Stage(NamedTuple):
 
 
 class FragmentStage(NamedTuple):
-    """Of a score in float32, or float64 for float64, and units of log2(e), which is s * factor: a factor that is the same for all scores can so
-    wait until it is multiplied once. distance: q_pos - k_pos; term: what `row_term` loaded for the row."""
+    """Of a score in float32, or float64 for float64, and units of log2(e), which is s * factor: a factor that is the
+    same for all scores can so wait until it is multiplied once. distance: q_pos - k_pos; term: what `row_term` loaded
+    for the row."""
 
     value: Callable[..., Any]  # (s, factor, term, distance, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1

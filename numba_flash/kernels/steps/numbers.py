@@ -1,4 +1,4 @@
-"""What a tensor-core kernel computes scores with: float32 and the GPU's own functions, or float64 and functions for it."""
+"""What a tensor-core kernel computes scores with: float32 and the GPU's own functions, or float64 and ours for it."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64
+from numba import float32, float64
 
 from ...ptx import approx, minmax, shfl
 from .exp2 import exp2

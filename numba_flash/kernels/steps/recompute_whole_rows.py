@@ -1,7 +1,7 @@
 """Rows of O that came out NaN or Inf, computed again from the beginning, with a maximum and a sum of their own.
 
-As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K or
-Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
+As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K
+or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
 """
 
 from numba import cuda, int32, int64
@@ -15,8 +15,11 @@ from .tiles import row_base
 
 
 def make(config, warp_rows):
-    """-> recompute_rows, a device function. Of each row of the tile there is a uint32 in shared memory, config.NOTE_BYTES
-    from the next, that is not 0 when the row is not finite."""
+    """-> recompute_rows, a device function.
+
+    Of each row of the tile there is a uint32 in shared memory, config.NOTE_BYTES from the next, that is not 0 when the
+    row is not finite.
+    """
     head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
     group, queries, note_bytes, write_lse = config.group, config.queries, config.NOTE_BYTES, config.write_lse
     columns = -(-width // 32)
