@@ -14,6 +14,15 @@ from ..select.forward import Choice
 from . import backward as gradients
 from .forward import understand_call
 
+IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
+# Of the kernels on tensor cores, which could do otherwise.
+ACCURACY = {
+    "mma": dict(
+        float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)", float64="in float64"
+    ),
+    "wgmma": {},
+}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -43,6 +52,8 @@ class Explanation:
                 f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
+        if self.config and self.kernel in ACCURACY:
+            lines.append(f"  sums: {ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)}")
         if self.copies:
             lines.append("  copies: the arrays go to the GPU and the result comes back, which is waited for")
         lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]

@@ -1,7 +1,7 @@
-"""cvt: two float32 numbers rounded to 16 bits in one register, and back; one rounded to tf32 (PTX ISA 9.7.9.21).
+"""cvt: two float32 numbers rounded to 16 bits in one register, and back (PTX ISA 9.7.9.21). cc 8.0; any thread, no
+ordering.
 
-cc 8.0; any thread, no ordering. Rounding is to nearest, ties to even but for tf32; what is too large becomes inf, NaN
-stays NaN.
+Rounding is to nearest, ties to even; what is too large becomes inf, NaN stays NaN.
 """
 
 from numba.cuda import types
@@ -36,9 +36,3 @@ def high_f16(typingctx, two):
     """cvt.f32.f16: the float16 in bits 16 to 31 of a register, exactly. Twin: sim.cvt.high_f16."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
     return asm.scalars(text, types.float32(types.uint32), effect=False)
-
-
-@intrinsic
-def tf32(typingctx, x):
-    """cvt.rna.tf32.f32: a float32 with 10 bits behind the point, as 32 bits; ties go away from zero."""
-    return asm.scalars("cvt.rna.tf32.f32 $0, $1;", types.uint32(types.float32), effect=False)

@@ -19,9 +19,3 @@ def low_f16(two):
 
 def high_f16(two):
     return np.float32(np.uint16(int(two) >> 16).view(np.float16))
-
-
-def tf32(x):
-    x = check_float(x)
-    bits = int(x.view(np.uint32))
-    return np.uint32(bits if not np.isfinite(x) else (bits + 0x1000) & 0xFFFFE000)

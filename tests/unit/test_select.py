@@ -12,7 +12,7 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
 from numba_flash.select import forward as select_module
-from numba_flash.select.forward import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, refusal, select
+from numba_flash.select.forward import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, mma_tiles, refusal, select
 
 HOST = Target(True, why_no_gpu="no driver")
 HOST_BESIDE_GPU = dataclasses.replace(HOPPER, arrays_on_host=True)
@@ -64,14 +64,14 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(dtype="float32"), "not float32"),
-        (dict(dtype="float64"), "not float64"),
         (dict(bias=empty(4096)), "no bias"),
         (dict(mask=empty(4096, dtype="bool")), "no mask"),
         (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
         (dict(head_dim=60), "q has rows"),
+        (dict(head_dim=62, dtype="float32"), "q has rows"),
+        (dict(head_dim=61, dtype="float64"), "q has rows"),
         (dict(head_dim_v=60), "v has rows"),
         (dict(k=strided(2**20, 2**19, 65, 1)), "k has rows"),
         (dict(k=strided(2**20, 2**19 + 1, 64, 1)), "k has rows, heads"),
@@ -107,6 +107,29 @@ def test_what_tensor_cores_do_take(made):
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
 
 
+# Rows that begin at multiples of 16 bytes are other multiples of elements in each dtype.
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 60), ("float64", 62)])
+def test_larger_elements_go_to_tensor_cores_too(dtype, head_dim):
+    for target in (A100, HOPPER, B200):
+        choice = select(problem(head_dim, dtype=dtype), target, "auto")
+        assert choice.kernel == "mma" and choice.config.large_f64 == (dtype == "float64" and target is not A100)
+        out = empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**20, 2**19, head_dim + 1, 1))
+        assert choice.config.wide_o and not select(problem(head_dim, dtype=dtype, out=out), target, "mma").config.wide_o
+        assert ("3xTF32" in str(Explanation.of(problem(head_dim, dtype=dtype), target, choice))) == (dtype == "float32")
+
+
+def test_float64_goes_where_tensor_cores_have_it_at_full_speed():
+    for target in (AMPERE, ADA, RTX_5090):
+        choice = select(problem(dtype="float64"), target, "auto")
+        assert choice.kernel == "v2" and "8.0, 9.0 and 10.0" in dict(choice.refused)["mma"]
+        assert select(problem(dtype="float32"), target, "auto").kernel == "mma"
+
+
+def test_wgmma_is_for_16_bits():
+    for dtype in ("float32", "float64"):
+        assert f"not {dtype}" in refusal("wgmma", problem(dtype=dtype), HOPPER)
+
+
 def test_tensor_cores_begin_at_ampere_and_wgmma_is_hoppers_alone():
     assert "compute capability 8.0, and T4 has 7.5" in refusal("mma", problem(), TURING)
     for target in (TURING, A100, ADA, B200, RTX_5090):
@@ -130,25 +153,32 @@ def test_what_wgmma_does_not_take_goes_to_mma(made, reason):
 
 
 # For every GPU, up to the largest head_dim: the first row whose tiles fit.
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("target", TENSOR_MACHINES, ids=lambda target: target.name)
-def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target):
+def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
+    if dtype == "float64" and target.cc not in select_module.FLOAT64_CORES:
+        pytest.skip("v2 serves")
     for head_dim in (1, 8, 64, 65, 128, 129, 256, 257, 512):
-        made = problem(head_dim, q=empty(1, 2, 4096, head_dim, strides=(2**22, 2**21, 512, 1)))
+        made = problem(
+            head_dim, dtype=dtype, q=empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**22, 2**21, 512, 1))
+        )
         made = dataclasses.replace(made, k_strides=made.q_strides, v_strides=made.q_strides)
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
-        rows = [row for row in MMA_TILES if row[0] >= head_dim]
+        rows = [row for row in mma_tiles(dtype) if row[0] >= head_dim]
         candidates = list(_candidates("mma", made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
 
 
-def test_the_tables_rows_are_in_the_order_in_which_they_are_tried():
-    widest = [row[0] for row in MMA_TILES]
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
+    table = mma_tiles(dtype)
+    widest = [row[0] for row in table]
     assert widest == sorted(widest)
-    for before, row in zip(MMA_TILES, MMA_TILES[1:], strict=False):
+    for before, row in zip(table, table[1:], strict=False):
         if before[0] == row[0]:  # for GPUs with less shared memory
-            one, other = (mma(row=x).shared_bytes for x in (before, row))
+            one, other = (mma(row=x, dtype=dtype).shared_bytes for x in (before, row))
             assert other < one, "a row behind one that needs less is never taken"
 
 
@@ -337,7 +367,7 @@ def test_a_config_checks_itself(wrong):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (dict(dtype="float32"), "float16 and bfloat16, not float32"),
+        (dict(dtype="int32"), "float32, float64, not int32"), (dict(dtype="float32"), "q_registers is for 16-bit"),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
@@ -358,7 +388,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
     [
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
-        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "float16 and bfloat16"),
+        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16, bfloat16"),
         (dict(o_buffer=True, wide_o=False), "o_buffer needs wide_o"),
     ],
     ids=str,
@@ -376,12 +406,17 @@ def test_a_wgmma_config_checks_itself(wrong, word):
 
 # Whole, with tails, wider than registers allow, head_dim_v apart.
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "depth", "width", "parts"),
-    [(64, 64, 64, 64, 1), (1, 1, 16, 16, 1), (17, 31, 32, 32, 1), (512, 256, 512, 256, 1), (8, 257, 16, 144, 2),
-     (512, 512, 512, 256, 2), (64, 500, 64, 256, 2)],
+    ("head_dim", "head_dim_v", "depth", "width", "parts", "dtype"),
+    [(*found, "float16") for found in (
+        (64, 64, 64, 64, 1), (1, 1, 16, 16, 1), (17, 31, 32, 32, 1), (512, 256, 512, 256, 1), (8, 257, 16, 144, 2),
+        (512, 512, 512, 256, 2), (64, 500, 64, 256, 2))]
+    + [(40, 40, 48, 64, 1, "float32"), (8, 300, 16, 160, 2, "float32"),
+     (40, 40, 48, 48, 1, "float64"), (256, 256, 256, 128, 2, "float64"), (64, 264, 64, 96, 3, "float64")],
 )  # fmt: skip
-def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts):
-    config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, warp_rows=16)
+def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, dtype):
+    config = mma(
+        head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, warp_rows=16, dtype=dtype, q_registers=False
+    )  # fmt: skip
     assert (config.depth, config.width, config.v_parts) == (depth, width, parts)
     assert config.width * config.v_parts >= head_dim_v > config.width * (config.v_parts - 1)
 

@@ -24,10 +24,22 @@ block j is column 4 * (2 * (lane % 4) + i % 2) + j.
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
-from ...ptx import cvt, ld_st, ldmatrix, mma
+from ...ptx import ld_st, ldmatrix, mma
 from ..steps.inlined import inlined
 from ..steps.plain import chunk_pair, panel_offset
 from .products import Products
+
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+
+
+@inlined
+def rounded_to_tf32(bits):
+    """A float32, as 32 bits, with 10 bits behind the point; ties go away from zero.
+
+    Two instructions, where cvt.rna.tf32 is four (seen in the SASS for sm_90a): of NaN something else may come out, but
+    what is left of it is NaN.
+    """
+    return uint32(uint32(bits + uint32(0x1000)) & uint32(0xFFFFE000))
 
 
 def make(config):
@@ -36,6 +48,7 @@ def make(config):
     )  # fmt: skip
     strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    panels = width // 32
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
@@ -54,7 +67,7 @@ def make(config):
     def split(x, at, count, big, small):
         """big, small (count,) <- the parts of x[at : at + count]."""
         for i in range(count):
-            big[i] = cvt.tf32(x[at + i].view(np.float32))
+            big[i] = rounded_to_tf32(x[at + i])
             small[i] = float32(x[at + i].view(np.float32) - big[i].view(np.float32)).view(np.uint32)
 
     @inlined
@@ -98,26 +111,42 @@ def make(config):
                 p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
 
     @inlined
-    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+    def add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane):
+        """32 columns of acc_o += 16 keys of P . V."""
         column = cuda.local.array(4, uint32)
         v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
-        p_strip = cuda.local.array(a_count, uint32)
-        for y in range(tile_n // 16):
+        for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+            at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+            ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel + y * 2048)
+        for j in range(4):
+            for key in range(4):
+                column[key] = v_frag[4 * key + j]
+            split(column, 0, 4, v_big, v_small)
             for strip in range(strips):
-                for i in range(8):
-                    p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
-            split(p_strip, 0, a_count, p_big, p_small)
-            for n in range(o_blocks // 4):
-                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
-                    at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
-                    ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel + y * 2048)
-                for j in range(4):
-                    for key in range(4):
-                        column[key] = v_frag[4 * key + j]
-                    split(column, 0, 4, v_big, v_small)
-                    for strip in range(strips):
-                        at_o = (strip * o_blocks + 4 * n + j) * 4
-                        add_product(acc_o, at_o, p_big, p_small, strip * 8, v_big, v_small)
+                add_product(acc_o, (strip * o_blocks + 4 * n + j) * 4, p_big, p_small, strip * 8, v_big, v_small)
+
+    @inlined
+    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
+        """acc_o += 16 keys of P . V."""
+        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        p_strip = cuda.local.array(a_count, uint32)
+        for strip in range(strips):
+            for i in range(8):
+                p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
+        split(p_strip, 0, a_count, p_big, p_small)
+        # Two loops, because LLVM writes out only so much of one, and acc_o would be indexed.
+        for n in range(min(panels, 4)):
+            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+        for n in range(4, panels):
+            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 16:
+            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 32:
+            add_keys(THIRD, acc_o, p_frag, v_frag, v_lane)
+            add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
     return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)

@@ -9,12 +9,15 @@ of a row, 2 neighbouring columns, which are column lane // 4 of 2 products. So a
 i of block j is column 2 * (2 * (lane % 4) + i % 2) + j.
 """
 
+import numpy as np
 from numba import cuda, float64, int32
 
 from ...ptx import ld_st, mma
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from .products import Products
+
+FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
 
 
 def make(config):
@@ -78,18 +81,24 @@ def make(config):
                 p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
-    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
+        """acc_o += 16 keys of P . V."""
         column = cuda.local.array(4, float64)
-        for y in range(tile_n // 16):
-            for n in range(o_blocks // 2):
-                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
-                    at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
-                    ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
-                for j in range(2):
-                    for key in range(4):
-                        column[key] = v_frag[2 * key + j]
-                    for strip in range(strips):
-                        at_o = (strip * o_blocks + 2 * n + j) * 4
-                        add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+        for n in range(o_blocks // 2):
+            for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+                at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
+            for j in range(2):
+                for key in range(4):
+                    column[key] = v_frag[2 * key + j]
+                for strip in range(strips):
+                    at_o = (strip * o_blocks + 2 * n + j) * 4
+                    add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 16:
+            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
 
     return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
