@@ -157,8 +157,8 @@ class TensorConfig(Config):
 
     @property
     def widest(self) -> int:
-        """Columns of O that a block keeps in registers; float64 takes two registers."""
-        return 128 if self.dtype == "float64" else 256
+        """Columns of O that a block keeps in registers."""
+        return 256
 
     @property
     def queries(self) -> int:
@@ -176,9 +176,13 @@ class TensorConfig(Config):
         return -(-self.head_dim_v // self.widest)
 
     @property
+    def columns_step(self) -> int:
+        return 16
+
+    @property
     def width(self) -> int:
-        """Columns of O that a block computes, in whole steps: of float32 in whole panels."""
-        step = 32 if self.dtype == "float32" else 16
+        """Columns of O that a block computes, in whole steps."""
+        step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
 
 
@@ -188,15 +192,19 @@ class MmaConfig(TensorConfig):
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
     halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile. large_f64: float64 products are m16n8k16, which sm_90 has and
-    which is twice as fast there as m8n8k4.
+    registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
+    many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
+    its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
+    as m8n8k4.
     """
 
     warp_rows: int = 16
     q_registers: bool = False
+    column_groups: int = 1
     large_f64: bool = False
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
+    MOST_KEYS: ClassVar[dict[str, int]] = dict(float32=64, float64=32)
     TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
 
     def __post_init__(self) -> None:
@@ -205,22 +213,44 @@ class MmaConfig(TensorConfig):
         self._check(self.warp_rows, 16)
         if self.q_registers and self.item_size > 2:
             raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
+        if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
+            raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
+        if self.item_size > 2 and self.tile_n > self.MOST_KEYS[self.dtype]:
+            most = self.MOST_KEYS[self.dtype]
+            raise ValueError(f"tile_n must be at most {most} for {self.dtype}, not {self.tile_n}: P is in registers")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
     def threads(self) -> int:
-        return self.tile_m // self.warp_rows * 32
+        return self.tile_m // self.warp_rows * self.column_groups * 32
+
+    @property
+    def widest(self) -> int:
+        """float64 takes two registers."""
+        return 128 * self.column_groups if self.dtype == "float64" else 256
+
+    @property
+    def columns_step(self) -> int:
+        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
+        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.width // self.column_groups
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O of 16 bits takes Q's
-        place and may reach into K's; of more bits it goes straight to global memory."""
+        place and may reach into K's; of more bits it goes straight to global memory. Scores that are exchanged are
+        at the end."""
         size = self.item_size
         k_at = tile_bytes(self.tile_m, self.depth, size)
         v_at = k_at + tile_bytes(self.tile_n, self.depth, size)
         notes_at = tile_bytes(self.tile_m, self.width) if size == 2 else 0  # K and V are no longer needed then
         end = v_at + tile_bytes(self.tile_n, self.width, size)
-        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m)
-        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16
+        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m * self.column_groups)
+        exchanged = self.tile_m * self.tile_n * size if self.column_groups > 1 else 0
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16 + exchanged
 
 
 @dataclass(frozen=True)

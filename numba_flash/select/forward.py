@@ -40,24 +40,24 @@ MMA_TILES = (
     (512, 64, 32, 16, False, 1, 0),
     (512, 32, 32, 16, False, 1, 0),
 )
-# The same for float32 and float64. Not measured yet.
+# The same for float32 and float64, but for column_groups in place of q_registers. Not measured yet.
 MMA_FLOAT32_TILES = (
-    (64, 128, 32, 32, False, 2, 8),
-    (64, 64, 32, 16, False, 2, 8),
-    (128, 64, 32, 16, False, 2, 8),
-    (128, 32, 32, 16, False, 2, 8),
-    (256, 64, 32, 16, False, 1, 8),
-    (256, 32, 16, 16, False, 1, 8),
-    (512, 32, 16, 16, False, 1, 8),
-    (512, 16, 16, 16, False, 1, 8),
+    (64, 128, 32, 32, 1, 1, 8),
+    (64, 64, 32, 16, 1, 2, 8),
+    (128, 64, 32, 16, 1, 2, 8),
+    (128, 32, 32, 16, 1, 2, 8),
+    (256, 128, 32, 16, 1, 1, 8),
+    (256, 32, 16, 16, 1, 1, 8),
+    (512, 32, 16, 16, 1, 1, 8),
+    (512, 16, 16, 16, 1, 1, 8),
 )
 MMA_FLOAT64_TILES = (
-    (64, 64, 32, 16, False, 2, 8),
-    (128, 64, 32, 16, False, 1, 8),
-    (128, 32, 32, 16, False, 1, 8),
-    (256, 64, 16, 16, False, 1, 8),
-    (256, 32, 16, 16, False, 1, 8),
-    (512, 16, 16, 16, False, 1, 8),
+    (64, 64, 16, 16, 1, 3, 8),
+    (128, 128, 16, 16, 1, 1, 8),
+    (128, 64, 16, 16, 1, 1, 8),
+    (256, 64, 16, 16, 2, 1, 8),
+    (256, 32, 16, 16, 1, 1, 8),
+    (512, 16, 16, 16, 1, 1, 8),
 )
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where float64 tensor cores are as fast as a computing centre wants them
 LARGE_FLOAT64_SINCE = (9, 0)  # m16n8k16
@@ -292,14 +292,14 @@ def _seed_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     large_f64 = problem.dtype == "float64" and (target.cc or (0, 0)) >= LARGE_FLOAT64_SINCE
-    for widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag in mma_tiles(problem.dtype):
+    for widest, tile_m, tile_n, warp_rows, special, blocks_per_sm, lag in mma_tiles(problem.dtype):
         if head_dim <= widest:
             group = _group(problem, tile_m)
             tile_m = _rows(problem, group, tile_m, warp_rows)
             yield MmaConfig(
                 **_features("mma", problem), **_tensor_features(problem, group), tile_m=tile_m, tile_n=tile_n,
-                warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
-                large_f64=large_f64,
+                warp_rows=warp_rows, blocks_per_sm=blocks_per_sm, lag=lag, large_f64=large_f64,
+                **{"column_groups" if ITEM_SIZE[problem.dtype] > 2 else "q_registers": special},
             )  # fmt: skip
 
 

@@ -81,23 +81,27 @@ def test_what_has_no_small_part(float32, where, value):
     float32.check(case)
 
 
-# Warps of 32 rows; products of 8 rows, as sm_80 has them; columns of O that two blocks have between them.
+# Warps of 32 rows; products of 8 rows, as sm_80 has them; columns of O that two blocks have between them, or two warps.
 @pytest.mark.parametrize(
     ("dtype", "row", "cc", "head_dim_v"),
     [
-        ("float32", (64, 32, 32), (9, 0), 64),
-        ("float64", (32, 16, 32), (8, 0), 24),
-        ("float64", (16, 32, 16), (9, 0), 136),
+        ("float32", (64, 32, 32, 1), (9, 0), 64),
+        ("float64", (32, 16, 32, 1), (8, 0), 24),
+        ("float64", (16, 32, 16, 1), (9, 0), 136),
+        ("float64", (32, 16, 16, 2), (9, 0), 136),
+        ("float32", (32, 32, 32, 2), (9, 0), 80),
     ],
 )
 def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch):
     machine = dataclasses.replace(Target.of(None), cc=cc)
     monkeypatch.setattr(api.Target, "of", lambda device: machine)
     monkeypatch.setattr(api, "_decided", {})  # nothing remembered of the usual machine
-    monkeypatch.setattr(select, f"MMA_{dtype.upper()}_TILES", ((512, *row, False, 1, 8),))
+    monkeypatch.setattr(select, f"MMA_{dtype.upper()}_TILES", ((512, *row, 1, 8),))
     rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
     case = rung.problem(40, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     config = api.understand_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
     assert (config.warp_rows, config.large_f64) == (row[2], dtype == "float64" and cc == (9, 0))
-    assert config.v_parts == (2 if head_dim_v > 128 else 1)
+    assert config.v_parts == (2 if head_dim_v > 128 and row[3] == 1 else 1)
     rung.check(case, causal=True)
+    case.v[0, 0, 39, 1] = np.inf  # in one half of the columns
+    rung.check(case)

@@ -58,12 +58,13 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Shared memory: the tile of Q, and where the lane's matrix rows begin in those of Q, K and V."""
+    """Shared memory: the tile of Q, where the lane's rows begin in those of Q, K and V, and where it puts its scores."""
 
     q: int
     q_lane: int
     k_lane: int
     v_lane: int
+    s_lane: int
 
 
 def make(config):
@@ -72,11 +73,12 @@ def make(config):
     depth, width, v_parts = config.depth, config.width, config.v_parts
     _, k_at, v_at, notes_at, tile_notes_at, _ = config.shared_offsets()
     bases_at, keys_at = tile_notes_at, tile_notes_at + notes.SIZE
-    alignment = config.ALIGNMENT
+    alignment, notes_bytes = config.ALIGNMENT, config.NOTE_BYTES * config.tile_m
     many_copies = max(depth, width) > 128
     group, queries = config.group, config.queries
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
-    o_blocks = width // 8
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    o_blocks = config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
     q_registers, scaled, size = config.q_registers, config.scaled, config.item_size
     real = numbers.of(config.compute_dtype).real
@@ -140,7 +142,9 @@ def make(config):
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
         load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
         cp_async.commit_group()
-        multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane)
+        multiply_q_k(
+            registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane
+        )  # fmt: skip
 
     @inlined
     def finish_and_mask(j, acc_s, row, places, sizes, score, masked):
@@ -149,7 +153,7 @@ def make(config):
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
             now = special.thread_index()
             position, keys = notes.get(places.q + int32(keys_at))
-            first_row = (now >> int32(5)) * warp_rows
+            first_row = (now >> int32(5 + shift)) * warp_rows
             left, right = sizes.left, sizes.right
             visible(
                 j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance
@@ -205,8 +209,8 @@ def make(config):
         q_bytes, head_bytes = size * strides.q[2], size * strides.q[1]
         k_bytes, v_bytes = size * strides.k[2], size * strides.v[2]
 
-        q_lane, k_lane, v_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
-        places = Places(q_smem, q_lane, k_lane, v_lane)
+        q_lane, k_lane, v_lane, s_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
+        places = Places(q_smem, q_lane, k_lane, v_lane, s_lane)
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(o_count, real),  # acc_o (strips, width / 8, 4)
@@ -226,7 +230,7 @@ def make(config):
         start(row.m, row.l)
         for i in range(o_count):
             registers.acc_o[i] = real(0)
-        lane_row = warp * warp_rows + int32(first_row_of(lane))
+        lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
         for r in range(rows):
             tile_row = uint32(lane_row + r * 8)
             row.query[r] = int32(tile_row // uint32(group))
@@ -278,10 +282,13 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, width)
+        warp_rows_at, column_group = warp >> shift, warp & (groups - 1)
+        own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
+        row_notes = o_smem + notes_at + column_group * notes_bytes
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse_log2, o_smem, row_notes, own, lane, warp_rows_at, arrays, strides, sizes
         )  # fmt: skip
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(warp * warp_rows, lane, o_smem + notes_at, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(warp_rows_at * warp_rows, lane, row_notes, own, tile_keys, arrays, strides, sizes, score)
 
     return flash_attention_mma

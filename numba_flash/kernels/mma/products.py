@@ -15,8 +15,9 @@ class Products(NamedTuple):
     q_count: int
     kv_count: int
     p_count: int
-    lanes: Callable[..., Any]  # (lane, warp, q_smem, k_smem, v_smem) -> where a lane's rows begin in these tiles
+    lanes: Callable[..., Any]  # (lane, warp, q_smem, k_smem, v_smem) -> where a lane's rows begin in these tiles, and
+    # where it puts scores for the other warps that own its rows
     load_q: Callable[..., Any]  # (q_frag, q_lane): all of Q, where it stays in registers
-    multiply_q_k: Callable[..., Any]  # (acc_s, q_frag, k_frag, q_lane, k_lane): acc_s = Q . K^T
+    multiply_q_k: Callable[..., Any]  # (acc_s, q_frag, k_frag, q_lane, k_lane, s_lane): acc_s = Q . K^T
     to_p: Callable[..., Any]  # (acc_s, p_frag): the weights as an operand
     multiply_p_v: Callable[..., Any]  # (acc_o, p_frag, v_frag, v_lane): acc_o += P . V

@@ -33,6 +33,7 @@ def make(config):
             q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
             k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),
             v_smem + panel_offset(lane & 15, lane >> 4, tile_n),
+            q_smem,
         )
 
     @inlined
@@ -44,7 +45,7 @@ def make(config):
                 ldmatrix.x4(q_frag, a, chunk_pair(q_lane, x, q_panel) + strip * 2048)
 
     @inlined
-    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
         for i in range(s_count):
             acc_s[i] = float32(0)
         for first in range(0, steps, at_once):

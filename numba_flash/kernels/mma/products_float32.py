@@ -27,6 +27,7 @@ from numba import cuda, float32, int32, uint32
 from ...ptx import ld_st, ldmatrix, mma
 from ..steps.inlined import inlined
 from ..steps.plain import chunk_pair, panel_offset
+from . import exchanged_scores
 from .products import Products
 
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
@@ -44,19 +45,27 @@ def rounded_to_tf32(bits):
 
 def make(config):
     tile_m, tile_n, warp_rows, depth, width = (
-        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.width,
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.group_columns,
     )  # fmt: skip
     strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
     panels = width // 32
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    place, exchange = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
+
+    @inlined
+    def group_of(warp):
+        return warp & (groups - 1)
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
         return (
-            q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
-            k_smem + panel_offset(lane & 7, lane >> 3, tile_n),
-            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+            q_smem + panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, tile_m),
+            k_smem + panel_offset(lane & 7, lane >> 3, tile_n) + group_of(warp) * (own_blocks * 1024),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (panels * kv_panel),
+            place(lane, warp, q_smem),
         )
 
     @inlined
@@ -85,10 +94,11 @@ def make(config):
             acc[acc_at + i] += part[i]
 
     @inlined
-    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
         q_big, q_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
         k_big, k_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
-        for i in range(s_count):
+        for i in range(s_count // groups):
             acc_s[i] = float32(0)
         for x in range(steps):
             for strip in range(strips):
@@ -96,12 +106,21 @@ def make(config):
                     at = chunk_pair(q_lane, 2 * x + half, q_panel) + strip * 2048
                     ldmatrix.x4(q_frag, strip * 8 + half * 4, at)  # (16, 8)
             split(q_frag, 0, a_count, q_big, q_small)
-            for n in range(s_blocks):
+            for n in range(own_blocks):
                 at = (k_lane ^ int32((x & 1) << 6)) + (x >> 1) * kv_panel
                 ldmatrix.x4(k_frag, 0, at + n * 1024)  # (8 keys, 16)
                 split(k_frag, 0, 4, k_big, k_small)
                 for strip in range(strips):
-                    add_product(acc_s, (strip * s_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+                    add_product(acc_s, (strip * own_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
+        if groups == 1:
+            add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
+        else:
+            own = cuda.local.array(s_count // groups, float32)
+            add_scores(own, q_frag, k_frag, q_lane, k_lane)
+            exchange(acc_s, own, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):

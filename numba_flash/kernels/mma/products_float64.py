@@ -15,6 +15,7 @@ from numba import cuda, float64, int32
 from ...ptx import ld_st, mma
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
+from . import exchanged_scores
 from .products import Products
 
 FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
@@ -22,18 +23,26 @@ FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
 
 def make(config):
     tile_m, tile_n, warp_rows, depth, width = (
-        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.width,
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.group_columns,
     )  # fmt: skip
     strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    place, exchange = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
+
+    @inlined
+    def group_of(warp):
+        return warp & (groups - 1)
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
         return (
-            q_smem + panel_offset(warp * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
-            k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n),
-            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n),
+            q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
+            k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n) + group_of(warp) * (own_blocks * 1024),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (o_blocks // 2 * kv_panel),
+            place(lane, warp, q_smem),
         )
 
     @inlined
@@ -59,8 +68,9 @@ def make(config):
         ld_st.load_v2_f64(values, 2, at ^ int32(16))
 
     @inlined
-    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane):
-        for i in range(s_count):
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+        for i in range(s_count // groups):
             acc_s[i] = float64(0)
         for x in range(steps):
             for strip in range(strips):
@@ -68,10 +78,19 @@ def make(config):
                     load_row(k_frag, q_lane + x * q_panel + strip * 2048 + half * 1024)
                     for i in range(4):
                         q_frag[strip * 8 + 2 * i + half] = k_frag[i]
-            for n in range(s_blocks):
+            for n in range(own_blocks):
                 load_row(k_frag, k_lane + x * kv_panel + n * 1024)
                 for strip in range(strips):
-                    add_product(acc_s, (strip * s_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+                    add_product(acc_s, (strip * own_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
+        if groups == 1:
+            add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
+        else:
+            own = cuda.local.array(s_count // groups, float64)
+            add_scores(own, q_frag, k_frag, q_lane, k_lane)
+            exchange(acc_s, own, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):

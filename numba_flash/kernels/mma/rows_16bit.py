@@ -13,16 +13,14 @@ def make(config):
     """-> write_rows, a device function."""
     tile_m, warp_rows, width, group = config.tile_m, config.warp_rows, config.width, config.group
     rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
-    _, _, _, notes_at, _, _ = config.shared_offsets()
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     store_rows, ln_2 = output_rows.make(config, warp_rows, width), float32(fragment_softmax.LN_2)
 
     @inlined
-    def note_rows(acc_o, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes):
+    def note_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, sizes):
         """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
         is not finite."""
         lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
-        row_notes = o_smem + notes_at
         some = uint32(0)
         for r in range(rows):
             strip, below = r // 2, r % 2
@@ -47,12 +45,12 @@ def make(config):
         return some
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, strides, sizes):
-        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not; flags of these are
-        at notes_at."""
-        some = note_rows(acc_o, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, sizes)
+    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_notes: where
+        there is room for a note on each row (steps/recompute_rows.py)."""
+        some = note_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
-        store_rows(warp * warp_rows, lane, o_smem, o_smem + notes_at, tile, arrays, strides, sizes)
+        store_rows(warp * warp_rows, lane, o_smem, row_notes, tile, arrays, strides, sizes)
         return some
 
     return write_rows

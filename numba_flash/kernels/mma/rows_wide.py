@@ -14,10 +14,9 @@ from ..steps.plain import first_row_of
 
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
-    warp_rows, width, group, queries = config.warp_rows, config.width, config.group, config.queries
+    warp_rows, width, group, queries = config.warp_rows, config.group_columns, config.group, config.queries
     rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
     head_dim_v, wide_o, double = config.head_dim_v, config.wide_o, config.dtype == "float64"
-    _, _, _, notes_at, _, _ = config.shared_offsets()
     chunk = 16 // config.item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
     store = elements.storer(config.dtype)
     real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
@@ -53,7 +52,7 @@ def make(config):
                             store(arrays.o, row_at + int32(column + j) * strides.o[3], values[j])
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
         lane_row = warp * warp_rows + int32(first_row_of(lane))
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         columns_left = int32(min(head_dim_v - tile.part * width, width))
@@ -73,7 +72,7 @@ def make(config):
             some |= flag
             query, head = tile_row // group, tile.h + tile_row % group
             if lane & 3 == 0:
-                ld_st.store_b32(o_smem + notes_at + tile_row * note_bytes, flag)
+                ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
                 if write_lse and tile.part == 0 and query < queries_left:
                     row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
                     arrays.lse[row] = lse_log2[r] * ln_2

@@ -20,7 +20,7 @@ def make(config, warp_rows):
     Of each row of the tile there is a uint32 in shared memory, config.NOTE_BYTES from the next, that is not 0 when the
     row is not finite.
     """
-    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
+    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.group_columns
     group, queries, note_bytes, write_lse = config.group, config.queries, config.NOTE_BYTES, config.write_lse
     columns = -(-width // 32)
     real, exp2, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
