@@ -41,6 +41,11 @@ for kernel in ("mma_dkdv", "mma_dq"):
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
+WIDE = {  # mma in other dtypes, and the instructions of its products
+    "float32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "HMMA.1688.F32.TF32"),
+    "float64": ("mma.sync.aligned.m8n8k4.row.col.f64", "DMMA"),
+    "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
+}
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -53,6 +58,38 @@ DEPENDS = {
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
     "mma_dq-128-128x32x1": "spills 20 bytes on sm_90a with 13.5, none with 13.0",
 }
+
+
+def intended(config):
+    """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
+    kernel, dtype = config.kernel, config.dtype
+    if dtype not in WIDE:
+        return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
+    machines = SINCE_AMPERE
+    if dtype == "float64":
+        dtype, machines = ("float64, sm_90", (HOPPER, B200)) if config.large_f64 else (dtype, (A100,))
+    in_ptx, in_sass = WIDE[dtype]
+    return (in_ptx, "cp.async.cg.shared"), (in_sass, "LDGSTS"), machines
+
+
+def wide_gates():
+    """mma's rows for float32 and float64, plain and with everything that it takes."""
+    used = dict(
+        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32"), q_offset_source="array",
+        scaled=True, wide_o=False,
+    )  # fmt: skip
+    for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
+        table = select.mma_tiles(dtype)
+        for row in table:
+            made = problem(row[0], dtype=dtype)
+            with mock.patch.object(select, f"MMA_{dtype.upper()}_TILES", (row,)):
+                (config,) = select._candidates("mma", made, target)
+            if config.shared_bytes > target.shared_bytes:
+                continue
+            name = f"mma-{dtype}-{row[0]}-{row[1]}x{row[2]}{'-sm80' if target is A100 else ''}"
+            yield name, config
+            if row in (table[0], next(x for x in table if x[0] == 128)):
+                yield f"{name}-rich", dataclasses.replace(config, **used)
 
 
 def of_row(kernel, row):
@@ -123,7 +160,7 @@ def backward_gates():
 
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
-    configs = dict(backward_gates())
+    configs = dict(backward_gates()) | dict(wide_gates())
     for kernel, table in TABLES.items():
         configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
@@ -186,12 +223,12 @@ def test_gate(config, request, record_property, tmp_path):
     started = time.perf_counter()
     # As select and select_backward ask: one block of the forward, all of a backward's blocks_per_sm.
     blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
-    targets = [target for target in MACHINES[config.kernel] if config.shared_bytes * blocks <= target.shared_bytes]
+    in_ptx, in_sass, machines = intended(config)
+    targets = [target for target in machines if config.shared_bytes * blocks <= target.shared_bytes]
     assert targets, "this row fits no GPU"
-    ptx = compiled.to_ptx(config, MACHINES[config.kernel][0].cc)  # that of the first serves the others
+    ptx = compiled.to_ptx(config, machines[0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
-    intended = IN_PTX[config.kernel] + IN_PAIRS * (config.cluster > 1)
-    wrong = [f"PTX: no {word}" for word in intended if word not in ptx]
+    wrong = [f"PTX: no {word}" for word in in_ptx + IN_PAIRS * (config.cluster > 1) if word not in ptx]
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
@@ -204,7 +241,7 @@ def test_gate(config, request, record_property, tmp_path):
             (tmp_path / "made.cubin").write_bytes(made.cubin)
             command = [tool("nvdisasm"), "-c", str(tmp_path / "made.cubin")]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            wrong += [f"SASS: no {word}" for word in IN_SASS[config.kernel] if word not in sass]
+            wrong += [f"SASS: no {word}" for word in in_sass if word not in sass]
     record_property(
         "gate",
         f"{request.node.callspec.id:26} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Shared memory: the tile of Q, where the lane's rows begin in those of Q, K and V, and where it puts its scores."""
+    """Shared memory: the tile of Q, where the lane's rows begin in those of Q, K and V, where it puts scores."""
 
     q: int
     q_lane: int
