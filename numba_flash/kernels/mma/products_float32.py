@@ -26,11 +26,11 @@ from numba import cuda, float32, int32, uint32
 
 from ...ptx import ld_st, ldmatrix, mma
 from ..steps.inlined import inlined
-from ..steps.plain import chunk_pair, panel_offset
+from ..steps.plain import panel_offset
 from . import exchanged_scores
 from .products import Products
 
-FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python's own: see inlined.py
 
 
 @inlined
@@ -52,6 +52,7 @@ def make(config):
     panels = width // 32
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    own_count = strips * own_blocks * 4
     place, exchange = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
@@ -94,31 +95,39 @@ def make(config):
             acc[acc_at + i] += part[i]
 
     @inlined
-    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
-        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+    def add_columns(acc_s, q_frag, k_frag, q_at, k_at):
+        """acc_s (strips, own_blocks, 4) += Q . K^T over 16 columns, at these addresses of Q and K."""
         q_big, q_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
         k_big, k_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
-        for i in range(s_count // groups):
-            acc_s[i] = float32(0)
-        for x in range(steps):
+        for strip in range(strips):
+            for half in range(2):
+                ldmatrix.x4(q_frag, strip * 8 + half * 4, (q_at ^ int32(half << 5)) + strip * 2048)  # (16, 8)
+        split(q_frag, 0, a_count, q_big, q_small)
+        for n in range(own_blocks):
+            ldmatrix.x4(k_frag, 0, k_at + n * 1024)  # (8 keys, 16)
+            split(k_frag, 0, 4, k_big, k_small)
             for strip in range(strips):
-                for half in range(2):
-                    at = chunk_pair(q_lane, 2 * x + half, q_panel) + strip * 2048
-                    ldmatrix.x4(q_frag, strip * 8 + half * 4, at)  # (16, 8)
-            split(q_frag, 0, a_count, q_big, q_small)
-            for n in range(own_blocks):
-                at = (k_lane ^ int32((x & 1) << 6)) + (x >> 1) * kv_panel
-                ldmatrix.x4(k_frag, 0, at + n * 1024)  # (8 keys, 16)
-                split(k_frag, 0, 4, k_big, k_small)
-                for strip in range(strips):
-                    add_product(acc_s, (strip * own_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+                add_product(acc_s, (strip * own_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+
+    @inlined
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+        for i in range(own_count):
+            acc_s[i] = float32(0)
+        q_at, k_at = q_lane, k_lane
+        for _ in range(steps // 2):  # by panels, the two halves of which are a bit of the address apart
+            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+            add_columns(acc_s, q_frag, k_frag, q_at ^ int32(64), k_at ^ int32(64))
+            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
+        if steps % 2 == 1:
+            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
         if groups == 1:
             add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
         else:
-            own = cuda.local.array(s_count // groups, float32)
+            own = cuda.local.array(own_count, float32)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
             exchange(acc_s, own, s_lane)
 
@@ -145,6 +154,11 @@ def make(config):
                 add_product(acc_o, (strip * o_blocks + 4 * n + j) * 4, p_big, p_small, strip * 8, v_big, v_small)
 
     @inlined
+    def add_panels(first, y, acc_o, p_big, p_small, v_frag, v_lane):
+        for n in range(first, min(first + 2, panels)):
+            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+
+    @inlined
     def add_keys(y, acc_o, p_frag, v_frag, v_lane):
         """acc_o += 16 keys of P . V."""
         p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
@@ -153,11 +167,13 @@ def make(config):
             for i in range(8):
                 p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
         split(p_strip, 0, a_count, p_big, p_small)
-        # Two loops, because LLVM writes out only so much of one, and acc_o would be indexed.
-        for n in range(min(panels, 4)):
-            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
-        for n in range(4, panels):
-            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+        # Two panels a loop, because LLVM writes out only so much of one, and else acc_o would be indexed.
+        add_panels(FIRST, y, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 2:
+            add_panels(THIRD, y, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 4:
+            add_panels(FIFTH, y, acc_o, p_big, p_small, v_frag, v_lane)
+            add_panels(SEVENTH, y, acc_o, p_big, p_small, v_frag, v_lane)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):

@@ -29,6 +29,7 @@ def make(config):
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    own_count = strips * own_blocks * 4
     place, exchange = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
@@ -70,25 +71,27 @@ def make(config):
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        for i in range(s_count // groups):
+        for i in range(own_count):
             acc_s[i] = float64(0)
-        for x in range(steps):
+        q_at, k_at = q_lane, k_lane
+        for _ in range(steps):  # a panel each
             for strip in range(strips):
                 for half in range(2):
-                    load_row(k_frag, q_lane + x * q_panel + strip * 2048 + half * 1024)
+                    load_row(k_frag, q_at + strip * 2048 + half * 1024)
                     for i in range(4):
                         q_frag[strip * 8 + 2 * i + half] = k_frag[i]
             for n in range(own_blocks):
-                load_row(k_frag, k_lane + x * kv_panel + n * 1024)
+                load_row(k_frag, k_at + n * 1024)
                 for strip in range(strips):
                     add_product(acc_s, (strip * own_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
         if groups == 1:
             add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
         else:
-            own = cuda.local.array(s_count // groups, float64)
+            own = cuda.local.array(own_count, float64)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
             exchange(acc_s, own, s_lane)
 

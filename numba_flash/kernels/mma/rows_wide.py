@@ -11,6 +11,8 @@ from ..steps import elements, fragment_softmax, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+
 
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
@@ -52,33 +54,45 @@ def make(config):
                             store(arrays.o, row_at + int32(column + j) * strides.o[3], values[j])
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
-        lane_row = warp * warp_rows + int32(first_row_of(lane))
+    def divide_row(acc_o, r, inverse):
+        """Row r of the lane's, by its sum. -> whether it is finite; the same in all lanes of a quad."""
+        nonfinite = real(0)
+        for n in range(o_blocks):
+            for i in range(2):
+                at = ((r // 2) * o_blocks + n) * 4 + (r % 2) * 2 + i
+                acc_o[at] *= inverse
+                nonfinite += acc_o[at] * real(0)  # NaN when it is NaN or Inf
+        nonfinite += bfly(nonfinite, 1)
+        nonfinite += bfly(nonfinite, 2)
+        return nonfinite == real(0)
+
+    @inlined
+    def finish_row(r, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes):
+        """-> 1 where the row is not finite."""
+        tile_row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        columns_left = int32(min(head_dim_v - tile.part * width, width))
-        o_base = tile.b * strides.o[0] + tile.part * width * strides.o[3]
-        some = uint32(0)
-        for r in range(rows):
-            tile_row = lane_row + r * 8
-            nonfinite = real(0)
-            for n in range(o_blocks):
-                for i in range(2):
-                    at = ((r // 2) * o_blocks + n) * 4 + (r % 2) * 2 + i
-                    acc_o[at] *= inverse_l[r]
-                    nonfinite += acc_o[at] * real(0)  # NaN when it is NaN or Inf
-            nonfinite += bfly(nonfinite, 1)
-            nonfinite += bfly(nonfinite, 2)
-            flag = uint32(0) if nonfinite == 0 else uint32(1)
-            some |= flag
-            query, head = tile_row // group, tile.h + tile_row % group
-            if lane & 3 == 0:
-                ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
-                if write_lse and tile.part == 0 and query < queries_left:
-                    row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
-                    arrays.lse[row] = lse_log2[r] * ln_2
-            if flag == 0 and query < queries_left:
-                row_at = o_base + head * strides.o[1] + (tile.first_query + query) * strides.o[2]
-                write_row(acc_o, r, lane, row_at, columns_left, arrays, strides)
+        query, head = tile_row // group, tile.h + tile_row % group
+        flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
+        if lane & 3 == 0:
+            ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
+            if write_lse and tile.part == 0 and query < queries_left:
+                row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
+                arrays.lse[row] = lse_log2[r] * ln_2
+        if flag == 0 and query < queries_left:
+            columns_left = int32(min(head_dim_v - tile.part * width, width))
+            row_at = tile.b * strides.o[0] + tile.part * width * strides.o[3]
+            row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
+            write_row(acc_o, r, lane, row_at, columns_left, arrays, strides)
+        return flag
+
+    @inlined
+    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+        # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
+        some = finish_row(FIRST, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        some |= finish_row(SECOND, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        if rows > 2:
+            some |= finish_row(THIRD, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(FOURTH, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
         bar.warp_sync()  # the flags are read by the whole warp
         return some
 
