@@ -113,6 +113,7 @@ USES = {
     "shfl.idx_b32": ("shfl.sync.idx.b32", "u[0] = shfl.idx_b32(uint32(i), 0)"),
     "special.thread_index": ("%tid.x", "u[0] = special.thread_index()"),
     "special.block_index": ("%ctaid.x", "u[0] = special.block_index()"),
+    "special.opaque": ("mov.b32", "u[0] = special.opaque(i)"),
     "special.block_count": ("%nctaid.x", "u[0] = special.block_count()"),
     "tma.commit_group": ("cp.async.bulk.commit_group", "tma.commit_group()"),
     "tma.wait_group_read": ("cp.async.bulk.wait_group.read 1", "made()", (1,)),

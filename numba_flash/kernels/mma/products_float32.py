@@ -24,7 +24,7 @@ block j is column 4 * (2 * (lane % 4) + i % 2) + j.
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
-from ...ptx import ld_st, ldmatrix, mma
+from ...ptx import ld_st, ldmatrix, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from . import exchanged_scores
@@ -115,12 +115,11 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float32(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(steps // 2):  # by panels, the two halves of which are a bit of the address apart
+        for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
             add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-            add_columns(acc_s, q_frag, k_frag, q_at ^ int32(64), k_at ^ int32(64))
-            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
-        if steps % 2 == 1:
-            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+            # The other half of the panel is a bit of the address away.
+            q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
+            k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):

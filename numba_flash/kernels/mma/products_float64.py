@@ -12,7 +12,7 @@ i of block j is column 2 * (2 * (lane % 4) + i % 2) + j.
 import numpy as np
 from numba import cuda, float64, int32
 
-from ...ptx import ld_st, mma
+from ...ptx import ld_st, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from . import exchanged_scores
@@ -74,7 +74,7 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(steps):  # a panel each
+        for _ in range(special.opaque(steps)):  # a panel each; written out, it would take too many registers
             for strip in range(strips):
                 for half in range(2):
                     load_row(k_frag, q_at + strip * 2048 + half * 1024)
