@@ -204,7 +204,7 @@ class MmaConfig(TensorConfig):
     large_f64: bool = False
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
-    MOST_KEYS: ClassVar[dict[str, int]] = dict(float32=64, float64=32)
+    KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
     TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
 
     def __post_init__(self) -> None:
@@ -215,9 +215,8 @@ class MmaConfig(TensorConfig):
             raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
         if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
             raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
-        if self.item_size > 2 and self.tile_n > self.MOST_KEYS[self.dtype]:
-            most = self.MOST_KEYS[self.dtype]
-            raise ValueError(f"tile_n must be at most {most} for {self.dtype}, not {self.tile_n}: P is in registers")
+        if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
+            raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property

@@ -183,12 +183,14 @@ def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
 
 
 def mma(row=MMA_TILES[0], **others):
-    widest, tile_m, tile_n, warp_rows, q_registers, blocks_per_sm, lag = row
+    widest, tile_m, tile_n, warp_rows, special, blocks_per_sm, lag = row
+    wide = others.get("dtype") in ("float32", "float64")
+    of_dtype = {"column_groups" if wide else "q_registers": special}
     return MmaConfig(
         **dict(
             kernel="mma", dtype="float16", head_dim=widest, head_dim_v=widest, tile_m=tile_m, tile_n=tile_n,
-            warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=blocks_per_sm, lag=lag,
-        ) | others
+            warp_rows=warp_rows, blocks_per_sm=blocks_per_sm, lag=lag,
+        ) | of_dtype | others
     )  # fmt: skip
 
 
@@ -367,7 +369,11 @@ def test_a_config_checks_itself(wrong):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (dict(dtype="int32"), "float32, float64, not int32"), (dict(dtype="float32"), "q_registers is for 16-bit"),
+        (dict(dtype="int32"), "float32, float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
+        (dict(dtype="float32", q_registers=True, tile_n=64), "q_registers is for 16-bit"),
+        (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
+        (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
+        (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
@@ -415,7 +421,7 @@ def test_a_wgmma_config_checks_itself(wrong, word):
 )  # fmt: skip
 def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, dtype):
     config = mma(
-        head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, warp_rows=16, dtype=dtype, q_registers=False
+        head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, tile_n=32, warp_rows=16, dtype=dtype
     )  # fmt: skip
     assert (config.depth, config.width, config.v_parts) == (depth, width, parts)
     assert config.width * config.v_parts >= head_dim_v > config.width * (config.v_parts - 1)

@@ -47,7 +47,7 @@ def make(config):
     @inlined
     def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
         """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_notes: where
-        there is room for a note on each row (steps/recompute_rows.py)."""
+        there is room for a note on each row (kernels/steps/recompute_rows.py)."""
         some = note_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * warp_rows, lane, o_smem, row_notes, tile, arrays, strides, sizes)
