@@ -13,7 +13,6 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # before Numba is imported
 import contextlib
 import inspect
 import io
-import pdb
 
 import numpy as np
 
@@ -24,31 +23,16 @@ from numba_flash.kernels.simt import v2
 # %% [markdown]
 # ## Step
 #
-# At a terminal, `scripts/step v2 "alpha = math.exp"` gives you a prompt. Here the commands come from a text: where are
-# we, what is the old maximum, what is the new one, next line, what is `alpha`?
+# At a terminal, `scripts/step v2 "alpha = math.exp"` gives you a prompt. Here nobody types, so `commands`
+# says what: go on to the second key tile, print the old and the new maximum, next line, what is `alpha`?
 
 # %%
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
 
+typed = ["c", "p j, m, m_new", "n", "p alpha", "c"]
 session = io.StringIO()
-
-
-class Typed(io.StringIO):
-    """Commands as if somebody typed them: they are seen in the session, too."""
-
-    def readline(self):
-        line = super().readline()
-        session.write(line)
-        return line
-
-
-def with_commands():
-    commands = Typed("c\np j, m, m_new\nn\np alpha\nc\n")
-    return pdb.Pdb(stdin=commands, stdout=session, nosigint=True, readrc=False)
-
-
-with debug.stop_at("v2", "alpha = math.exp", thread=6, block=1, debugger=with_commands):
+with contextlib.redirect_stdout(session), debug.stop_at("v2", "alpha = math.exp", thread=6, block=1, commands=typed):
     numba_flash.attention(q, k, v, causal=True, kernel="v2")
 print(session.getvalue().replace(os.path.dirname(numba_flash.__file__), "numba_flash"))
 assert "0.605574361314738" in session.getvalue()

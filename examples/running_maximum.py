@@ -3,7 +3,7 @@
 #
 # FlashAttention never holds the score matrix. It walks over tiles of keys and carries on three things a row: the
 # running maximum `m`, the sum `l` and the output `O`. This notebook runs the real kernel `v2` in Numba's simulator,
-# looks into one thread at each tile, and draws what it finds. No GPU is needed.
+# reads its variables at each tile, and draws what it finds. No GPU is needed.
 #
 # The lines are those of listing 5 in `docs/algorithm.md`.
 
@@ -11,8 +11,6 @@
 import os
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # before Numba is imported
-
-import pdb
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,68 +20,43 @@ from numba_flash import debug
 from numba_flash.problem import ranges
 
 # %% [markdown]
-# ## A small problem
+# ## Look into the thread
 #
-# One head with 64 queries and keys. In the simulator tiles are 16 x 16, so there are 4 tiles of each.
+# One head with 64 queries and keys. In the simulator tiles are 16 x 16, so there are 4 tiles of each. `trace` runs the
+# kernel and copies the variables of the thread that owns a row. Here it is the last query.
 
 # %%
 rng = np.random.default_rng(30)
 q, k, v = (rng.standard_normal((1, 1, 64, 8), dtype=np.float32) for _ in range(3))
-tile, row = 16, 63  # the last query: block 3, thread 15
-print(numba_flash.explain(q, k, v, causal=True, kernel="v2"))
+seen = debug.trace(q, k, v, causal=True, row=63)
+print(seen)
 
 # %% [markdown]
-# ## Look into the thread
-#
-# `stop_at` puts a debugger into one thread of one block. This debugger asks nobody: it notes some variables where it
-# stops, and goes on. Line 17 of the listing is a good place: the tile's weights are there, and `l` is still the old
-# sum.
+# What the thread carried on is enough for the row's output, $O / l$, and for its log-sum-exp, $m + \log l$:
 
 # %%
-seen = []
-
-
-class Notebook(pdb.Pdb):
-    def user_line(self, frame):
-        now = frame.f_locals
-        weights = np.array(now["s_smem"][now["s_k"] : now["s_k"] + tile])
-        seen.append({name: float(now[name]) for name in ("m", "m_new", "l", "alpha", "sum_tmp")} | {"p": weights})
-        self.set_continue()
-
-
-with debug.stop_at("v2", "l = alpha * l", thread=row % tile, block=row // tile, debugger=Notebook):
-    o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True, kernel="v2")
-
-for j, tile_seen in enumerate(seen):
-    numbers = "  ".join(f"{name} {value:8.4f}" for name, value in tile_seen.items() if name != "p")
-    print(f"tile {j}:  {numbers}")
-
-# %% [markdown]
-# What the thread carried on is enough for the row's log-sum-exp, $m + \log l$:
-
-# %%
-last = seen[-1]
-l = last["alpha"] * last["l"] + last["sum_tmp"]
-print(last["m_new"] + np.log(l), "is lse", lse[0, 0, row])
-assert np.isclose(last["m_new"] + np.log(l), lse[0, 0, row])
+o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True, kernel="reference")
+last = seen.tiles[-1]
+print(last.m + np.log(last.l), "is lse", lse[0, 0, 63])
+assert np.allclose(last.O / last.l, o[0, 0, 63], rtol=1e-5)
+assert np.isclose(last.m + np.log(last.l), lse[0, 0, 63])
 
 # %% [markdown]
 # ## The running maximum
 #
-# A score is $m + \log p$. Where the maximum grows, all that was summed before shrinks by `alpha`.
+# Where the maximum grows, all that was summed before shrinks by `alpha` (line 14).
 
 # %%
-scores = np.concatenate([one["m_new"] + np.log(one["p"]) for one in seen])
-fig, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 5), gridspec_kw=dict(height_ratios=(2, 1)))
-above.bar(range(len(scores)), scores, color="#7fb2e5", label="score of a key")
-above.step(np.arange(5) * tile - 0.5, [seen[0]["m_new"], *(one["m_new"] for one in seen)], "C1", label="m")
-above.legend()
-below.bar(np.arange(4) * tile + tile / 2, [one["alpha"] for one in seen], width=tile - 2, color="#f4b06a")
-below.set_ylabel("alpha")
-below.set_xlabel("key; a tile is 16 keys")
-for edge in np.arange(1, 4) * tile - 0.5:
-    above.axvline(edge, color="0.8")
-fig.tight_layout()
+seen.plot()
+
+# %% [markdown]
+# ## Move through the tiles
+#
+# The same numbers, tile by tile. Move the first slider. `seen.html("trace.html")` writes this page to a file, which
+# needs no network. Here the tiles are of 8 keys, and there are 16 rows to choose from.
+
+# %%
+debug.trace(q, k, v, causal=True, row=range(48, 64), tile=(16, 8))
 
 # %% [markdown]
 # ## Which tiles are visited
@@ -92,6 +65,7 @@ fig.tight_layout()
 # Here is a causal mask with a window of 35 keys.
 
 # %%
+tile = 16
 kinds = np.zeros((4, 4))
 for i in range(4):
     first = ranges.row_keys(i * tile, 35, 0, 64)
@@ -112,7 +86,10 @@ for edge in np.arange(1, 4) * tile - 0.5:
     axis.axhline(edge, color="0.6")
 
 # %% [markdown]
-# Each score that counts lies in a visited tile:
+# Each score that counts lies in a visited tile. And the trace of a row has just the tiles of its row of the picture:
 
 # %%
 assert (np.kron(kinds, np.ones((tile, tile)))[sees] > 0).all()
+windowed = debug.trace(q, k, v, causal=True, window=(35, 0), row=63)
+print("query 63 visits tiles", [one.number for one in windowed.tiles])
+assert [one.number for one in windowed.tiles] == list(np.flatnonzero(kinds[3]))

@@ -11,12 +11,6 @@ from typing import Any
 
 from . import __version__
 
-# Opted-in shared memory of one block, KB, by compute capability (CUDA Programming Guide).
-SHARED_KB = {
-    (7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
-    (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
-}  # fmt: skip
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0 done, 1 the demo's checks failed, 2 it cannot be done as asked."""
@@ -51,7 +45,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", default="bhsd", choices=("bhsd", "bshd"))
     add("--causal", action="store_true")
     add("--window", nargs=2, type=bound, metavar=("LEFT", "RIGHT"), help="a number, or none for no bound")
+    add("--q-offset", type=int, metavar="N", help="where query 0 stands among the keys")
+    add("--seqlens-k", action="store_true", help="with a length for each batch entry")
+    add("--scale", type=float, metavar="X")
+    add("--softcap", type=float, metavar="X")
+    add("--alibi-slopes", action="store_true", help="with slopes, (heads,) in float32")
+    add("--bias", action="store_true", help="with a bias (1, 1, seqlen_q, seqlen_k) of the dtype")
+    add("--mask", action="store_true", help="with a mask (1, 1, seqlen_q, seqlen_k)")
+    add("--return-lse", action="store_true")
     add("--kernel", default="auto", help="the one that would be asked for")
+    add("--gpu", metavar="NAME", help='arrays on a GPU that is not here: H200, A100, "RTX 4090" and others')
     add("--cc", type=capability, metavar="8.6", help="arrays on a GPU of this compute capability, not on this machine")
     add("--shared-kb", type=int, metavar="KB", help="with --cc: shared memory that a block can have there")
     add("--multiprocessors", type=int, metavar="N", help="with --cc: how many it has; default: 132, as an H100 or H200")
@@ -71,12 +74,15 @@ def explain(asked: argparse.Namespace) -> int:
     """Print `explain` of a problem that is only described: there are no arrays."""
     from .api import explain
     from .machine import toolchain
+    from .machine.gpus import gpu
     from .machine.target import Target
     from .select.forward import select
 
     try:
         _check(asked)
-        if asked.cc:
+        if asked.gpu:
+            target = gpu(asked.gpu)
+        elif asked.cc:
             target = _made_up(asked.cc, asked.shared_kb, asked.multiprocessors)
         else:
             target = Target.of(None if toolchain.simulated() or toolchain.unusable() else 0)
@@ -95,6 +101,8 @@ def _check(asked: argparse.Namespace) -> None:
         value = getattr(asked, name)
         if value is not None and value < 0:
             raise ValueError(f"--{name.replace('_', '-')} must not be negative, and is {value}")
+    if asked.gpu and asked.cc:
+        raise ValueError("--gpu names a GPU and --cc describes one: give one of them")
     for name in ("shared_kb", "multiprocessors"):
         if getattr(asked, name) is not None and not asked.cc:
             raise ValueError(f"--{name.replace('_', '-')} says what the GPU of --cc has: give that, too")
@@ -109,25 +117,33 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
     head_dim_v = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
 
+    def array(dtype: str, *shape: int) -> Layout:
+        device = None if family == "numpy" else 0
+        return Layout(family, device, shape, contiguous_strides(shape), ITEM_SIZE.get(dtype, 1), dtype, False)
+
     def layout(heads: int, seqlen: int, dim: int) -> Layout:
         extents = (asked.batch, heads, seqlen, dim)
-        shape = tuple(extents[axis] for axis in LAYOUTS[asked.layout])
-        device = None if family == "numpy" else 0
-        return Layout(family, device, shape, contiguous_strides(shape), ITEM_SIZE[asked.dtype], asked.dtype, False)
+        return array(asked.dtype, *(extents[axis] for axis in LAYOUTS[asked.layout]))
 
     q, k, v = (
         layout(asked.heads, asked.seqlen_q, asked.head_dim),
         *(layout(heads_kv, seqlen_k, dim) for dim in (asked.head_dim, head_dim_v)),
     )
+    scores = (1, 1, asked.seqlen_q, seqlen_k)
     window = asked.window and tuple(asked.window)
     return Problem.of(
-        q, k, v, out=None, out_lse=None, bias=None, mask=None, alibi_slopes=None, seqlens_k=None, q_offsets=None,
-        q_offset=None, causal=asked.causal, window=window, scale=None, softcap=None, layout=asked.layout,
-        return_lse=False,
+        q, k, v, out=None, out_lse=None,
+        bias=array(asked.dtype, *scores) if asked.bias else None,
+        mask=array("bool", *scores) if asked.mask else None,
+        alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
+        seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
+        q_offsets=None, q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale,
+        softcap=asked.softcap, layout=asked.layout, return_lse=asked.return_lse,
     )  # fmt: skip
 
 
 def _made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:
+    from .machine.gpus import SHARED_KB
     from .machine.target import Target
 
     name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
@@ -228,16 +244,22 @@ def _can_be_written(folder: Path) -> str:
 
 
 def _kernels() -> Rows:
+    import dataclasses
+
     import numpy as np
 
     from .api.explain import explain
     from .machine.target import Target
-    from .select.forward import KERNELS, refusal
+    from .select.forward import refusal
+    from .select.rungs import KERNELS
 
     x = np.zeros((1, 1, 1, 128), np.float16)
     problem = explain(x, x, x, kernel="reference").problem
+    target = Target.of(None)
+    if target.why_no_gpu:  # which was said once, under GPU
+        target = dataclasses.replace(target, why_no_gpu="see above")
     for name in KERNELS:
-        yield name, refusal(name, problem, Target.of(None)) or "usable"
+        yield name, refusal(name, problem, target) or "usable"
 
 
 def _print(title: str, rows: Rows) -> None:

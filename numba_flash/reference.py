@@ -4,10 +4,14 @@ Every other kernel is tested against this file. It takes NumPy arrays in (batch,
 order and holds the whole seqlen_q x seqlen_k matrix, so keep the sizes small.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .functions import numbers
+from .functions.function import Function
 
 Array = NDArray[np.float64]
 
@@ -59,6 +63,9 @@ def forward(
     alibi_slopes: NDArray | None = None,  # (batch or 1, heads)
     q_offset: NDArray | None = None,  # (batch,); only ALiBi asks for positions
     bias: NDArray | None = None,  # broadcastable to (batch, heads, seqlen_q, seqlen_k)
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
+    aux: tuple[NDArray, ...] = (),  # what these read
 ) -> tuple[Array, Array]:
     """-> o (batch, heads, seqlen_q, head_dim_v) and lse (batch, heads, seqlen_q), both float64.
 
@@ -67,7 +74,8 @@ def forward(
     """
     k, v = _of_each_head(q, k), _of_each_head(q, v)
     with np.errstate(all="ignore"):  # masked keys may hold anything
-        s, _ = _scores(q, k, scale, softcap, alibi_slopes, q_offset, bias)
+        visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
+        s, _ = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         s = np.where(visible, s, -np.inf)
         m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
         p = np.where(s == -np.inf, 0.0, np.exp(s - np.where(m == -np.inf, 0.0, m)))
@@ -92,6 +100,9 @@ def backward(
     alibi_slopes: NDArray | None = None,
     q_offset: NDArray | None = None,
     bias: NDArray | None = None,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
+    aux: tuple[NDArray, ...] = (),
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
@@ -111,11 +122,12 @@ def backward(
         delta = np.sum(do * np.asarray(o, np.float64), axis=-1, keepdims=True)
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)[..., None]
-        s, through_softcap = _scores(q, k, scale, softcap, alibi_slopes, q_offset, bias)
+        visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
+        s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         seen = visible & (s != -np.inf) & (lse != -np.inf)
         p = np.where(seen, np.exp(s - lse), 0.0)
         ds = np.where(p == 0, 0.0, p * (np.einsum("bhid,bhjd->bhij", do, v) - delta))
-        dproduct = np.where(p == 0, 0.0, scale * through_softcap * ds)  # of q . k, before it was scaled
+        dproduct = np.where(p == 0, 0.0, scale * through * ds)  # of q . k, before it was scaled
         dq = _weighted(dproduct, k)
         dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
         dv = _of_each_kv_head(_weighted(p.swapaxes(2, 3), do), heads_kv)
@@ -133,24 +145,65 @@ def _scores(
     q: NDArray,
     k: NDArray,  # (batch, heads, seqlen_k, head_dim)
     scale: float,
+    score_mod: Function | None,
     softcap: float | None,
     alibi_slopes: NDArray | None,
     q_offset: NDArray | None,
     bias: NDArray | None,
+    visible: NDArray[np.bool_],
+    aux: tuple[NDArray, ...],
 ) -> tuple[Array, Array]:
-    """Scores before any is removed, (batch, heads, seqlen_q, seqlen_k), and the softcap's derivative there, or 1."""
+    """Scores before any is removed, (batch, heads, seqlen_q, seqlen_k), and their derivatives by scale * q . k.
+
+    A score_mod is asked for what is visible only: elsewhere it might read past the end of an array.
+    """
     s = scale * np.einsum("bhid,bhjd->bhij", np.asarray(q, np.float64), k)
-    through_softcap = np.ones(())
+    through = np.ones(())
+    if score_mod is not None:
+        through = np.zeros(s.shape)
+        tables = _tables(aux)
+        for at, where in _positions(visible, q_offset):
+            s[at], derivative = numbers.score_of(score_mod, np.float64, s[at], where, tables, True)
+            through[at] = 0.0 if derivative is None else derivative
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
-        through_softcap = 1 - (s / softcap) ** 2
+        through = through * (1 - (s / softcap) ** 2)
     if alibi_slopes is not None:
         assert q_offset is not None
         slopes = np.asarray(alibi_slopes, np.float64)[:, :, None, None]
         s = s - slopes * _distance(q_offset, q.shape[2], k.shape[2])
     if bias is not None:
         s = s + np.asarray(bias, np.float64)
-    return s, through_softcap
+    return s, through
+
+
+def _unmasked(
+    visible: NDArray[np.bool_],
+    shape: tuple[int, ...],
+    mask_mod: Function | None,
+    q_offset: NDArray | None,
+    aux: tuple[NDArray, ...],
+) -> NDArray[np.bool_]:
+    """What is visible and left by mask_mod, (batch, heads, seqlen_q, seqlen_k)."""
+    visible = np.broadcast_to(visible, shape)
+    if mask_mod is None:
+        return visible
+    left = np.zeros(shape, bool)
+    tables = _tables(aux)
+    for at, where in _positions(visible, q_offset):
+        left[at] = numbers.mask_of(mask_mod, np.float64, where, tables)
+    return left
+
+
+def _positions(visible: NDArray[np.bool_], q_offset: NDArray | None) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """(index of a score, (b, h, q_pos, k_pos)) for all that are visible."""
+    assert q_offset is not None
+    for b, h, i, j in zip(*np.nonzero(visible), strict=True):
+        yield (b, h, i, j), (b, h, i + q_offset[b], j)
+
+
+def _tables(aux: tuple[NDArray, ...]) -> list[numbers.Table]:
+    return [numbers.Table(np.float64, array) for array in aux]
 
 
 def _distance(q_offset: NDArray, seqlen_q: int, seqlen_k: int) -> NDArray:

@@ -14,7 +14,7 @@ from importlib import metadata
 import numpy as np
 
 import numba_flash
-from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
 from numba_flash.select import forward as select
 
@@ -94,14 +94,14 @@ def tiles_of(rows):
     if rows is None:
         yield
         return
-    kept = select.WGMMA_PACES
-    select.WGMMA_PACES = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
-    api._decided.clear()
+    kept = select.TILE_COST
+    select.TILE_COST = {n: 1000.0 ** abs((n - rows) // 64) for n in kept}
+    dispatch._plans.clear()
     try:
         yield
     finally:
-        select.WGMMA_PACES = kept
-        api._decided.clear()
+        select.TILE_COST = kept
+        dispatch._plans.clear()
 
 
 def job(arguments, kernel, **options):

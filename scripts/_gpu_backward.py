@@ -11,8 +11,7 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
-from numba_flash.select import backward as select_backward
-from numba_flash.select import forward as select
+from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
@@ -42,7 +41,7 @@ class Guarded:
 def wanted(case, kernel):
     """Every gradient that the case has and the kernel makes."""
     every = testing.gradients_of(case)
-    return tuple(name for name in every if kernel not in select.TENSOR or name != "dalibi_slopes")
+    return tuple(name for name in every if kernel not in rungs.TENSOR or name != "dalibi_slopes")
 
 
 def check_in_a_process(case, found, given, kernel):
@@ -61,19 +60,19 @@ def compare(cases, kernel, on_gpu, say=None):
     moved = {name: case.arguments(on_gpu) for name, case in cases.items()}
     compile_ahead(job(arguments, kernel, return_lse=True) for arguments in moved.values())
     for number, (name, case) in enumerate(cases.items()):
-        tensor, arguments = kernel in select.TENSOR, moved.pop(name)
+        tensor, arguments = kernel in rungs.TENSOR, moved.pop(name)
         do, dlse = testing.outer_gradients(case, number, strange_strides=not tensor)
         do = testing.rows_padded(do) if tensor else do
         options = dict(wanted=wanted(case, kernel), kernel=kernel, dlse=on_gpu(dlse) if number % 2 else None)
         try:
             o, lse = numba_flash.attention(**arguments, kernel=kernel, return_lse=True)
             arguments |= dict(do=on_gpu(do), o=o, lse=lse) | options
-            decision = gradients.understand_call(arguments)[1]
+            plan = gradients.prepare_call(arguments)[1]
         except NotImplementedError as error:
             assert "head_dim up to" in str(error), error
             refused.append(name)
             continue
-        calls[name] = case, arguments, (do, dlse if number % 2 else None), decision
+        calls[name] = case, arguments, (do, dlse if number % 2 else None), plan
     compile_ahead((config, each[3].target.cc) for each in calls.values() for config in each[3].choice.configs)
     compiled, checks, failures = time.perf_counter(), {}, []
     for number, (name, (case, arguments, (do, dlse), _)) in enumerate(calls.items()):
@@ -106,10 +105,10 @@ def compare(cases, kernel, on_gpu, say=None):
 
 def check_backward(kernel, options, tools):
     """Random problems of the forward's groups, then adversarial ones."""
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
     every = tools.groups(kernel, options.small)
-    if kernel in select.TENSOR:  # its gradients are of 16-bit elements, which come first
+    if kernel in rungs.TENSOR:  # its gradients are of 16-bit elements, which come first
         every = [group for group in every if group[0][0] in ("float16", "bfloat16")]
     if options.case:
         numbers = [tuple(map(int, options.case.split(":")))]
@@ -136,9 +135,9 @@ def check_whole_numbers(kernel, options, tools):
     """Problems whose products are exact, compared bit by bit; for tensor cores every width whose tiles differ."""
     import cupy as cp
 
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
-    tensor = kernel in select.TENSOR
+    tensor = kernel in rungs.TENSOR
     dims = ((24, 40), (64, 64), (80, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (250, 40))
     every = [
         (dtype, dim, seqlens, heads, causal)
@@ -156,7 +155,7 @@ def check_whole_numbers(kernel, options, tools):
         )
         do, o, lse = map(tools.on_gpu, given)
         arguments = case.arguments(tools.on_gpu) | dict(do=do, o=o, lse=lse, kernel=kernel)
-        calls.append((arguments, right, gradients.understand_call(arguments)[1]))
+        calls.append((arguments, right, gradients.prepare_call(arguments)[1]))
     compile_ahead((config, made.target.cc) for *_, made in calls for config in made.choice.configs)
     for number, (arguments, right, _) in enumerate(calls):
         found = numba_flash.attention_backward(**arguments)
@@ -174,9 +173,9 @@ def check_repeats(kernel, options, tools):
     """The same bits a thousand times, beside a stream that keeps the GPU busy now and then."""
     import cupy as cp
 
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
-    repeats, dtype = 10 if options.small else 1000, "float16" if kernel in select.TENSOR else "float32"
+    repeats, dtype = 10 if options.small else 1000, "float16" if kernel in rungs.TENSOR else "float32"
     busy, big = cp.cuda.Stream(non_blocking=True), cp.ones((2048, 2048), cp.float32)
     g = np.random.default_rng(5)
     for dim, causal in ((64, True), (128, False), (128, True)) if dtype == "float16" else ((64, True),):
@@ -198,7 +197,7 @@ def check_repeats(kernel, options, tools):
 def adversarial(kernel, small):
     """lse at and beyond both ends of exp, one key that takes all, rows and tiles that see nothing, NaN where nothing
     looks, groups of heads, lengths around tiles."""
-    g, tensor = np.random.default_rng(8), kernel in select.TENSOR
+    g, tensor = np.random.default_rng(8), kernel in rungs.TENSOR
     dtypes = ("float16", "bfloat16") if tensor else testing.DTYPES
     for dtype in dtypes[:1] if small else dtypes:
 
@@ -243,9 +242,9 @@ def check_graph(kernel, options, tools):
     """Forward and backward captured in one graph, and replayed with other inputs."""
     import cupy as cp
 
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
-    g, dtype = np.random.default_rng(0), "float16" if kernel in select.TENSOR else "float32"
+    g, dtype = np.random.default_rng(0), "float16" if kernel in rungs.TENSOR else "float32"
     q, k, v, do = (cp.asarray(g.standard_normal((1, 2, 100, 32)).astype(dtype)) for _ in range(4))
 
     def step():
@@ -274,9 +273,9 @@ def check_families(kernel, options, tools):
     import cupy as cp
     from numba import cuda
 
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
-    dtype = "float16" if kernel in select.TENSOR else "float32"
+    dtype = "float16" if kernel in rungs.TENSOR else "float32"
     case = testing.Case(*(np.random.default_rng(i).standard_normal((1, 2, 50, 16)).astype(dtype) for i in range(3)))
     do, dlse = testing.outer_gradients(case, 0)
     movers = {"cupy": (cp.asarray, cp.asnumpy), "numba": (cuda.to_device, lambda x: x.copy_to_host())}
@@ -305,9 +304,9 @@ def check_memory(kernel, options, tools):
     """A thousand calls leave nothing behind, and one takes the gradients and a number or two for each row."""
     import cupy as cp
 
-    if kernel not in select_backward.BUILT:
+    if kernel not in rungs.WITH_BACKWARD:
         return "no backward yet"
-    dtype, memory = "float16" if kernel in select.TENSOR else "float32", cp.get_default_memory_pool()
+    dtype, memory = "float16" if kernel in rungs.TENSOR else "float32", cp.get_default_memory_pool()
 
     def grown(seqlen, repeats):
         q, k, v, do = (cp.ones((1, 2, seqlen, 64), dtype) for _ in range(4))

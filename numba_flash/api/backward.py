@@ -1,38 +1,11 @@
-"""attention_backward: the gradients of attention(), along the same straight line."""
+"""attention_backward(): signature and contract. What it does is in dispatch/."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import arrays
-from ..arrays import GradientOperands, Layout
-from ..dispatch.launch import Launch
-from ..dispatch.launch_backward import prepare_backward
-from ..machine.target import Target
-from ..problem.backward import BackwardProblem
-from ..problem.forward import check_alignments, check_lengths, window_sides
-from ..select.backward import BackwardChoice, select_backward
-from .forward import MOST_DECIDED, bound_to, refuse_what_is_to_come
-
-
-class AttentionGradients(NamedTuple):
-    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias and dalibi_slopes in those of bias and
-    alibi_slopes. None for what was not wanted."""
-
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
-    dbias: Any = None
-    dalibi_slopes: Any = None
-
-
-class Decision(NamedTuple):
-    """What is to be computed, where and by what; and that, ready to be run."""
-
-    problem: BackwardProblem
-    target: Target
-    choice: BackwardChoice
-    launch: Launch
-    shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each gradient that is wanted
+from ..dispatch import backward as dispatch
+from ..dispatch.backward import AttentionGradients, CallPlan
+from ..dispatch.forward import reject_unimplemented
+from .forward import NO_AUX, bound_to
 
 
 def attention_backward(
@@ -56,7 +29,7 @@ def attention_backward(
     mask: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
+    aux: tuple[Any, ...] = NO_AUX,
     sinks: Any = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
@@ -100,100 +73,13 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
-    given, (_, _, _, launch, shapes) = understand(
+    reject_unimplemented(sinks, dropout_p, seed)
+    return dispatch.run(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
-        mask, layout, deterministic, stream, kernel,
+        mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,
     )  # fmt: skip
-    like = given[0]
-    work_on = arrays.stream_of(given, stream)
-    empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
-    results = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in shapes]
-    launch.run([*given, *results], work_on)
-    return AttentionGradients(*[None if array is None else arrays.give(like, array) for array in results])
 
 
-def understand_call(arguments: dict[str, Any]) -> tuple[list[Any], Decision]:
-    """`understand` for what a caller would hand to `attention_backward`, by name."""
-    return understand(**bound_to(attention_backward, arguments))
-
-
-def understand(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, causal: Any, window: Any, q_offset: Any,
-    seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, layout: Any, deterministic: Any,
-    stream: Any, kernel: Any,
-) -> tuple[list[Any], Decision]:  # fmt: skip
-    """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands."""
-    read, checks = arrays.read, arrays.checks
-    offsets = None
-    if q_offset is not None and arrays.is_array(q_offset):
-        offsets, q_offset = read("q_offset", q_offset), None
-    q, k, v, o, lse = read("q", q), read("k", k), read("v", v), read("o", o), read("lse", lse)
-    bias = None if bias is None else read("bias", bias)
-    mask = None if mask is None else read("mask", mask)
-    alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
-    seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
-    do = read("do", do)
-    dlse = None if dlse is None else read("dlse", dlse)
-    if window is not None:
-        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, do, dlse]
-    if q.layout.family in checks:
-        checks[q.layout.family](given)
-    addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
-    # nearly always there is none of them, and what is not there need not be looked at one by one
-    optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
-    key = (
-        q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, wanted, q_offset,
-        causal, window, scale, softcap, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
-        # 1 and True are equal as keys, but only one of them is a causal=
-        type(q_offset), type(causal), type(scale), type(softcap), type(deterministic),
-    )  # fmt: skip
-    try:
-        decision = _decided.get(key)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        decision = decide(*key[:-5])  # something that cannot be a key was given: say what is wrong with it
-    if decision is None:
-        if len(_decided) >= MOST_DECIDED:
-            _decided.clear()
-        decision = _decided[key] = decide(*key[:-5])
-    if optional is not None or dlse is not None or (addresses | lse.pointer) & 7:
-        check_alignments([array for array in given if array is not None], _READ, given)
-        if decision.problem.forward.array("seqlens_k") is not None:
-            check_lengths(seqlens_k, decision.problem.forward)
-    return given, decision
-
-
-_NO_OPTIONAL = [None] * 5
-_READ = GradientOperands._fields[:12]  # the names of what is given
-
-
-def decide(
-    q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
-    optional: tuple[Layout | None, ...] | None, wanted: Any, q_offset: Any, causal: Any, window: Any, scale: Any,
-    softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool, aligned: bool,
-) -> Decision:  # fmt: skip
-    """All that follows from layouts and options, so that a call seen before is decided by looking it up.
-
-    optional: the layouts of GradientOperands from bias to q_offset; None for none at all.
-    """
-    bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
-    problem = BackwardProblem.of(
-        do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned,
-    )  # fmt: skip
-    target = Target.of(q.device)
-    choice = select_backward(problem, target, kernel, q.family, has_stream)
-    of_options = [problem.forward.array(name) for name in ("bias", "alibi_slopes")]
-    dtypes = [*(problem.forward.dtype,) * 3, *[array and array.dtype for array in of_options]]
-    shapes = tuple(
-        (shape, str(dtype)) if name in problem.wanted else None
-        for name, shape, dtype in zip(AttentionGradients._fields, problem.shapes, dtypes, strict=True)
-    )
-    return Decision(problem, target, choice, prepare_backward(choice, problem, target), shapes)
-
-
-# What was decided before, as in forward.py.
-_decided: dict[tuple[Any, ...], Decision] = {}
+def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:
+    """`dispatch.backward.prepare` for what a caller would hand to `attention_backward`, by name."""
+    return dispatch.prepare(**bound_to(attention_backward, arguments))

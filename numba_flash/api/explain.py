@@ -1,5 +1,6 @@
 """explain, explain_backward: which kernels a call would run, with what, and why not others."""
 
+import html
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ from ..dispatch import launch, launch_backward
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice
-from . import backward as gradients
-from .forward import understand_call
+from ..sim.launch import predicted_seconds
+from . import backward, forward
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
 # Of the kernels on tensor cores, which could do otherwise.
@@ -24,9 +26,29 @@ ACCURACY = {
 }
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `attention` would do with these arguments. str() of it is for people."""
+class Readable:
+    """Facts about a call that are read as lines of text, and in a notebook as a table."""
+
+    def headline(self) -> str:
+        raise NotImplementedError
+
+    def facts(self) -> list[tuple[str, str]]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), *(f"  {name}: {text}" for name, text in self.facts())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in self.facts()]
+        style = "<style scoped>.numba-flash th, .numba-flash td {text-align: left; vertical-align: top}</style>"
+        return f'<b>{html.escape(self.headline())}</b>{style}<table class="numba-flash">{"".join(rows)}</table>'
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Readable):
+    """What `attention` would do with these arguments. str() and repr() of it are for people."""
 
     kernel: str
     config: Config | None  # None for the rungs that are not compiled for CUDA
@@ -35,29 +57,41 @@ class Explanation:
     blocks: int
     copies: bool
     refused: tuple[tuple[str, str], ...]
+    seconds: float | None = None  # about how long it will take; None where that is not known
+    cost: str | None = None  # that a faster kernel does not run, and what to do about it
 
     @staticmethod
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
         blocks = launch.grid(choice.config, problem, target) if choice.config else 0
-        return Explanation(choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused)
+        time = cost.seconds(choice.kernel, choice.config, problem, target)
+        if target.simulated and choice.kernel in ("v1", "v2"):
+            time = predicted_seconds(problem)
+        lost = cost.lost(choice, problem, target)
+        return Explanation(
+            choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused, time, lost
+        )
 
-    def __str__(self) -> str:
-        lines = [
-            f"kernel {self.kernel!r} on {self.target.name if self.config else 'the CPU'}",
-            *_about(self.problem),
-        ]
+    def headline(self) -> str:
+        return f"kernel {self.kernel!r} on {self.target.name if self.config else 'the CPU'}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        facts = _about(self.problem)
         if self.config:
-            lines.append(
-                f"  grid: {self.blocks} blocks of {self.config.threads} threads, {_clusters(self.config)}"
+            grid = (
+                f"{self.blocks} blocks of {self.config.threads} threads, {_clusters(self.config)}"
                 f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
+            facts.append(("grid", grid))
         if self.config and self.kernel in ACCURACY:
-            lines.append(f"  sums: {ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)}")
+            facts.append(("sums", ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)))
         if self.copies:
-            lines.append("  copies: the arrays go to the GPU and the result comes back, which is waited for")
-        lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]
-        return "\n".join(lines)
+            facts.append(("copies", "the arrays go to the GPU and the result comes back, which is waited for"))
+        if self.seconds is not None:
+            facts.append(("time", f"about {_duration(self.seconds)}, by measurements of others like it"))
+        if self.cost:
+            facts.append(("cost", self.cost))
+        return facts + [(f"not {name!r}", reason) for name, reason in self.refused]
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
@@ -68,13 +102,13 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = understand_call(q, k, v, options)
-    return Explanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = forward.prepare_call(q, k, v, options)
+    return Explanation.of(plan.problem, plan.target, plan.choice)
 
 
-@dataclass(frozen=True)
-class BackwardExplanation:
-    """What `attention_backward` would do with these arguments. str() of it is for people."""
+@dataclass(frozen=True, repr=False)
+class BackwardExplanation(Readable):
+    """What `attention_backward` would do with these arguments. str() and repr() of it are for people."""
 
     kernel: str
     configs: tuple[BackwardConfig, ...]  # of its kernels in the order of their launches; none of the host's rungs
@@ -88,22 +122,18 @@ class BackwardExplanation:
         blocks = tuple(launch_backward.grid(config, problem) for config in choice.configs)
         return BackwardExplanation(choice.kernel, choice.configs, problem, target, blocks, choice.refused)
 
-    def __str__(self) -> str:
-        lines = [
-            f"kernel {self.kernel!r} on {self.target.name if self.configs else 'the CPU'}",
-            *_about(self.problem.forward),
-            f"  gradients: {', '.join(self.problem.wanted)}",
-        ]
-        lines += [
-            f"  {config.kernel}: {blocks} blocks of {config.threads} threads, "
-            f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
-            for config, blocks in zip(self.configs, self.blocks, strict=True)
-        ]
+    def headline(self) -> str:
+        return f"kernel {self.kernel!r} on {self.target.name if self.configs else 'the CPU'}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        facts = [*_about(self.problem.forward), ("gradients", ", ".join(self.problem.wanted))]
+        for config, blocks in zip(self.configs, self.blocks, strict=True):
+            shared = f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
+            facts.append((config.kernel, f"{blocks} blocks of {config.threads} threads, {shared}"))
         if self.configs:
             made = launch_backward.workspace_bytes(self.configs, self.problem)
-            lines.append(f"  workspace: {made} bytes beside the gradients")
-        lines += [f"  not {name!r}: {reason}" for name, reason in self.refused]
-        return "\n".join(lines)
+            facts.append(("workspace", f"{made} bytes beside the gradients"))
+        return facts + [(f"not {name!r}", reason) for name, reason in self.refused]
 
 
 def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> BackwardExplanation:
@@ -114,21 +144,27 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
     Takes the arguments of `attention_backward`, checks them in the same way (and raises the same errors),
     allocates nothing and runs nothing.
     """
-    _, decision = gradients.understand_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
-    return BackwardExplanation.of(decision.problem, decision.target, decision.choice)
+    _, plan = backward.prepare_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
+    return BackwardExplanation.of(plan.problem, plan.target, plan.choice)
 
 
 def _clusters(config: Config) -> str:
     return f"in clusters of {config.cluster} that share K and V, " if config.cluster > 1 else ""
 
 
-def _about(p: Problem) -> list[str]:
-    return [
-        f"  problem: batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, "
-        f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim} and {p.head_dim_v}, "
-        f"{p.dtype}, scale {p.scale:.6g}",
-        f"  sees: {_visibility(p)}",
-    ]
+def _duration(seconds: float) -> str:
+    if seconds >= 90:
+        return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    unit, name = (1, "s") if seconds >= 0.5 else (1e-3, "ms") if seconds >= 5e-4 else (1e-6, "us")
+    return f"{float(f'{seconds / unit:.2g}'):g} {name}"
+
+
+def _about(p: Problem) -> list[tuple[str, str]]:
+    problem = (
+        f"batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, seqlen {p.seqlen_q} x {p.seqlen_k}, "
+        f"head_dim {p.head_dim} and {p.head_dim_v}, {p.dtype}, scale {p.scale:.6g}"
+    )
+    return [("problem", problem), ("sees", _visibility(p))]
 
 
 def _visibility(p: Problem) -> str:

@@ -1,36 +1,15 @@
-"""The public functions. Each body is the straight line: arrays, Problem, Target, select, launch."""
+"""attention() and warmup(): signature and contract. What they do is in dispatch/."""
 
-import functools
 import inspect
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import arrays
-from ..arrays import Layout, Operands
-from ..dispatch import host_copies
-from ..dispatch.launch import Launch, prepare
-from ..machine.target import Target
-from ..problem.forward import Problem, check_memory, window_sides
-from ..select.forward import Choice, select
+from ..dispatch import forward as dispatch
+from ..dispatch.forward import NO_AUX, CallPlan, reject_unimplemented
+from ..dispatch.forward import AttentionOutput as AttentionOutput
 
-O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
-NO_AUX, NO_DROPOUT = (), 0.0  # defaults, which each call compares with: as objects, in a fifth of the time
-
-
-class AttentionOutput(NamedTuple):
-    """o in the caller's layout and dtype; lse (batch, heads, seqlen_q), natural logarithm."""
-
-    o: Any
-    lse: Any
-
-
-class Decision(NamedTuple):
-    """What is to be computed, where and by what; and that, ready to be run."""
-
-    problem: Problem
-    target: Target
-    choice: Choice
-    launch: Launch
+NO_DROPOUT = 0.0  # a default, which each call compares with: as an object, in a fifth of the time
 
 
 def attention(
@@ -97,7 +76,13 @@ def attention(
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
         -inf removes a key, as the mask does.
     mask: bool, True = attend, broadcastable likewise.
-    score_mod, mask_mod, aux, sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers, behind
+        the scale and before softcap. It is compiled into the kernel: arithmetic, comparisons, if, loops, min, max, abs,
+        round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
+        (float64 for float64) and int64.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
+    aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
+    sinks, dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -115,43 +100,28 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (score_mod is mask_mod is sinks is seed is None and aux is NO_AUX and dropout_p is NO_DROPOUT):
-        refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not (sinks is seed is None and dropout_p is NO_DROPOUT):
+        reject_unimplemented(sinks, dropout_p, seed)
     try:
-        given, (problem, _, choice, launch) = understand(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, layout, return_lse,
-            out, stream, kernel,
+        return dispatch.run(
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+            aux, layout, return_lse, out, stream, kernel,
         )  # fmt: skip
-        like, o, lse = given[0], given[O], given[LSE]
-        work_on = arrays.stream_of(given, stream)
-        empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
-        if o is None:
-            o = given[O] = empty(like, problem.o_shape, problem.dtype)
-        if lse is None and return_lse:
-            lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     except arrays.Recorded as recorded:
-        return bridge(recorded.family)(
-            q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out,
-            stream=stream, kernel=kernel,
-        )  # fmt: skip
-    if out is not None:
-        arrays.note_writing(o, lse)
-    if choice.copies:
-        keywords = dict(causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, kernel=kernel)
-        if problem.q_offset_source != "array":
-            keywords["q_offset"] = q_offset
-        host_copies.through_gpu(attention, Operands(*given), keywords)
-    else:
-        launch.run(given, work_on)
-    if lse is None:
-        return arrays.give(like, o)
-    return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
+        if not score_mod is mask_mod is None:
+            raise NotImplementedError(
+                f"score_mod and mask_mod are not implemented yet where {recorded.family} records: {recorded}"
+            ) from None
+        operation = bridge(recorded.family)
+    return operation(
+        q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out, stream=stream,
+        kernel=kernel,
+    )  # fmt: skip
 
 
 def bridge(framework: str) -> Any:
-    """attention() as an operation of `framework`: it stands above this module, and is imported only when an array asks
-    for it."""
+    """attention() as an operation of `framework`, which is imported only when an array asks for it."""
     if framework == "torch":
         from ..bridges.torch import attention as operation
     else:
@@ -178,20 +148,20 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
     lengths and, with `wgmma`, on how many heads and batch entries there are. It stays loaded in this
     process, and in the disk cache for the next one.
     """
-    _, decision = understand_call(q, k, v, options)
-    decision.launch.load()
+    _, plan = prepare_call(q, k, v, options)
+    plan.launch.load()
 
 
-def understand_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], Decision]:
-    """`understand` for what a caller would hand to `attention`; what autograd would run, where torch records."""
+def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
+    """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
     arguments = bound_to(attention, dict(options, q=q, k=k, v=v))
     try:
-        return understand(**arguments)
+        return dispatch.prepare(**arguments)
     except arrays.Recorded as recorded:
         if recorded.family != "torch":
             raise
     with sys.modules["torch"].no_grad():
-        return understand(**arguments | dict(return_lse=True))  # which the backward reads
+        return dispatch.prepare(**arguments | dict(return_lse=True))  # which the backward reads
 
 
 def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -201,99 +171,6 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("score_mod", "mask_mod", "aux", "sinks", "dropout_p", "seed")
-    refuse_what_is_to_come(*(bound.arguments.pop(name) for name in to_come))
+    to_come = ("sinks", "dropout_p", "seed")
+    reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
     return bound.arguments
-
-
-def understand(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, layout: Any, return_lse: Any, out: Any, stream: Any, kernel: Any,
-) -> tuple[list[Any], Decision]:  # fmt: skip
-    """Everything before memory is allocated or anything runs; what `explain` reports.
-
-    The arrays come in the order of Operands; o and lse are what came in out=, or None.
-    """
-    read, checks = arrays.read, arrays.checks
-    o = lse = None
-    if out is not None:
-        pair = out if isinstance(out, tuple) else (out,)
-        if len(pair) != (2 if return_lse and isinstance(out, tuple) else 1):
-            raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
-        o = read("out", pair[0])
-        lse = read("the lse of out", pair[1]) if len(pair) == 2 else None
-    offsets = None
-    if q_offset is not None and arrays.is_array(q_offset):
-        offsets, q_offset = read("q_offset", q_offset), None
-    q, k, v = read("q", q), read("k", k), read("v", v)
-    bias = None if bias is None else read("bias", bias)
-    mask = None if mask is None else read("mask", mask)
-    alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
-    seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
-    if window is not None:
-        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
-    addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
-    if q.layout.family in checks:
-        checks[q.layout.family](given)
-    # nearly always q, k and v are all, and what is not there need not be looked at one by one
-    others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
-    key = (
-        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, layout, return_lse, kernel,
-        stream is not None, addresses % 16 == 0,
-        # 1 and True are equal as keys, but only one of them is a causal=
-        type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
-    )  # fmt: skip
-    try:
-        decision = _decided.get(key)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        decision = decide(*key[:-5])  # something that cannot be a key was given: say what is wrong with it
-    if decision is None:
-        if len(_decided) >= MOST_DECIDED:
-            _decided.clear()
-        decision = _decided[key] = decide(*key[:-5])
-    if others is not None or addresses & 7:
-        check_memory(given, decision.problem)
-    return given, decision
-
-
-_NO_OTHERS = [None] * (len(Operands._fields) - 3)
-
-
-def decide(
-    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
-    scale: Any, softcap: Any, layout: Any, return_lse: Any, kernel: Any, has_stream: bool, aligned: bool,
-) -> Decision:  # fmt: skip
-    """All that follows from layouts and options, so that a call seen before is decided by looking it up.
-
-    others: the layouts of Operands from o on; None for none at all.
-    """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets = others or _NO_OTHERS
-    problem = Problem.of(
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned,
-    )  # fmt: skip
-    target = Target.of(q.device)
-    choice = select(problem, target, kernel, q.family, has_stream)
-    return Decision(problem, target, choice, prepare(choice, problem, target))
-
-
-# What was decided before. It is looked up in each call: functools.lru_cache, which would type all parts of the key,
-# takes twice as long.
-_decided: dict[tuple[Any, ...], Decision] = {}
-MOST_DECIDED = 4096
-
-
-def refuse_what_is_to_come(score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, dropout_p: Any, seed: Any) -> None:
-    """The part of the signature that later versions fill; never ignored in silence."""
-    no_aux = isinstance(aux, tuple) and not aux
-    no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if score_mod is mask_mod is sinks is seed is None and no_aux and no_dropout:
-        return
-    given = dict(score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, seed=seed)
-    wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
-    wrong += ["aux must be (), its default"] * (not no_aux)
-    wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
-    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")

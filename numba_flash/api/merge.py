@@ -4,7 +4,7 @@ from typing import Any
 
 import array_api_compat
 
-from .forward import AttentionOutput
+from ..dispatch.forward import AttentionOutput
 
 
 def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:

@@ -149,6 +149,8 @@ def _name(dtype: Any) -> str:
 
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
+ITEM_SIZE |= {"int8": 1, "int16": 2, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
+AUX_DTYPES = tuple(ITEM_SIZE)  # of arrays that a caller's functions read
 
 
 # Where NumPy keeps an array's address: the first field of its C structure, behind Python's own header. Reading it
@@ -264,6 +266,12 @@ def jax_layout(
     return _layouts["jax"][device, shape, tuple(s * size for s in strides), 1, _numpy_dtype(dtype), readonly]
 
 
+def contiguous_layout(family: str, device: int | None, shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of a contiguous array that can be written. family: one of `_layouts`."""
+    strides = _contiguous_strides(shape, ITEM_SIZE[dtype])
+    return _layouts[family][device, shape, strides, 1, _numpy_dtype(dtype), False]
+
+
 def _cuda_interface(x: Any, family: str = "foreign") -> Array:
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:
@@ -367,44 +375,71 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
 
 def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """A new contiguous array of like's family on like's device."""
-    family, device = like.layout.family, like.layout.device
-    if family == "numpy":
-        x = np.empty(shape, _numpy_dtype(dtype))
-        return Array(host_pointer(x), like.layout, x, x)  # a layout of its own would be looked up for nothing
-    if family == "cupy":
-        cupy = sys.modules["cupy"]
-        if cupy.cuda.runtime.getDevice() == device:
-            x = cupy.ndarray(shape, _numpy_dtype(dtype))  # uninitialised, as cupy.empty() makes it one call later
-        else:
-            with cupy.cuda.Device(device):
-                x = cupy.ndarray(shape, _numpy_dtype(dtype))
-        return Array(x.data.ptr, like.layout, x)
-    if family == "torch":
-        torch = sys.modules["torch"]
-        facts = like.layout
-        if dtype == facts.dtype and shape == facts.shape and facts.contiguous:
-            x = torch.empty_like(like.owner)  # 0.8 us sooner than new_empty (H200)
-        else:
-            x = like.owner.new_empty(shape, **({} if dtype == facts.dtype else {"dtype": getattr(torch, dtype)}))
-            if device is None:
-                return _torch(x)  # the oracle looks at strides
-        try:
-            return Array(x.data_ptr(), facts, x)
-        except RuntimeError:
-            if not _is_transformed(x):
-                raise
-            raise Recorded("torch.func transforms whatever is made here", "torch") from None
-    if family == "numba":
-        from numba import cuda
+    layout = _contiguous_like(like.layout, shape, dtype)
+    make = _MAKERS.get(layout.family)
+    if make is None:
+        raise TypeError(
+            f"q is a {type(like.owner).__module__}.{type(like.owner).__name__}, of which "
+            "numba_flash cannot make new ones: pass out= (and with return_lse a pair out=(o, lse))"
+        )
+    return make(like, layout)
 
-        with cuda.gpus[device]:
-            return _numba(cuda.device_array(shape, _numpy_dtype(dtype)))
-    if family == "jax":
-        return _numpy(_aligned(shape, _numpy_dtype(dtype))) if device is None else scratch(like, shape, dtype)
-    raise TypeError(
-        f"q is a {type(like.owner).__module__}.{type(like.owner).__name__}, of which "
-        "numba_flash cannot make new ones: pass out= (and with return_lse a pair out=(o, lse))"
-    )
+
+@functools.lru_cache(maxsize=20_000)
+def _contiguous_like(layout: Layout, shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of what `empty` makes; the same one where it is the same, which `_empty_torch` looks at."""
+    if layout.contiguous and layout.shape == shape and layout.dtype == dtype and not layout.readonly:
+        return layout
+    unit = ITEM_SIZE[dtype] if layout.family == "torch" else 1  # what the family counts its strides in
+    strides = _contiguous_strides(shape, ITEM_SIZE[dtype] // unit)
+    return Layout(layout.family, layout.device, shape, strides, unit, dtype, False)
+
+
+def _empty_numpy(like: Array, layout: Layout) -> Array:
+    x = np.empty(layout.shape, _numpy_dtype(layout.dtype))
+    return Array(host_pointer(x), layout, x, x)
+
+
+def _empty_cupy(like: Array, layout: Layout) -> Array:
+    cupy = sys.modules["cupy"]
+    if cupy.cuda.runtime.getDevice() == layout.device:
+        x = cupy.ndarray(layout.shape, _numpy_dtype(layout.dtype))  # what cupy.empty() makes one call later
+    else:
+        with cupy.cuda.Device(layout.device):
+            x = cupy.ndarray(layout.shape, _numpy_dtype(layout.dtype))
+    return Array(x.data.ptr, layout, x)
+
+
+def _empty_torch(like: Array, layout: Layout) -> Array:
+    torch = sys.modules["torch"]
+    if layout is like.layout:
+        x = torch.empty_like(like.owner)  # 0.8 us sooner than new_empty (H200)
+    else:
+        x = like.owner.new_empty(layout.shape, dtype=getattr(torch, layout.dtype))
+    try:
+        return Array(x.data_ptr(), layout, x)
+    except RuntimeError:
+        if not _is_transformed(x):
+            raise
+        raise Recorded("torch.func transforms whatever is made here", "torch") from None
+
+
+def _empty_numba(like: Array, layout: Layout) -> Array:
+    from numba import cuda
+
+    with cuda.gpus[layout.device]:
+        return _numba(cuda.device_array(layout.shape, _numpy_dtype(layout.dtype)))
+
+
+def _empty_jax(like: Array, layout: Layout) -> Array:
+    if layout.device is not None:
+        return scratch(like, layout.shape, layout.dtype)
+    return _numpy(_aligned(layout.shape, _numpy_dtype(layout.dtype)))
+
+
+_MAKERS: dict[str, Callable[[Array, Layout], Array]] = dict(
+    numpy=_empty_numpy, cupy=_empty_cupy, torch=_empty_torch, numba=_empty_numba, jax=_empty_jax
+)
 
 
 def empty_for(stream: int, like: Array, shape: tuple[int, ...], dtype: str) -> Array:

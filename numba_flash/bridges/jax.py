@@ -2,7 +2,7 @@
 
 `numba_flash.attention` calls this module for traced arrays. XLA calls back to Python where the operation stands and
 hands over its own memory, and the results are written there. Nothing is copied, and on a GPU the work is enqueued on
-XLA's stream. `attention` and `attention_backward` do the computation.
+XLA's stream. dispatch/ does the computation, as for `attention` and `attention_backward`.
 
 A callback is an object that equals every other one of the same options. JAX compiles a callback that it has not seen,
 and keeps it: a new function in each call would be a new program in each call.
@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import arrays
-from ..api import backward as gradients
-from ..api import forward as api
-from ..api.forward import AttentionOutput
 from ..arrays import Array, GradientOperands, Layout, Operands
+from ..dispatch import backward as gradients
+from ..dispatch import forward as dispatch
+from ..dispatch.forward import AttentionOutput, reject_unimplemented
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
-from ..select import backward as select_backward
-from ..select import forward as select
+from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 
@@ -92,7 +91,9 @@ def attention(
     several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
     mode, once; forward mode and second derivatives raise NotImplementedError.
     """
-    api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not score_mod is mask_mod is None or aux:
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+    reject_unimplemented(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
@@ -105,7 +106,7 @@ def attention(
     for name, value in known.items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
-    select.check_name(kernel)
+    rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -232,10 +233,11 @@ class _Callback:
 class _Forward(_Callback):
     order, results = Operands._fields, ("o", "lse")
 
-    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
-        found = api.decide(
+    def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+        found = dispatch.plan(
             layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
-            **self.options._asdict(), return_lse=True, has_stream=has_stream, aligned=aligned,
+            **self.options._asdict(), score_mod=None, mask_mod=None, return_lse=True, has_stream=has_stream,
+            aligned=aligned,
         )  # fmt: skip
         if found.choice.copies:
             raise NotImplementedError(
@@ -248,14 +250,15 @@ class _Forward(_Callback):
 class _Backward(_Callback):
     order, results = GradientOperands._fields, tuple(GRADIENT_OF)
 
-    def decide(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+    def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
-        if known["kernel"] not in select_backward.BUILT:
+        if known["kernel"] not in rungs.WITH_BACKWARD:
             known["kernel"] = "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         optional = tuple(layouts.get(name) for name in self.order[5:10])
-        found = gradients.decide(
-            **inputs, **known, optional=optional, wanted=tuple(name for name in GRADIENT_OF if name in layouts),
+        found = gradients.plan(
+            **inputs, **known, optional=optional, functions=None,
+            wanted=tuple(name for name in GRADIENT_OF if name in layouts),
             deterministic=True, has_stream=has_stream, aligned=aligned,
         )  # fmt: skip
         return found.problem.forward, found.launch
@@ -273,7 +276,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
     fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
-    forward, launch = callback.decide(dict(zip(names, layouts, strict=True)), device is not None, aligned)
+    forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned)
     where = tuple(names.index(name) if name in names else None for name in callback.order)
     return _Plan(forward, launch, where, layouts, turns)
 

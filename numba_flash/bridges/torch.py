@@ -1,7 +1,7 @@
 """attention() as an operation of torch: autograd, torch.func, torch.compile, torch.export, tracers, FakeTensor.
 
 `numba_flash.attention` comes here by itself for tensors that require grad, and wherever torch records what is done to
-tensors. What is computed is what `attention` and `attention_backward` compute. Here is what torch must know of it, in
+tensors. dispatch/ computes it, as for `attention` and `attention_backward`. Here is what torch must know of it, in
 three forms: an autograd.Function for eager calls, which is the cheapest; one in the parts that torch.func asks for;
 and operations of torch's dispatcher, with schemas and shapes of results, for everything that traces.
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import arrays
-from ..api import backward as gradients
-from ..api import forward as api
-from ..api.forward import AttentionOutput
 from ..arrays import recording
+from ..dispatch import backward as gradients
+from ..dispatch import forward as dispatch
+from ..dispatch.forward import AttentionOutput, reject_unimplemented
 from ..problem import forward as problem
-from ..select import backward as select_backward
+from ..select import rungs
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
@@ -84,7 +84,9 @@ def attention(
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
     are not mapped and have a batch of 1; others are copied into such a form.
     """
-    api.refuse_what_is_to_come(score_mod, mask_mod, aux, sinks, dropout_p, seed)
+    if not score_mod is mask_mod is None or aux:
+        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+    reject_unimplemented(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
@@ -132,13 +134,20 @@ def _compute(
 
 
 def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
-    """o and lse of tensors for which torch records nothing now."""
+    """o and lse of tensors for which torch records nothing now, unless an outer transform or tracer does."""
     q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets = tensors
     q_offset, causal, window, scale, softcap, layout, kernel = call
-    return api.attention(
-        q, k, v, causal=causal, window=window, q_offset=q_offset if offsets is None else offsets, seqlens_k=seqlens_k,
-        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=True,
-        kernel=kernel,
+    q_offset = q_offset if offsets is None else offsets
+    try:
+        return dispatch.run(
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, (),
+            layout, True, None, None, kernel,
+        )  # fmt: skip
+    except arrays.Recorded:
+        pass
+    return attention(
+        q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=True, kernel=kernel,
     )  # fmt: skip
 
 
@@ -165,11 +174,10 @@ def _all_gradients(
         do = do.contiguous()
     q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets = tensors
     q_offset, causal, window, scale, softcap, layout, kernel = call
-    found = gradients.attention_backward(
-        do, q, k, v, o, lse, dlse=dlse, wanted=wanted, causal=causal, window=window,
-        q_offset=q_offset if offsets is None else offsets, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout,
-        kernel=kernel if kernel in select_backward.BUILT else "auto",
+    found = gradients.run(
+        do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset if offsets is None else offsets, seqlens_k, scale,
+        softcap, alibi_slopes, bias, mask, None, None, (), layout, True, None,
+        kernel if kernel in rungs.WITH_BACKWARD else "auto",
     )  # fmt: skip
     return [gradient for gradient in found if gradient is not None]
 

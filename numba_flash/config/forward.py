@@ -1,7 +1,7 @@
 """Config: what one kernel is compiled for. Everything in it is a constant of the compiled code."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, Uses, changes_scores
 
@@ -22,6 +22,7 @@ class LaunchFacts:
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
+    aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
 
 
@@ -55,6 +56,15 @@ class Config(LaunchFacts):
     def dtype_of(self, option: str) -> str | None:
         """The dtype of an array given as an option; None where there is none."""
         return dict(self.uses).get(option)
+
+    def function(self, option: str) -> Any:
+        """The Function given as an option; None where there is none."""
+        return dict(self.uses).get(option)
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        """(dtype, dimensions) of each array that functions read."""
+        return dict(self.uses).get("aux", ())
 
     @property
     def derivative_varies(self) -> bool:

@@ -9,6 +9,7 @@ vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_d
 import ctypes
 import functools
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -114,16 +115,28 @@ def _give_way():
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-class _Launch(NamedTuple):
+class Ready(NamedTuple):
+    """What is known of a problem before its arrays."""
+
     numbers: np.ndarray  # what run_serial and run_parallel are told
     address: int
     shared: int  # int64 numbers of memory that the tasks share, all 0 to begin with
     serial: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
 
+    def run(self, pointers: Sequence[int]) -> None:
+        """Write the gradients wanted; addresses in the order of arrays.GradientOperands, 0 = none."""
+        shared = np.zeros(self.shared, np.int64)
+        if self.serial or forked.threads_lost:
+            run_serial(self.address, host_pointer(shared), *pointers)
+            return
+        with forked.launch_lock:
+            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), *pointers)
+
 
 @functools.lru_cache(maxsize=4096)
-def _launch(problem):
+def ready(problem: BackwardProblem) -> Ready:
+    """A caller with many calls of one problem keeps it, as of forward.ready."""
     p = problem.forward
     double = p.dtype == "float64"
     shape = Shape(numba.float64 if double else numba.float32)
@@ -146,23 +159,12 @@ def _launch(problem):
     serial = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND < SERIAL_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return _Launch(numbers, numbers.ctypes.data, shared, serial, plans)
-
-
-def backward(problem: BackwardProblem, pointers: list[int]) -> None:
-    """Write the gradients wanted; pointers are addresses in the order of arrays.GradientOperands, 0 = none."""
-    launch = _launch(problem)
-    shared = np.zeros(launch.shared, np.int64)
-    if launch.serial or forked.threads_lost:
-        run_serial(launch.address, host_pointer(shared), *pointers)
-        return
-    with forked.launch_lock:
-        run_parallel(numba.get_num_threads(), launch.address, host_pointer(shared), *pointers)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, plans)
 
 
 def warm_up(problem: BackwardProblem) -> None:
-    """Compile what `backward` would run, or load it from the cache, and run nothing."""
-    if _launch(problem).serial or forked.threads_lost:
+    """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
+    if ready(problem).serial or forked.threads_lost:
         run_serial.compile((numba.int64,) * 19)
     else:
         run_parallel.compile((numba.int64,) * 20)

@@ -81,16 +81,29 @@ def _kernel(double):
     return c_function(function, "void(int64, int64, int64)", announcement)
 
 
-class _Plan(NamedTuple):
+class Ready(NamedTuple):
+    """What is known of a problem before its arrays."""
+
     numbers: np.ndarray
-    address: int
+    address: int  # of the numbers
     kernel: int
     serial: bool
     nothing: bool
 
+    def run(self, pointers: Sequence[int]) -> None:
+        """Write o, and lse where the problem wants it; addresses in the order of arrays.Operands, 0 = none."""
+        if self.nothing:
+            return
+        if self.serial or forked.threads_lost:
+            run_serial(self.kernel, self.address, *pointers)
+            return
+        with forked.launch_lock:
+            run_parallel(numba.get_num_threads(), self.kernel, self.address, *pointers)
+
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem):
+def ready(problem: Problem) -> Ready:
+    """A caller with many calls of one problem keeps it: looking it up takes longer than all else here."""
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
@@ -98,24 +111,12 @@ def _plan(problem):
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     serial = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND < SERIAL_SECONDS
     nothing = p.batch * p.heads * p.seqlen_q == 0
-    return _Plan(numbers, numbers.ctypes.data, _kernel(double).address, serial, nothing)
-
-
-def forward(problem: Problem, pointers: Sequence[int]) -> None:
-    """Write o, and lse where the problem wants it; pointers are addresses in the order of arrays.Operands, 0 = none."""
-    plan = _plan(problem)
-    if plan.nothing:
-        return
-    if plan.serial or forked.threads_lost:
-        run_serial(plan.kernel, plan.address, *pointers)
-        return
-    with forked.launch_lock:
-        run_parallel(numba.get_num_threads(), plan.kernel, plan.address, *pointers)
+    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, nothing)
 
 
 def warm_up(problem: Problem) -> None:
-    """Compile what `forward` would run, or load it from the cache, and run nothing."""
-    plan = _plan(problem)
+    """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
+    plan = ready(problem)
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:

@@ -1,1 +1,1 @@
-"""From what a caller gave to code that runs."""
+"""The path of a call: from what a caller gave to code that runs."""

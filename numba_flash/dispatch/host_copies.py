@@ -3,56 +3,77 @@
 The one place where numba_flash copies arrays, and `explain` says so.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Operands, host_view
+from .. import arrays
+from ..arrays import Array, Layout, Operands
+from .launch import Given, Launch
+
+WRITTEN = (Operands._fields.index("o"), Operands._fields.index("lse"))
 
 
-class DeviceCopy:
-    """A contiguous copy in GPU memory that the CUDA Array Interface describes."""
-
-    def __init__(self, host: np.ndarray, stream: Any, upload: bool = True):
-        from cuda.core import Device
-
-        self.dtype, self.shape = host.dtype, host.shape
-        self._buffer = Device().allocate(max(host.nbytes, 1), stream=stream)
-        self._stream = stream
-        if upload and host.nbytes:
-            self._copy(int(self._buffer.handle), host.ctypes.data, host.nbytes)
-
-    def _copy(self, destination: int, origin: int, size: int) -> None:
-        from cuda.bindings import driver
-
-        (error,) = driver.cuMemcpyAsync(destination, origin, size, int(self._stream.handle))
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"a copy of {size} bytes between host and GPU failed: {error.name}")
-        self._stream.sync()  # the host array may go away or be written next
-
-    def into(self, host: np.ndarray) -> None:
-        if host.nbytes:
-            self._copy(host.ctypes.data, int(self._buffer.handle), host.nbytes)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        typestr = "<V2" if self.dtype.name == "bfloat16" else self.dtype.str
-        return {"shape": self.shape, "typestr": typestr, "data": (int(self._buffer.handle), False), "version": 3}
+def layout_of_copy(host: Layout) -> Layout:
+    """Of what `ThroughGpu` makes of an array with this layout."""
+    return arrays.contiguous_layout("foreign", 0, host.shape, host.dtype)
 
 
-def through_gpu(attention: Callable[..., Any], operands: Operands, keywords: dict[str, Any]) -> None:
-    """Call `attention` on copies of the operands and copy what it wrote into o and lse."""
+class ThroughGpu(Launch):
+    """A launch for copies of the operands on device 0, for operands in host memory."""
+
+    __slots__ = ("_there",)
+
+    def __init__(self, there: Launch) -> None:
+        self._there = there
+
+    def load(self) -> None:
+        self._there.load()
+
+    def run(self, operands: Given, stream: int) -> None:
+        work_on = _default_stream()
+        copies = [
+            None if array is None else _copy_of(array, work_on, upload=n not in WRITTEN)
+            for n, array in enumerate(operands)
+        ]
+        self._there.run(copies, 0)
+        for n in WRITTEN:
+            array, copy = operands[n], copies[n]
+            if array is not None and copy is not None:
+                result = np.empty(array.layout.shape, arrays.host_view(array).dtype)
+                _move(result.ctypes.data, copy.pointer, result.nbytes, work_on)
+                arrays.host_view(array)[...] = result
+
+
+def _default_stream() -> Any:
+    """Of device 0, which is current from then on."""
     from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
     Device(0).set_current()
-    stream = LEGACY_DEFAULT_STREAM
-    given = {name: array for name, array in operands._asdict().items() if array is not None}
-    views = [host_view(given.pop(name)) for name in ("o", "lse") if name in given]
-    there = {name: DeviceCopy(np.ascontiguousarray(host_view(array)), stream) for name, array in given.items()}
-    written = [DeviceCopy(np.empty(view.shape, view.dtype), stream, upload=False) for view in views]
-    attention(**there, **keywords, out=tuple(written) if len(written) > 1 else written[0], return_lse=len(written) > 1)
-    for view, copy in zip(views, written, strict=True):
-        result = np.empty(view.shape, view.dtype)
-        copy.into(result)
-        view[...] = result
+    return LEGACY_DEFAULT_STREAM
+
+
+def _copy_of(array: Array, stream: Any, upload: bool) -> Array:
+    host = np.ascontiguousarray(arrays.host_view(array))
+    buffer = _memory(max(host.nbytes, 1), stream)
+    pointer = int(buffer.handle)
+    if upload:
+        _move(pointer, host.ctypes.data, host.nbytes, stream)
+    return Array(pointer, layout_of_copy(array.layout), buffer)
+
+
+def _memory(size: int, stream: Any) -> Any:
+    from cuda.core import Device
+
+    return Device().allocate(size, stream=stream)
+
+
+def _move(destination: int, origin: int, size: int, stream: Any) -> None:
+    from cuda.bindings import driver
+
+    if not size:
+        return
+    (error,) = driver.cuMemcpyAsync(destination, origin, size, int(stream.handle))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a copy of {size} bytes between host and GPU failed: {error.name}")
+    stream.sync()  # the host array may go away or be written next

@@ -1,7 +1,7 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,15 @@ from ..gpu.launcher import Enqueuer, packed
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS
-from ..select.arguments import FORWARD_ARRAYS, PARAMETERS, Values, forward_values, positions, tensor_maps, tuple_class
+from ..select.arguments import (
+    Values,
+    forward_arrays,
+    forward_values,
+    parameters,
+    positions,
+    tensor_maps,
+    tuple_class,
+)
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
 
@@ -38,12 +46,12 @@ class Launch:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
 
-def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
+def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _OnCpu(problem)
+        return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Launch()
     config = choice.config
@@ -52,7 +60,7 @@ def prepare(choice: Choice, problem: Problem, target: Target) -> Launch:
     blocks = grid(config, problem, target)
     ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
     if choice.kernel == "v1":
-        steps = [(ready, positions("v1", FORWARD_ARRAYS))]
+        steps = [(ready, positions("v1", forward_arrays(len(problem.aux))))]
         ready = KernelSequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
     return Announced(problem, ready) if target.simulated else ready
 
@@ -97,7 +105,8 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        self._pointers, self._constants = len(PARAMETERS[config.kernel].arrays), packed(values.flat)
+        taken = parameters(config.kernel, len(config.aux)).arrays
+        self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._enqueuer: Enqueuer | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
@@ -153,7 +162,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", PARAMETERS[config.kernel].arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
         run(
             lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
             values.tuples, tuple(maps), config.cluster,
@@ -205,22 +214,26 @@ class KernelSequence(Launch):
             launch.run([every[number] for number in taken], stream)
 
 
-class _OnCpu(Launch):
-    __slots__ = ("_problem",)
+class OnCpu(Launch):
+    """code: imports the module of cpu/ that computes the problem. Numba comes in with it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    __slots__ = ("_code", "_problem", "_ready")
+
+    def __init__(self, problem: Any, code: Callable[[], Any]) -> None:
+        self._problem, self._code = problem, code
+        self._ready: Any = None
 
     def load(self) -> None:
-        _cpu().warm_up(self._problem)
+        self._code().warm_up(self._problem)
 
     def run(self, operands: Given, stream: int) -> None:
-        _cpu().forward(self._problem, [0 if array is None else array.pointer for array in operands])
+        if self._ready is None:
+            self._ready = self._code().ready(self._problem)
+        self._ready.run([0 if array is None else array.pointer for array in operands])
 
 
-@functools.cache
 def _cpu() -> Any:
-    from ..cpu import forward as cpu  # Numba comes in with it
+    from ..cpu import forward as cpu
 
     return cpu
 
@@ -232,14 +245,15 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        _run_reference(self._problem, Operands(*operands))  # type: ignore[arg-type]
+        own = len(Operands._fields)
+        _run_reference(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: Problem, operands: Operands) -> None:
+def _run_reference(problem: Problem, operands: Operands, aux: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     o, lse = reference.forward(
         *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
-        **reference_options(problem, operands),
+        **reference_options(problem, operands, aux),
     )
     assert operands.o is not None
     view = heads_first(problem, operands.o)
@@ -255,7 +269,7 @@ def heads_first(problem: Problem, array: Array) -> np.ndarray:
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
 
-def reference_options(problem: Problem, operands: Operands | GradientOperands) -> dict[str, Any]:
+def reference_options(problem: Problem, operands: Operands | GradientOperands, aux: Given) -> dict[str, Any]:
     """The keyword arguments of the oracle's functions."""
 
     def optional(array: Array | None) -> np.ndarray | None:
@@ -288,4 +302,6 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands) -
             seqlens_k=seqlens_k,
             mask=optional(operands.mask),
         ),
+        **dict(problem.functions),
+        aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )

@@ -1,6 +1,5 @@
 """From a choice to running code, for gradients."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,23 +15,23 @@ from ..config.wgmma_backward import WgmmaDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..select.arguments import (
-    BACKWARD_ARRAYS,
     BACKWARD_WORKSPACE,
     PARAMETERS,
+    backward_arrays,
     backward_tensor_maps,
     backward_values,
     positions,
 )
 from ..select.backward import BackwardChoice
-from .launch import Announced, Given, KernelSequence, Launch, heads_first, on_gpu, reference_options
+from .launch import Announced, Given, KernelSequence, Launch, OnCpu, heads_first, on_gpu, reference_options
 
 
-def prepare_backward(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
+def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
-        return _OnCpu(problem)
+        return OnCpu(problem, _cpu)
     ready = _kernels(choice, problem, target)
     return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
 
@@ -80,40 +79,27 @@ def _pieces(problem: BackwardProblem) -> int:
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
+    every = backward_arrays(len(problem.forward.aux))
     steps = [
         (
             on_gpu(
                 config, target, blocks, backward_values(config.kernel, problem), backward_tensor_maps(config, problem)
             ),
-            positions(config.kernel, BACKWARD_ARRAYS),
+            positions(config.kernel, every),
         )
         for config, blocks in configs
         if blocks
     ]
     used = {number for _, taken in steps for number in taken}
     shapes = workspace(problem)
-    made = [shapes[name] if BACKWARD_ARRAYS.index(name) in used else None for name in BACKWARD_WORKSPACE]
+    made = [shapes[name] if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
     return KernelSequence(steps, made)
 
 
-class _OnCpu(Launch):
-    __slots__ = ("_problem",)
-
-    def __init__(self, problem: BackwardProblem) -> None:
-        self._problem = problem
-
-    def load(self) -> None:
-        _cpu().warm_up(self._problem)
-
-    def run(self, operands: Given, stream: int) -> None:
-        _cpu().backward(self._problem, [0 if array is None else array.pointer for array in operands])
-
-
-@functools.cache
 def _cpu() -> Any:
-    from ..cpu import backward as cpu_backward  # Numba comes in with it
+    from ..cpu import backward as cpu
 
-    return cpu_backward
+    return cpu
 
 
 class _OnReference(Launch):
@@ -123,17 +109,18 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        _run_reference(self._problem, GradientOperands(*operands))  # type: ignore[arg-type]
+        own = len(GradientOperands._fields)
+        _run_reference(self._problem, GradientOperands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: BackwardProblem, operands: GradientOperands) -> None:
+def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
     gradients = reference.backward(
         do, q, k, v, o, arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands),
+        **reference_options(forward, operands, aux),
     )  # fmt: skip
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.forward import SoftmaxConfig
+from ..functions.function import Function, explain_failure
 from ..machine import toolchain
 from ..machine.cache_folder import cache_folder
 from ..select import tensor_maps
@@ -145,9 +146,16 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
         options["launch_bounds"] = (config.threads, blocks)
     with _lock, _compiling_for(cc), toolchain.keeping_garbage():
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
-        ptx, _ = cuda.compile(
-            function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
-        )
+        try:
+            ptx, _ = cuda.compile(
+                function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
+            )
+        except Exception as error:
+            own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
+            explained = explain_failure(error, own) if own else None
+            if explained is None:
+                raise
+            raise explained from None
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
@@ -231,8 +239,8 @@ _COMPILERS = re.compile(
 
 # What shapes the code of a kernel beside its Config.
 SOURCES = (
-    "kernels/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py", "select/arguments.py",
-    "gpu/assembler.py", "gpu/compiled.py",
+    "kernels/**/*.py", "functions/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
+    "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 
 

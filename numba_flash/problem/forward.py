@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import DTYPES, ITEM_SIZE, Array, Layout, Operands, host_view
+from ..arrays import AUX_DTYPES, DTYPES, ITEM_SIZE, Array, Layout, Operands, host_view
+from ..functions.function import Function
 from .options import ARRAYS, Option, Uses, uses
 
 Strides = tuple[int, int, int, int]
@@ -27,6 +28,14 @@ class OptionArray(NamedTuple):
     name: str
     dtype: str
     strides: tuple[int, ...]  # in elements; 0 in dimensions that it is broadcast in
+
+
+class AuxArray(NamedTuple):
+    """One of the arrays that functions read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class Problem:
     q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
     numbers: tuple[tuple[str, float], ...]  # other numbers of the score, as (option, value)
     arrays: tuple["OptionArray", ...]  # arrays given as options
+    functions: tuple[tuple[str, Function], ...]  # the caller's own, as (option, function)
+    aux: tuple[AuxArray, ...]  # what they read
     return_lse: bool
     aligned: bool  # q, k, v and out begin at multiples of 16 bytes
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the output's, in the caller's layout
@@ -89,10 +100,16 @@ class Problem:
         """An array given as an option, or None."""
         return next((array for array in self.arrays if array.name == name), None)
 
+    def function(self, name: str) -> Function | None:
+        """A function given as an option, or None."""
+        return dict(self.functions).get(name)
+
     @property
     def uses(self) -> Uses:
         """What a kernel is compiled for; scale, which every problem has, is not named."""
-        given: dict[str, str | bool] = {array.name: array.dtype for array in self.arrays}
+        given: dict[str, Any] = {array.name: array.dtype for array in self.arrays} | dict(self.functions)
+        if self.aux:
+            given["aux"] = tuple((array.dtype, len(array.shape)) for array in self.aux)
         return uses(**given, **dict.fromkeys(dict(self.numbers), True))
 
     @staticmethod
@@ -100,7 +117,8 @@ class Problem:
         q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
-        aligned: bool = True,
+        aligned: bool = True, score_mod: Function | None = None, mask_mod: Function | None = None,
+        aux: tuple[Layout, ...] = (),
     ) -> "Problem":  # fmt: skip
         """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -110,6 +128,7 @@ class Problem:
         named = {
             "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
             "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
+            **{f"aux[{number}]": array for number, array in enumerate(aux)},
         }  # fmt: skip
         given = {name: array for name, array in named.items() if array is not None}
         check_one_place(given)
@@ -153,6 +172,7 @@ class Problem:
             if option.name in given
         )
         cap = _softcap(softcap, q.dtype)
+        functions = tuple((name, x) for name, x in (("score_mod", score_mod), ("mask_mod", mask_mod)) if x is not None)
         return Problem(
             batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
             ordered_strides(q, order), ordered_strides(k, order), ordered_strides(v, order), o_strides,
@@ -163,6 +183,8 @@ class Problem:
             q_offset_source=source,
             numbers=() if cap is None else (("softcap", cap),),
             arrays=arrays,
+            functions=functions,
+            aux=_aux(aux, functions),
             return_lse=bool(return_lse),
             aligned=aligned,
         )  # fmt: skip
@@ -337,6 +359,24 @@ def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int,
     return _by_head(name, array, *sizes[:2]) if option.shape == "heads" else _by_batch(name, array, sizes[0])
 
 
+ARGUMENTS = dict(score_mod="score, b, h, q_pos, k_pos", mask_mod="b, h, q_pos, k_pos")  # of the caller's functions
+
+
+def _aux(aux: tuple[Layout, ...], functions: tuple[tuple[str, Function], ...]) -> tuple[AuxArray, ...]:
+    """The arrays that functions read. Checks that each function takes what it will be called with."""
+    if aux and not functions:
+        raise ValueError("aux is what score_mod and mask_mod read, and neither was given")
+    for number, array in enumerate(aux):
+        if array.dtype not in AUX_DTYPES:
+            raise TypeError(f"aux[{number}] must be {', '.join(AUX_DTYPES)}, not {array.dtype}")
+    for name, function in functions:
+        wrong = function.takes(len(ARGUMENTS[name].split(", ")) + len(aux))
+        if wrong:
+            each = "".join(f", aux[{number}]" for number in range(len(aux)))
+            raise TypeError(f"{name} is called with ({ARGUMENTS[name]}{each}), and of {function.where} {wrong}")
+    return tuple(AuxArray(array.dtype, array.shape, element_strides(array)) for array in aux)
+
+
 def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
     if array.dtype != "int32" or array.shape != (batch,):
         raise (TypeError if array.dtype != "int32" else ValueError)(
@@ -375,12 +415,13 @@ def check_memory(given: list[Any], problem: Problem) -> None:
     """
     _, _, _, o, lse, *_ = given
     arrays = [array for array in given if array is not None]
-    check_alignments(arrays, OPERAND_NAMES, given)
+    names = [*OPERAND_NAMES, *(f"aux[{number}]" for number in range(len(problem.aux)))]
+    check_alignments(arrays, names, given)
     for written in (o, lse):
         if written is not None and _anything_near(written, arrays):
-            check_overlap("out", written, zip(OPERAND_NAMES, given, strict=True))
+            check_overlap("out", written, zip(names, given, strict=True))
     if problem.array("seqlens_k") is not None:
-        check_lengths(Operands(*given).seqlens_k, problem)
+        check_lengths(given[Operands._fields.index("seqlens_k")], problem)
 
 
 def check_alignments(arrays: list[Array], names: Iterable[str], given: Iterable[Array | None]) -> None:

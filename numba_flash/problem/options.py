@@ -5,7 +5,7 @@ select/arguments.py derives the kernels' arrays, strides and numbers. The public
 kernel do not read it yet. docs/adding_an_option.md adds an option and names every place.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FLOATS = ("float32", "q")  # or q's own dtype
 
@@ -19,29 +19,46 @@ class Option(NamedTuple):
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
+    function: bool = False  # one of the caller's own
     on_tensor_cores: bool = True
+    instead: str = ""  # of one that is not: what says a part of the same, and is
+    on_cpu: bool = True
 
 
 OPTIONS = (
     Option("scale", "score"),
+    Option(
+        "score_mod",
+        "score",
+        function=True,
+        derivative=True,
+        on_tensor_cores=False,
+        on_cpu=False,
+        instead="softcap= or alibi_slopes=",
+    ),  # fmt: skip
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
-    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False),
-    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False),
+    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False, instead="alibi_slopes="),
+    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False, instead="causal=, window= or seqlens_k="),
+    Option("mask_mod", "mask", function=True, on_tensor_cores=False, on_cpu=False, instead="causal= or window="),
+    Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = tuple(option for option in OPTIONS if option.shape)
-NUMBERS = tuple(option.name for option in OPTIONS if option.acts_on == "score" and not option.shape)
+NUMBERS = tuple(
+    option.name for option in OPTIONS if option.acts_on == "score" and not (option.shape or option.function)
+)
+FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
 
-Uses = tuple[tuple[str, str], ...]
+Uses = tuple[tuple[str, Any], ...]
 
 
-def uses(**given: str | bool) -> Uses:
-    """What a problem uses: (option, dtype of its array, or "" for a number), in the order of OPTIONS.
+def uses(**given: Any) -> Uses:
+    """What a problem uses: (option, dtype of its array, a Function, or "" for a number), in the order of OPTIONS.
 
-    given: for an array its dtype, for a number True.
+    given: for an array its dtype, for a function the Function, for aux (dtype, dimensions) of each, for a number True.
     """
     unknown = set(given) - set(BY_NAME)
     if unknown:

@@ -79,6 +79,26 @@ SIZES = dict(dbias_shape=4)  # likewise
 
 
 @functools.cache
+def parameters(kernel: str, aux: int = 0) -> Parameters:
+    """PARAMETERS of a kernel, with `aux` arrays for functions behind the others, where it computes scores."""
+    own = PARAMETERS[kernel]
+    if not own.score:
+        return own
+    counters = tuple(name for name in own.arrays if name == COUNTERS)
+    arrays = tuple(name for name in own.arrays if name != COUNTERS)
+    return own._replace(arrays=(*arrays, *aux_names(aux), *counters), strides=(*own.strides, *aux_names(aux)))
+
+
+def aux_names(count: int) -> tuple[str, ...]:
+    return tuple(f"aux{number}" for number in range(count))
+
+
+def aux_sizes(ndim: int) -> int:
+    """How many numbers say where the elements of such an array are: its shape, and then its strides; at least two."""
+    return 2 * max(ndim, 1)
+
+
+@functools.cache
 def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
     """The NamedTuple that a kernel takes as its parameter `kind`."""
     return namedtuple(kind, fields)  # type: ignore[misc]
@@ -90,9 +110,9 @@ class Values(NamedTuple):
     tuples: tuple[tuple[Any, ...], ...]
 
     @staticmethod
-    def of(kernel: str, **values: dict[str, Any]) -> "Values":
+    def of(kernel: str, aux: int = 0, **values: dict[str, Any]) -> "Values":
         """values: for each of strides, sizes and score a value for each field."""
-        fields = PARAMETERS[kernel]
+        fields = parameters(kernel, aux)
         kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(fields, kind))]
         return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
 
@@ -113,10 +133,11 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
         counts = [lengths.get(name, usual) for name in names]
         return [("int64", count) if count else "int64" for count in counts]
 
-    p = PARAMETERS[config.kernel]
+    p = parameters(config.kernel, len(config.aux))
+    of_aux = {name: aux_sizes(ndim) for name, (_, ndim) in zip(aux_names(len(config.aux)), config.aux, strict=True)}
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
-        strides=numbers(p.strides, STRIDES, 4),
+        strides=numbers(p.strides, STRIDES | of_aux, 4),
         sizes=numbers(p.sizes, SIZES, 0),
         score=[config.compute_dtype] * len(p.score),
     )
@@ -125,6 +146,9 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
+    if name in aux_names(len(config.aux)):
+        dtype = config.aux[int(name.removeprefix("aux"))][0]
+        return "uint8" if dtype == "bool" else dtype
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
     option = GRADIENTS.get(name, name)
@@ -136,7 +160,7 @@ def element_type(config: Any, name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def forward_values(kernel: str, problem: Problem) -> Values:
-    return Values.of(kernel, **_numbers_of(problem))
+    return Values.of(kernel, len(problem.aux), **_numbers_of(problem))
 
 
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
@@ -144,7 +168,7 @@ def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
     numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
     numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
-    return Values.of(kernel, **numbers)
+    return Values.of(kernel, len(problem.forward.aux), **numbers)
 
 
 def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
@@ -154,19 +178,27 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
         array, count = p.array(option.name), STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
+    for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
+        strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
     sizes = {name: getattr(p, name) for name in _SIZES}
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     return dict(strides=strides, sizes=sizes, score={name: number(p.number(name) or 0.0) for name in NUMBERS})
 
 
-FORWARD_ARRAYS = Operands._fields + FORWARD_WORKSPACE
-BACKWARD_ARRAYS = GradientOperands._fields + BACKWARD_WORKSPACE
+def forward_arrays(aux: int) -> tuple[str, ...]:
+    """The names of all arrays of a forward, in the order of a launch's operands and, behind them, its workspace."""
+    return Operands._fields + aux_names(aux) + FORWARD_WORKSPACE
+
+
+def backward_arrays(aux: int) -> tuple[str, ...]:
+    return GradientOperands._fields + aux_names(aux) + BACKWARD_WORKSPACE
 
 
 def positions(kernel: str, names: tuple[str, ...]) -> tuple[int, ...]:
     """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
-    return tuple(names.index(name) for name in PARAMETERS[kernel].arrays if name != COUNTERS)
+    aux = sum(name.startswith("aux") for name in names)
+    return tuple(names.index(name) for name in parameters(kernel, aux).arrays if name != COUNTERS)
 
 
 def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:

@@ -1,7 +1,6 @@
-"""When a launch is done, depending on how many query rows its tiles have: arithmetic, for forward.py.
+"""Cost model: run time by tile_m, in visits of key tiles.
 
-Large tiles read K and V less often, but have more rows and keys that count for nothing, and keep a whole GPU busy only
-where there are enough of them. No kernel and no CUDA here.
+Larger tiles reread K and V less often, but waste masked work and may not fill the GPU. No kernel and no CUDA here.
 """
 
 from ..problem.forward import Problem
@@ -11,7 +10,7 @@ SAMPLES = 24  # query tiles of a head that are looked at, about
 ENDS = 0.5  # what begins and ends a query tile, in tiles of keys
 
 
-def makespan(problem: Problem, group: int, queries: int, tile_n: int, multiprocessors: int) -> float:
+def wave_cost(problem: Problem, group: int, queries: int, tile_n: int, multiprocessors: int) -> float:
     """How many tiles of keys a block walks until all is done: one block a multiprocessor, longest query tiles first.
 
     queries: of a query tile, which has them of `group` heads.
@@ -24,13 +23,13 @@ def makespan(problem: Problem, group: int, queries: int, tile_n: int, multiproce
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
 
 
-def work(problem: Problem, queries: int, tile_n: int) -> float:
+def tile_visits(problem: Problem, queries: int, tile_n: int) -> float:
     """How many tiles of keys are walked for one head, or for those that share a tile: whatever else there is to do."""
     lengths, tiles = _lengths(problem, queries, tile_n)
     return sum(lengths) / len(lengths) * tiles
 
 
-def parts_walk_alike(problem: Problem, queries: int, tile_n: int) -> bool:
+def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     """Whether any part of a tile of so many queries walks the same tiles of keys as the whole, with the same masked.
 
     That is so where an edge, of causal or of a window, crosses from one tile of keys to the next between query tiles

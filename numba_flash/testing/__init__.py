@@ -23,9 +23,13 @@ import numpy as np
 
 from ..api import forward as api
 from ..api.backward import AttentionGradients, attention_backward
+from ..functions import numbers as function_numbers
+from ..functions.function import Function
+from . import functions
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask")
+FUNCTIONS = ("score_mod", "mask_mod")  # of the caller's own: features that are asked for by name
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -41,6 +45,8 @@ class Case:
     def arguments(self, move: Callable[[np.ndarray], Any] = lambda x: x) -> dict[str, Any]:
         """The arguments of attention(); `move` turns each NumPy array into the caller's kind."""
         moved = {name: move(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        if "aux" in moved:
+            moved["aux"] = tuple(map(move, moved["aux"]))
         return dict(q=move(self.q), k=move(self.k), v=move(self.v), **moved)
 
     @property
@@ -49,6 +55,10 @@ class Case:
 
     def __repr__(self) -> str:
         def about(x: Any) -> str:
+            if isinstance(x, tuple):
+                return f"({', '.join(map(about, x))})"
+            if callable(x):
+                return str(getattr(x, "__name__", x))
             return f"{x.dtype}{list(x.shape)} strides {x.strides}" if isinstance(x, np.ndarray) else repr(x)
 
         options = "".join(f", {name}={about(x)}" for name, x in self.options.items())
@@ -152,6 +162,11 @@ def make_case(
     if "mask" in chosen:
         shape = tuple(numbers.choice((1, n)) for n in scores)
         options["mask"] = generator.random(shape) < numbers.choice((0.1, 0.5, 0.9))
+    for name, known in (("score_mod", functions.SCORES), ("mask_mod", functions.MASKS)):
+        if name in chosen:
+            options[name] = numbers.choice(known)
+    if "score_mod" in options or "mask_mod" in options:
+        options["aux"] = functions.aux_for(batch, heads, seqlen_q, seqlen_k, generator, dtype)
     return Case(q, k, v, options)
 
 
@@ -200,7 +215,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-    """Numbers in float64; lengths and masks as they are."""
+    """Numbers in float64; lengths, masks and other whole numbers as they are."""
     return x if x.dtype == bool or x.dtype.kind in "iu" else x.astype(np.float64)
 
 
@@ -231,16 +246,34 @@ def _plain_scores(case: Case) -> tuple[np.ndarray, np.ndarray]:
     through = np.ones((), compute)
     with np.errstate(all="ignore"):
         s = _rounded(case, compute(_scale(case)) * _rounded(case, np.matmul(q, k.swapaxes(2, 3))))
+        visible = _visible(case)
+        if "score_mod" in options:
+            s, through = (_rounded(case, x) for x in _by_function(case, s, visible))
         if options.get("softcap"):
             t = np.tanh(s / compute(options["softcap"]))
-            s, through = _rounded(case, compute(options["softcap"]) * t), _rounded(case, 1 - t * t)
+            s, through = _rounded(case, compute(options["softcap"]) * t), _rounded(case, through * (1 - t * t))
         if "alibi_slopes" in options:
             slopes = options["alibi_slopes"]
             slopes = (slopes if slopes.ndim == 2 else slopes[None]).astype(compute)
             s = _rounded(case, s - slopes[:, :, None, None] * _distance(case).astype(compute))
         if "bias" in options:
             s = _rounded(case, s + options["bias"].astype(compute))
-    return np.where(_visible(case), s, -np.inf), through
+    return np.where(visible, s, -np.inf), through
+
+
+def _by_function(case: Case, s: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """score_mod of all scores that are visible, and its derivative."""
+    function, base = Function.of("score_mod", case.options["score_mod"]), s.dtype.type
+    found, through, q_pos = s.copy(), np.zeros_like(s), _positions(case)
+    for b, h, i, j in zip(*np.nonzero(np.broadcast_to(visible, s.shape)), strict=True):
+        position = (b, h, q_pos[b, i], j)
+        y = function_numbers.score_of(function, base, s[b, h, i, j], position, _tables(case, base), True)
+        found[b, h, i, j], through[b, h, i, j] = y.x, 0 if y.d is None else y.d
+    return found, through
+
+
+def _tables(case: Case, base: Any) -> list[Any]:
+    return [function_numbers.Table(base, array) for array in case.options.get("aux", ())]
 
 
 def _rounded(case: Case, x: np.ndarray) -> np.ndarray:
@@ -482,7 +515,17 @@ def _visible(case: Case) -> np.ndarray:
         visible &= k_pos <= q_pos + right
     if left is not None:
         visible &= k_pos >= q_pos - left
-    return visible & options["mask"] if "mask" in options else visible
+    if "mask" in options:
+        visible = visible & options["mask"]
+    if "mask_mod" not in options:
+        return visible
+    heads = _heads_first(case, case.q).shape[1]
+    function, positions = Function.of("mask_mod", options["mask_mod"]), _positions(case)
+    left = np.zeros((positions.shape[0], heads, positions.shape[1], k_pos.size), bool)
+    for b, h, i, j in zip(*np.nonzero(np.broadcast_to(visible, left.shape)), strict=True):
+        position = (b, h, positions[b, i], j)
+        left[b, h, i, j] = function_numbers.mask_of(function, np.float64, position, _tables(case, np.float64))
+    return left
 
 
 def bfloat16(values: Any) -> np.ndarray:

@@ -17,8 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import numba_flash  # noqa: E402
-from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import jax as bridge  # noqa: E402
+from numba_flash.dispatch import backward as gradients  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -207,13 +207,13 @@ def test_vmap_is_one_call(batch, in_axes, problems, monkeypatch):
 
 def test_only_what_is_asked_for_is_computed(monkeypatch):
     asked = []
-    real = gradients.decide
+    real = gradients.plan
 
     def spy(**arguments):
         asked.append((arguments["wanted"], arguments["dlse"] is None))
         return real(**arguments)
 
-    monkeypatch.setattr(gradients, "decide", spy)
+    monkeypatch.setattr(gradients, "plan", spy)
     bridge._plan.cache_clear()
     q, k, v = arrays(Q, K, V)
     dq = jax.grad(lambda q: numba_flash.attention(q, k, v).sum())(q)

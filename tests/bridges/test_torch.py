@@ -5,9 +5,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import numba_flash  # noqa: E402
-from numba_flash.api import backward as gradients  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
-from numba_flash.select import backward as select_backward  # noqa: E402
+from numba_flash.dispatch import backward as gradients  # noqa: E402
+from numba_flash.select import rungs  # noqa: E402
 
 
 def tensors(*shapes, device="cpu", dtype=torch.float64, requires_grad=True, seed=0):
@@ -77,13 +77,14 @@ def test_results_and_gradients_are_those_of_the_two_functions(dtype, device):
 
 def test_only_what_is_asked_for_is_computed(monkeypatch):
     asked = []
-    real = gradients.attention_backward
+    real = gradients.plan
 
-    def spy(*arrays, **options):
-        asked.append((options["wanted"], options["dlse"] is None))
-        return real(*arrays, **options)
+    def spy(*facts):
+        asked.append((facts[9], facts[6] is None))  # wanted, dlse
+        return real(*facts)
 
-    monkeypatch.setattr(gradients, "attention_backward", spy)
+    monkeypatch.setattr(gradients, "plan", spy)
+    monkeypatch.setattr(gradients, "_plans", {})  # nothing planned before
     q, k, v = tensors(Q, K, V)
     numba_flash.attention(q, k.detach(), v.detach()).sum().backward()
     numba_flash.attention(q.detach(), k, v, return_lse=True).lse.sum().backward()
@@ -151,7 +152,7 @@ def test_opcheck_with_every_array(device):
 
 def test_a_kernel_without_a_backward_takes_another():
     q, k, v = tensors(Q, K, V)
-    assert "v1" not in select_backward.BUILT
+    assert "v1" not in rungs.WITH_BACKWARD
     o, lse = (x.detach() for x in numba_flash.attention(q, k, v, return_lse=True))
     found = [
         bridge.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *OPERATION, "bhsd", kernel)[0]

@@ -13,9 +13,9 @@ import pytest
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.api import forward as api
-from numba_flash.select import backward as select_backward
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.select import forward as select
+from numba_flash.select import rungs
 
 HERE = Path(__file__).parent
 
@@ -69,11 +69,11 @@ TENSOR = dict(
 class InLargeTiles(contract.Rung):
     """wgmma with as many query rows a tile as its table has, which it takes of itself where there is much to do."""
 
-    decided: ClassVar[dict] = {}
+    plans: ClassVar[dict] = {}
 
     def attention(self, *operands, **arguments):
-        paces = {rows: 1 / rows**4 for rows in select.WGMMA_PACES}
-        with mock.patch.object(select, "WGMMA_PACES", paces), mock.patch.object(api, "_decided", self.decided):
+        costs = {rows: 1 / rows**4 for rows in select.TILE_COST}
+        with mock.patch.object(select, "TILE_COST", costs), mock.patch.object(dispatch, "_plans", self.plans):
             return super().attention(*operands, **arguments)
 
 
@@ -81,13 +81,13 @@ class InLargeTiles(contract.Rung):
 @pytest.fixture(
     scope="session",
     params=[
-        *(name for name in select.KERNELS if name not in ("reference", "cpu")),
+        *(name for name in rungs.KERNELS if name not in ("reference", "cpu")),
         "wgmma in large tiles", "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def rung(request):
     name, _, how = request.param.partition(" in ")
-    if name not in select.TENSOR:
+    if name not in rungs.TENSOR:
         return contract.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
         usual = how if how.startswith("float") else "float16"
@@ -99,9 +99,9 @@ def rung(request):
 
 
 # Likewise for gradients; a kernel for another GPU is skipped.
-@pytest.fixture(scope="session", params=[name for name in select_backward.BUILT if name not in ("reference", "cpu")])
+@pytest.fixture(scope="session", params=[name for name in rungs.WITH_BACKWARD if name not in ("reference", "cpu")])
 def backward_rung(request):
-    if request.param not in select.TENSOR:
+    if request.param not in rungs.TENSOR:
         return contract_backward.Rung(request.param, to_cupy, lambda x: x.get(), SMALL)
     rung = contract_backward.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
     try:

@@ -10,9 +10,9 @@ from contract import problem, same_bits
 import numba_flash
 from numba_flash import testing
 from numba_flash.gpu import tile_counters as counters
-from numba_flash.select import forward as select
+from numba_flash.select import rungs
 
-GPU_KERNELS = [name for name in select.KERNELS if name not in ("reference", "cpu")]
+GPU_KERNELS = [name for name in rungs.KERNELS if name not in ("reference", "cpu")]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from contract import problem
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.gpu import compiled
 from numba_flash.gpu.launcher import Enqueuer
@@ -63,7 +63,7 @@ def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):
     case = problem(40, 40, head_dim=40)  # of no other test
     q, k, v = on_device(cupy, case)
     out = cupy.full_like(q, 7)
-    api._decided.clear()
+    dispatch._plans.clear()
     launch._loaded.cache_clear()
     compiled._kernels.clear()
     numba_flash.warmup(q, k, v, out=out)

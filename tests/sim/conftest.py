@@ -8,7 +8,7 @@ import contract
 import pytest
 
 from numba_flash import testing
-from numba_flash.select import forward as select
+from numba_flash.select import rungs
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -45,6 +45,6 @@ def tensor(kernel):
 # Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma.
 @pytest.fixture(scope="session", params=["v1", "v2", "mma"])
 def rung(request):
-    if request.param in select.TENSOR:
+    if request.param in rungs.TENSOR:
         return tensor(request.param)
     return contract.Rung(request.param, limits=SMALL)

@@ -5,6 +5,7 @@ import bdb
 import inspect
 import io
 import pdb
+import re
 import threading
 
 import numpy as np
@@ -14,7 +15,7 @@ import numba_flash
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
-from numba_flash.select.forward import TENSOR
+from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
@@ -178,6 +179,41 @@ def test_every_kernel(kernel):
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
+
+
+def test_commands_are_typed_where_nobody_types(capsys):
+    with stop_at("v2", ALPHA, thread=6, block=1, commands=["p j", "c", "p j, float(m)"]):
+        o = attend()
+    shown = capsys.readouterr().out
+    assert re.findall(r"^\(Pdb\) (.*)$", shown, re.MULTILINE) == ["p j", "c", "p j, float(m)", ""]
+    m = (q[0, 0, 22] @ k[0, 0, :16].T / 2).max()
+    j, seen = ast.literal_eval(re.search(r"^\(1, .*$", shown, re.MULTILINE).group())
+    assert j == 1 and seen == pytest.approx(m, rel=1e-5)
+    np.testing.assert_array_equal(o, attend())
+
+
+def test_after_the_last_command_it_stops_no_more(capsys):
+    with stop_at("v2", ALPHA, commands=[]):
+        attend()
+        attend()
+    assert capsys.readouterr().out.count(ALPHA) == 1
+
+
+def test_commands_may_quit(capsys):
+    with pytest.raises(bdb.BdbQuit), stop_at("v2", ALPHA, commands=["q"]):
+        attend()
+
+
+@pytest.mark.parametrize("commands", ["c", [1]])
+def test_commands_are_a_list(commands):
+    with pytest.raises(ValueError, match="commands must be a list"), stop_at("v2", ALPHA, commands=commands):
+        pass
+
+
+def test_commands_beside_a_debugger():
+    stop = stop_at("v2", ALPHA, commands=["c"], debugger=Session("c"))
+    with pytest.raises(ValueError, match="commands= are typed to pdb"), stop:
+        pass
 
 
 def test_an_error_in_the_body_comes_out():

@@ -24,7 +24,7 @@ from contract_backward import (  # noqa: F401
 )
 
 from numba_flash import testing
-from numba_flash.select import backward as select_backward
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="module")
@@ -36,37 +36,53 @@ def rung():
     return made
 
 
+def dkdv(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2, apart=False):
+    return tiles.MmaDkdv(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages, apart)
+
+
+def dq(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2):
+    return tiles.MmaDq(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages)
+
+
 # What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, warps that share
 # rows, dK and dV apart, tiles that are no power of two, one stage whose halves are copied in turn.
 ROWS = {
-    "two strips": ((32, 64, 32, False, 0, 1, 2), (64, 32, 32, False, 0, 1, 2)),
-    "in registers": ((32, 32, 16, True, 0, 1, 2), (32, 32, 16, True, 0, 1, 2)),
-    "two groups": ((32, 64, 32, False, 0, 2, 2), (64, 32, 32, False, 0, 2, 2)),
-    "four groups, in registers": ((64, 16, 16, True, 0, 4, 2), (16, 64, 16, True, 0, 4, 2)),
-    "apart": ((48, 32, 16, False, 0, 0, 2), (32, 48, 16, False, 0, 1, 2)),
-    "apart, in registers": ((16, 64, 32, True, 0, 0, 2), (64, 16, 32, True, 0, 1, 2)),
-    "one stage": ((32, 32, 16, False, 0, 1, 1), (32, 32, 16, False, 0, 1, 1)),
-    "one stage, two groups": ((64, 32, 32, False, 0, 2, 1), (32, 64, 32, False, 0, 2, 1)),
-    "one stage, apart": ((32, 32, 16, False, 0, 0, 1), (32, 48, 16, True, 0, 1, 1)),
+    "two strips": (dkdv(32, 64), dq(64, 32)),
+    "in registers": (dkdv(32, 32, warp_rows=16, in_registers=True), dq(32, 32, warp_rows=16, in_registers=True)),
+    "two groups": (dkdv(32, 64, groups=2), dq(64, 32, groups=2)),
+    "four groups, in registers": (
+        dkdv(64, 16, warp_rows=16, in_registers=True, groups=4),
+        dq(16, 64, warp_rows=16, in_registers=True, groups=4),
+    ),
+    "apart": (dkdv(48, 32, warp_rows=16, apart=True), dq(32, 48, warp_rows=16)),
+    "apart, in registers": (dkdv(16, 64, in_registers=True, apart=True), dq(64, 16, in_registers=True)),
+    "one stage": (dkdv(32, 32, warp_rows=16, stages=1), dq(32, 32, warp_rows=16, stages=1)),
+    "one stage, two groups": (dkdv(64, 32, groups=2, stages=1), dq(32, 64, groups=2, stages=1)),
+    "one stage, apart": (
+        dkdv(32, 32, warp_rows=16, stages=1, apart=True),
+        dq(32, 48, warp_rows=16, in_registers=True, stages=1),
+    ),
 }
 
 
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch):
-    dkdv, dq = ROWS[how]
-    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
-    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
+    dkdv_row, dq_row = ROWS[how]
+    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
     # The smallest lengths by which dQ's blocks walk over three tiles, more than there are stages, and dK's and dV's
     # over masked, free and ragged ones. Several heads walk over theirs in the same way: the contract above has them.
     # head_dim 67, more than a panel, says that nobody else has this problem: what was decided is remembered by problem.
-    case = rung.problem(66, max(98, 2 * dq[1] + 2), batch=1, heads=1, head_dim=67, head_dim_v=40, dtype="bfloat16")
+    case = rung.problem(
+        66, max(98, 2 * dq_row.tile_n + 2), batch=1, heads=1, head_dim=67, head_dim_v=40, dtype="bfloat16"
+    )
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
 
 
 def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch):
-    dkdv, dq = ROWS["two groups"]
-    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
-    monkeypatch.setattr(select_backward, "MMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
+    dkdv_row, dq_row = ROWS["two groups"]
+    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
     case = rung.problem(24, 40, batch=1, heads=1, head_dim=75)
     case.v[:, :, 30] = np.nan
     case.options |= dict(causal=True)

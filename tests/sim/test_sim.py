@@ -17,7 +17,7 @@ from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
-from numba_flash.select.forward import TENSOR
+from numba_flash.select.rungs import TENSOR
 from numba_flash.sim import launch
 from numba_flash.sim.launch import Pointer
 

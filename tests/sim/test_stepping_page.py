@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from numba_flash import debug
@@ -44,3 +45,11 @@ def test_the_stops_of_the_page_are_one_line_each(kernel, line, thread):
 
 def test_the_page_names_stops():
     assert {kernel for kernel, _, _ in STOPS} >= {"v1", "mma", "wgmma"}
+
+
+def test_the_trace_is_what_happens():
+    """The problem of scripts/step, which the page's first session is about."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
+    shown = re.search(r"^```text\n(kernel 'v2': .*?)^```$", (ROOT / "docs" / "stepping.md").read_text(), re.M | re.S)[1]
+    assert repr(debug.trace(q, k, v, causal=True, row=22)).startswith(shown)

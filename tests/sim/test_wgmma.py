@@ -19,8 +19,10 @@ from contract import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.machine.target import Target
 from numba_flash.select import forward as select
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +45,14 @@ def rung():
 )
 def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
-    monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", {})  # nothing remembered of the usual machine
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    monkeypatch.setattr(dispatch, "_plans", {})  # nothing remembered of the usual machine
     options = dict(options)
     if "seqlens" in options:
         options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
     case = rung.problem(**shape, head_dim=64)
     asked = dict(options, kernel="wgmma")
-    assert api.understand_call(case.q, case.k, case.v, asked)[1].choice.config.consumers > 1
+    assert api.prepare_call(case.q, case.k, case.v, asked)[1].choice.config.consumers > 1
     rung.check(case, **options)
 
 
@@ -69,12 +71,13 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
 )
 def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
-    monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", {})
-    monkeypatch.setattr(select, "WGMMA_TILES", ((256, 64, 48, False, 1, 8),))
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    monkeypatch.setattr(dispatch, "_plans", {})
+    row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, lag=8)
+    monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
     case = rung.problem(**shape, batch=1)
-    assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
+    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
     rung.check(case)
 
 
@@ -83,16 +86,16 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
-        ((64, 144, False, 2, 8), 72, 227, "q"),
-        ((128, 64, True, 1, 8), 136, 227, "own"),
-        ((64, 32, True, 1, 0), 40, 48, ""),
+        (tiles.Wgmma(256, 64, 144, ping_pong=False, q_buffers=2, lag=8), 72, 227, "q"),
+        (tiles.Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, lag=8), 136, 227, "own"),
+        (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, lag=0), 40, 48, ""),
     ],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1, shared_bytes=kilobytes * 1024)
-    monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", {})
-    monkeypatch.setattr(select, "WGMMA_TILES", ((256, *row),))
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
-    assert api.understand_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place
+    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place
     rung.check(case, causal=True)

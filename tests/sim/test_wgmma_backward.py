@@ -24,6 +24,7 @@ from contract_backward import (  # noqa: F401
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
 from numba_flash.select import backward as select_backward
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch):
     dkdv, dq = ROWS[how]
-    monkeypatch.setattr(select_backward, "WGMMA_SIMULATOR_DKDV_TILES", ((256, False, *dkdv),))
-    monkeypatch.setattr(select_backward, "WGMMA_SIMULATOR_DQ_TILES", ((256, False, *dq),))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv", (tiles.WgmmaDkdv(256, False, *dkdv),))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dq", (tiles.WgmmaDq(256, False, *dq),))
     select_backward.wgmma_configs.cache_clear()
     # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim 69, more than a panel,
     # says that nobody else has this problem: what was decided is remembered by problem.

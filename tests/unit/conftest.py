@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import contract
+import gate_results
 import pytest
 
 HERE = Path(__file__).parent
@@ -23,11 +24,14 @@ def rung(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What test_gates found, also where tests ran in processes of their own."""
+    """What test_gates found, also where tests ran in processes of their own. scripts/gates has it written down."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
-    lines = {value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "gate"}
-    if lines:
+    properties = [found for report in reports for found in getattr(report, "user_properties", ())]
+    gates = dict(value for name, value in properties if name == "gate")
+    if gates:
         terminalreporter.section("tensor-core kernels as compiled")
-        terminalreporter.write_line(f"{'':26}   registers   spilled    local   shared seconds")
-        for line in sorted(lines):
+        terminalreporter.write_line(f"{'':34}   registers   spilled    local   shared seconds")
+        for line in sorted(result["line"] for result in gates.values()):
             terminalreporter.write_line(line)
+        if os.environ.get("NUMBA_FLASH_WRITE_GATES"):
+            gate_results.keep(gates)

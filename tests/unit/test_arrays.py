@@ -219,8 +219,8 @@ def test_no_copy_of_the_inputs_is_made(kernel, monkeypatch):
             named = zip(arrays.Operands._fields, operands, strict=True)
             seen.update({name: array.pointer for name, array in named if array is not None})
 
-    monkeypatch.setattr("numba_flash.api.forward.prepare", lambda *decided: Spy())
-    monkeypatch.setattr("numba_flash.api.forward._decided", {})  # nothing prepared before
+    monkeypatch.setattr("numba_flash.dispatch.forward.make_launch", lambda *about: Spy())
+    monkeypatch.setattr("numba_flash.dispatch.forward._plans", {})  # nothing prepared before
     o = numba_flash.attention(case.q, case.k, case.v, kernel=kernel)
     for name, x in (("q", case.q), ("k", case.k), ("v", case.v), ("o", o)):
         assert seen[name] == x.ctypes.data

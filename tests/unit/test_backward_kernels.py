@@ -18,8 +18,8 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
-from numba_flash.select.backward import BUILT, SIMULATOR_TILES, select_backward, v2_configs, wgmma_configs
-from numba_flash.select.forward import KERNELS
+from numba_flash.select.backward import select_backward, v2_configs, wgmma_configs
+from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")
@@ -145,11 +145,11 @@ def test_few_rows_take_small_tiles(seqlen_q, seqlen_k):
 
 def test_small_tiles_in_the_simulator():
     made = [config for config in v2_configs(problem(16), SIMULATOR) if hasattr(config, "tile_m")]
-    assert all((config.tile_m, config.tile_n) == SIMULATOR_TILES[0] for config in made)
+    assert all((config.tile_m, config.tile_n) == (16, 16) for config in made)
 
 
 # Each kernel that has no backward, where another has one and would run.
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in BUILT])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in WITH_BACKWARD])
 def test_what_is_not_built_names_what_would_run(kernel):
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
         select_backward(problem(), HOPPER, kernel, "cupy")

@@ -79,7 +79,10 @@ WRONG = [
     (dict(kernel="v2"), NotImplementedError, ["no GPU is usable", "NUMBA_ENABLE_CUDASIM"]),
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet"])
-      for x in dict(score_mod=abs, mask_mod=abs, aux=(Q,), sinks=array(4), dropout_p=0.1, seed=3).items()],
+      for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
+    (dict(score_mod=abs), TypeError, ["score_mod", "plain Python function"]),
+    (dict(mask_mod=lambda b: True), TypeError, ["mask_mod is called with"]),
+    (dict(aux=(Q,)), ValueError, ["aux", "score_mod and mask_mod"]),
 ]  # fmt: skip
 
 

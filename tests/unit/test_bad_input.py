@@ -5,6 +5,7 @@ kernel="reference", which would compute anything it is let through to.
 """
 
 import builtins
+import math
 import string
 
 import ml_dtypes
@@ -173,7 +174,25 @@ WRONG = [
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     # what the signature holds for later versions
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
-      for x in dict(score_mod=abs, mask_mod=abs, aux=(Q,), sinks=array(4), dropout_p=0.1, seed=3).items()],
+      for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
+    # functions of the caller's own; what is wrong inside of them is in contract_functions.py
+    *[({name: x}, TypeError, [name, "plain Python function", repr(x)])
+      for name in ("score_mod", "mask_mod") for x in (abs, 3, int, [].append)],
+    (dict(score_mod=lambda s, b: s), TypeError,
+     ["score_mod is called with (score, b, h, q_pos, k_pos)", "<lambda>", "line", "too many"]),
+    (dict(mask_mod=lambda b, h, q, k: True, aux=(Q,)), TypeError,
+     ["mask_mod is called with (b, h, q_pos, k_pos, aux[0])", "too many"]),
+    (dict(score_mod=lambda s, b, h, q, k, x: s), TypeError, ["score_mod is called with", "missing", "'x'"]),
+    (dict(score_mod=lambda s, b, h, q, k: s + Q[0, 0, 0, 0]), TypeError, ["array Q", "aux=", "line"]),
+    (dict(score_mod=lambda s, b, h, q, k: np.exp(s)), TypeError, ["module np", "math"]),
+    (dict(score_mod=lambda s, b, h, q, k: print(s)), TypeError, ["print()", "aux[...]"]),
+    (dict(score_mod=lambda s, b, h, q, k: undefined), TypeError, ["undefined", "not defined"]),  # noqa: F821
+    (dict(score_mod=lambda s, b, h, q, k: math.gamma(s)), TypeError, ["math.gamma", "tanh"]),
+    (dict(aux=(Q,)), ValueError, ["aux", "score_mod and mask_mod"]),
+    (dict(aux=[Q]), TypeError, ["aux must be a tuple", "list"]),
+    (dict(aux=(3,), mask_mod=lambda b, h, q, k, x: True), TypeError, ["aux[0] must be an array"]),
+    (dict(aux=(Q.astype(complex),), mask_mod=lambda b, h, q, k, x: True), TypeError, ["aux[0]", "complex128"]),
+    (dict(kernel="cpu", mask_mod=lambda b, h, q, k: True), NotImplementedError, ["no mask_mod", "'reference'"]),
     (dict(kernel="v2"), NotImplementedError, ["kernel='v2'", "no GPU is usable", "NUMBA_ENABLE_CUDASIM", "cpu"]),
 ]  # fmt: skip
 

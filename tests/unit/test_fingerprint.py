@@ -30,7 +30,8 @@ def fingerprint():
 @pytest.mark.parametrize(
     "name",
     ["kernels/simt/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "problem/ranges.py",
-     "config/forward.py", "config/backward.py", "select/arguments.py", "problem/options.py", "gpu/assembler.py",
+     "config/forward.py", "config/backward.py", "functions/rules.py", "functions/compiled.py",
+     "select/arguments.py", "problem/options.py", "gpu/assembler.py",
      "gpu/compiled.py"],
 )  # fmt: skip
 def test_a_changed_source_is_another_kernel(package, name):

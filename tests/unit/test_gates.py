@@ -4,7 +4,8 @@ A kernel passes its gate when nothing is spilled, nothing lies in local memory, 
 C7519), registers and shared memory suffice for the blocks that its Config counts on, and the instructions for whose
 sake it was written are there. The terminal summary has what was found.
 
-PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them.
+PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
+was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import time
 from unittest import mock
 
 import compiler
+import gate_results
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
@@ -22,12 +24,11 @@ from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqC
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
-from numba_flash.select import backward as select_backward
 from numba_flash.select import forward as select
+from numba_flash.select import rungs, tiles
 
 pytestmark = compiler.needed
 
-TABLES = {name: getattr(select, f"{name.upper()}_TILES") for name in select.TENSOR}
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
 MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
@@ -79,16 +80,16 @@ def wide_gates():
         scaled=True, wide_o=False,
     )  # fmt: skip
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
-        table = select.mma_tiles(dtype)
+        key = tiles.table_of("mma", dtype)
+        table = tiles.TABLES[key]
         for row in table:
-            made = problem(row[0], dtype=dtype)
-            with mock.patch.object(select, f"MMA_{dtype.upper()}_TILES", (row,)):
-                (config,) = select._candidates("mma", made, target)
+            with mock.patch.dict(tiles.TABLES, {key: (row,)}):
+                (config,) = select._candidates("mma", problem(row.head_dim, dtype=dtype), target)
             if config.shared_bytes > target.shared_bytes:
                 continue
-            name = f"mma-{dtype}-{row[0]}-{row[1]}x{row[2]}{'-sm80' if target is A100 else ''}"
+            name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
             yield name, config
-            if row in (table[0], next(x for x in table if x[0] == 128)):
+            if row in (table[0], next(x for x in table if x.head_dim == 128)):
                 yield f"{name}-rich", dataclasses.replace(config, **used)
 
 
@@ -96,11 +97,11 @@ def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
     that does not fit with 64 columns less of v.
     """
-    with mock.patch.object(select, f"{kernel.upper()}_TILES", (row,)):
+    with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
         found = [
             config
-            for head_dim_v in (row[0], row[0] - 64)
-            for config in select._candidates(kernel, problem(row[0], head_dim_v), HOPPER)
+            for head_dim_v in (row.head_dim, row.head_dim - 64)
+            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -123,37 +124,23 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
 
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
-    plain = dict(dtype="float16")
     used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(dtype="bfloat16", uses=used, q_offset_source="array")
-    for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DKDV_TILES:
-        for dk, dv in ((True, True),) if groups else ((True, False), (False, True)):
-            name = (
-                f"mma_dkdv-{head_dim}-{row[0]}x{row[1]}x{groups}-{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
-            )
-            yield name, MmaDkdvConfig(
-                **(plain if only_plain else rich), kernel="mma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
-                tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-                of_dk=dk, of_dv=dv, column_groups=max(groups, 1), stages=stages,
-            )  # fmt: skip
-    for head_dim, only_plain, *row, blocks_per_sm, groups, stages in select_backward.MMA_DQ_TILES:
-        yield f"mma_dq-{head_dim}-{row[0]}x{row[1]}x{groups}{'' if only_plain else '-rich'}", MmaDqConfig(
-            **(plain if only_plain else rich), kernel="mma_dq", head_dim=head_dim, head_dim_v=head_dim,
-            tile_m=row[0], tile_n=row[1], warp_rows=row[2], in_registers=row[3], blocks_per_sm=blocks_per_sm,
-            column_groups=groups, stages=stages,
-        )  # fmt: skip
-    for head_dim, only_plain, tile_m, tile_n, a, b, apart in select_backward.WGMMA_DKDV_TILES:
-        for dk, dv in ((True, False), (False, True)) if apart else ((True, True),):
-            words = f"{'dk' * dk}{'dv' * dv}{'' if only_plain else '-rich'}"
-            yield f"wgmma_dkdv-{head_dim}-{tile_m}x{tile_n}-{words}", WgmmaDkdvConfig(
-                **(plain if only_plain else rich), kernel="wgmma_dkdv", head_dim=head_dim, head_dim_v=head_dim,
-                tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b if dk else 2, of_dk=dk, of_dv=dv,
-            )  # fmt: skip
-    for head_dim, only_plain, tile_m, tile_n, a, b in select_backward.WGMMA_DQ_TILES:
-        yield f"wgmma_dq-{head_dim}-{tile_m}x{tile_n}{'' if only_plain else '-rich'}", WgmmaDqConfig(
-            **(plain if only_plain else rich), kernel="wgmma_dq", head_dim=head_dim, head_dim_v=head_dim,
-            tile_m=tile_m, tile_n=tile_n, stages_a=a, stages_b=b,
-        )  # fmt: skip
+    kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
+    for kernel, kind in kinds.items():
+        for row in tiles.rows_for(kernel, HOPPER):
+            options = dict(dtype="float16") if row.plain else rich
+            features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
+            size = f"{row.tile_m}x{row.tile_n}" + (f"x{row.column_groups}" if "column_groups" in row._fields else "")
+            name = f"{kernel}-{row.head_dim}-{size}{'' if row.plain else '-rich'}"
+            if kind in (MmaDqConfig, WgmmaDqConfig):
+                yield name, kind(**features, **tiles.columns(row))
+                continue
+            for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
+                columns = tiles.columns(row)
+                if kind is WgmmaDkdvConfig and not dk:
+                    columns["stages_b"] = 2
+                yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
@@ -161,18 +148,19 @@ def backward_gates():
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(wide_gates())
-    for kernel, table in TABLES.items():
-        configs |= {f"{kernel}-{row[0]}-{row[1]}x{row[2]}": of_row(kernel, row) for row in table}
+    for kernel in rungs.TENSOR:
+        table = tiles.TABLES[kernel]
+        configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
-    for row in TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
-        whole = of_row("wgmma", row)
-        for rows in (rows for rows in select.WGMMA_PACES if rows < row[1]):
-            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
-        if row[0] > 64:
-            configs[f"wgmma-{row[0]}-{row[1]}x{row[2]}-paired"] = dataclasses.replace(whole, paired=True)
+    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
+        name, whole = f"wgmma-{row.head_dim}-{row.tile_m}x{row.tile_n}", of_row("wgmma", row)
+        for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
+            configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
+        if row.head_dim > 64:
+            configs[f"{name}-paired"] = dataclasses.replace(whole, paired=True)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():
@@ -218,13 +206,17 @@ def complaints(config, made, target, arch):
     return [f"{arch}: {words}" for words, wrong in found.items() if wrong]
 
 
-@pytest.mark.parametrize("config", list(gates()))
-def test_gate(config, request, record_property, tmp_path):
-    started = time.perf_counter()
-    # As select and select_backward ask: one block of the forward, all of a backward's blocks_per_sm.
+def targets_of(config):
+    """The GPUs that the row fits. As select asks: one block of the forward, all of a backward's blocks_per_sm."""
     blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
+    return [target for target in intended(config)[2] if config.shared_bytes * blocks <= target.shared_bytes]
+
+
+def measured(name, config, folder):
+    """(a line of what was found, what is wrong)"""
+    started = time.perf_counter()
+    targets = targets_of(config)
     in_ptx, in_sass, machines = intended(config)
-    targets = [target for target in machines if config.shared_bytes * blocks <= target.shared_bytes]
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, machines[0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
@@ -232,27 +224,57 @@ def test_gate(config, request, record_property, tmp_path):
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
-        made = machine_code(config, ptx, arch, tmp_path)
+        made = machine_code(config, ptx, arch, folder)
         wrong += complaints(config, made, target, arch)
         registers.append(made.registers)
         spills.append(made.spill_bytes)
         stack.append(made.stack_bytes)
         if target is HOPPER and tool("nvdisasm") is not None:
-            (tmp_path / "made.cubin").write_bytes(made.cubin)
-            command = [tool("nvdisasm"), "-c", str(tmp_path / "made.cubin")]
+            (folder / "made.cubin").write_bytes(made.cubin)
+            command = [tool("nvdisasm"), "-c", str(folder / "made.cubin")]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             wrong += [f"SASS: no {word}" for word in in_sass if word not in sass]
-    record_property(
-        "gate",
-        f"{request.node.callspec.id:26} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
-        f"{config.shared_bytes:8} {seconds:7.1f}",
+    line = (
+        f"{name:34} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
+        f"{config.shared_bytes:8} {seconds:7.1f}"
     )
-    assert not wrong, wrong
+    return line, wrong
+
+
+@pytest.mark.parametrize("config", list(gates()))
+def test_gate(config, request, record_property, tmp_path):
+    name = request.node.callspec.id
+    asked = [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS]
+    result = dict(key=gate_results.key(config, asked + [bool(tool("nvdisasm"))]))
+    before = gate_results.kept().get(name, {})
+    if before.get("key") == result["key"]:
+        result = before
+    else:
+        result["line"], result["wrong"] = measured(name, config, tmp_path)
+    record_property("gate", (name, result))
+    assert not result["wrong"], result["wrong"]
+
+
+def test_a_gates_key_knows_what_shapes_the_code(monkeypatch):
+    """Everything that the kernel imports, below kernels and beside it, and what the gate is asked for."""
+    config = of_row("mma", tiles.TABLES["mma"][0])
+    reached = gate_results.reached_from("kernels.mma.forward")
+    expected = {"kernels.score.softcap", "kernels.steps.tiles", "ptx.mma", "ptx.asm", "problem.ranges"}
+    assert expected <= reached
+    assert not reached & {"kernels.wgmma.forward", "problem.forward", "select.tiles"}
+    keys = {gate_results.key(config, []), gate_results.key(config, [1])}
+    keys.add(gate_results.key(dataclasses.replace(config, tile_m=64), []))
+    monkeypatch.setattr(gate_results, "sources_of", lambda kernel: "other sources")
+    keys.add(gate_results.key(config, []))
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
+    keys.add(gate_results.key(config, []))
+    assert len(keys) == 5
 
 
 def test_what_the_gates_look_for_is_found():
     """A kernel that has none of it does not pass."""
-    config = dataclasses.replace(of_row("mma", select.MMA_TILES[0]), blocks_per_sm=4)
+    config = dataclasses.replace(of_row("mma", tiles.TABLES["mma"][0]), blocks_per_sm=4)
     made = assembler.Assembled(
         b"", "ptxas info: Used 255 registers\n16 bytes stack frame, 8 bytes spill stores\n(C7510) serialized"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURED = "numba_flash/select/measured.py"
 
 
 def check(script, root=ROOT):
@@ -22,7 +23,7 @@ def checkout(tmp_path):
     """What the scripts read and write, to be changed."""
     for name in ("docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/problem/ranges.py"):
+    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/problem/ranges.py", MEASURED):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -36,7 +37,12 @@ def test_committed_is_what_the_script_writes(script):
 
 @pytest.mark.parametrize(
     ("name", "figure"),
-    [("docs/benchmarks.md", r"\d\.\d\d \|"), ("docs/verification.md", r"\d us \|"), ("README.md", r"\d\.\d\d \|")],
+    [
+        ("docs/benchmarks.md", r"\d\.\d\d \|"),
+        ("docs/verification.md", r"\d us \|"),
+        ("README.md", r"\d\.\d\d \|"),
+        (MEASURED, r"\d\.\d"),
+    ],
 )
 def test_a_figure_typed_by_hand_is_found(checkout, name, figure):
     page = checkout / name
@@ -53,7 +59,7 @@ def test_a_changed_result_makes_the_pages_stale(checkout):
     result["rows"][0]["tflops"]["wgmma"] *= 2
     path.write_text(json.dumps(result))
     done = check("results_to_docs", checkout)
-    assert done.returncode == 1 and "benchmarks.md" in done.stderr and "README.md" in done.stderr
+    assert done.returncode == 1 and all(name in done.stderr for name in ("benchmarks.md", "README.md", "measured.py"))
 
 
 def test_a_kind_of_result_without_a_section_is_an_error(checkout):

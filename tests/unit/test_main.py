@@ -12,7 +12,7 @@ import pytest
 import numba_flash
 from numba_flash import __main__ as command
 from numba_flash.__main__ import main
-from numba_flash.machine import toolchain
+from numba_flash.machine import gpus, toolchain
 from numba_flash.machine.target import Target
 
 
@@ -107,9 +107,50 @@ def test_explain_with_the_multiprocessors_of_another_machine(capsys):
     assert "grid: 78 blocks" in printed.out
 
 
+def test_explain_takes_the_options_of_attention(capsys):
+    x, rng = np.zeros((2, 4, 30, 8), np.float16), np.random.default_rng(0)
+    given = dict(
+        mask=np.ones((1, 1, 30, 30), bool), bias=np.zeros((1, 1, 30, 30), np.float16), softcap=3.0, scale=0.5,
+        alibi_slopes=rng.random(4).astype(np.float32), seqlens_k=np.full(2, 30, np.int32), q_offset=4, return_lse=True,
+    )  # fmt: skip
+    flags = ["--mask", "--bias", "--softcap", "3", "--scale", "0.5", "--alibi-slopes", "--seqlens-k", "--q-offset", "4"]
+    sizes = ["--batch", "2", "--heads", "4", "--seqlen-q", "30", "--head-dim", "8"]
+    asked = command._parser().parse_args(["explain", *sizes, *flags, "--return-lse"])
+    assert command._problem(asked, "numpy") == numba_flash.explain(x, x, x, **given).problem
+    assert run(capsys, "explain", *sizes, *flags)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("H200", "kernel 'wgmma' on H200"),
+        ("nvidia a100", "kernel 'mma' on A100"),
+        ("RTX-4090", "kernel 'mma' on RTX 4090"),
+        ("GeForce RTX 4090", "kernel 'mma' on RTX 4090"),
+        ("t4", "kernel 'v2' on T4"),
+    ],
+)
+def test_explain_for_a_gpu_by_name(capsys, name, first):
+    status, printed = run(capsys, "explain", "--gpu", name)
+    assert status == 0 and printed.out.startswith(first + "\n")
+
+
+def test_every_known_gpu_has_shared_memory():
+    for name in gpus.GPUS:
+        assert gpus.gpu(name).shared_bytes >= 64 * 1024 and gpus.gpu(name).name == name
+
+
+def test_explain_says_what_a_mask_costs(capsys):
+    _, printed = run(capsys, "explain", "--gpu", "H200", "--seqlen-q", "8192", "--mask")
+    assert "cost: v2 instead of wgmma because of mask=: expect about" in printed.out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--gpu", "H2"), "GPU 'H2' is not known here; known are V100, T4"),
+        (("--gpu", "H200", "--cc", "9.0"), "--gpu names a GPU and --cc describes one"),
+        (("--gpu", "H200", "--multiprocessors", "3"), "--cc"),
         (("--heads", "3", "--heads-kv", "2"), "must be a multiple"),
         (("--kernel", "v7"), "kernel must be one of auto"),
         (("--batch", "-1"), "--batch must not be negative, and is -1"),
@@ -170,6 +211,15 @@ def test_no_gpu_says_why(monkeypatch):
     monkeypatch.setattr(toolchain, "simulated", lambda: False)
     monkeypatch.setattr(toolchain, "unusable", lambda: "no driver")
     assert dict(command._gpus())["devices"] == "none: no driver"
+
+
+def test_an_error_of_the_driver_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(toolchain, "simulated", lambda: False)
+    monkeypatch.setattr(toolchain, "unusable", lambda: "CudaError: 999")
+    monkeypatch.setattr(Target, "of", lambda device: Target(True, why_no_gpu="CudaError: 999"))
+    _, printed = run(capsys, "info")
+    assert printed.out.count("CudaError: 999") == 1
+    assert printed.out.count("no GPU is usable (see above)") == 4
 
 
 def test_cache(monkeypatch, tmp_path):

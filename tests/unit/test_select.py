@@ -12,7 +12,11 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
 from numba_flash.select import forward as select_module
-from numba_flash.select.forward import KERNELS, MMA_TILES, SEED_TILES, TENSOR, _candidates, mma_tiles, refusal, select
+from numba_flash.select.forward import FLOAT64_CORES, _candidates, refusal, select
+from numba_flash.select.rungs import KERNELS, TENSOR
+from numba_flash.select.tiles import MEASURED, TABLES, Mma, columns, rows_for, table_of
+
+MMA = TABLES["mma"]
 
 HOST = Target(True, why_no_gpu="no driver")
 HOST_BESIDE_GPU = dataclasses.replace(HOPPER, arrays_on_host=True)
@@ -156,7 +160,7 @@ def test_what_wgmma_does_not_take_goes_to_mma(made, reason):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("target", TENSOR_MACHINES, ids=lambda target: target.name)
 def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
-    if dtype == "float64" and target.cc not in select_module.FLOAT64_CORES:
+    if dtype == "float64" and target.cc not in FLOAT64_CORES:
         pytest.skip("v2 serves")
     for head_dim in (1, 8, 64, 65, 128, 129, 256, 257, 512):
         made = problem(
@@ -165,7 +169,7 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
         made = dataclasses.replace(made, k_strides=made.q_strides, v_strides=made.q_strides)
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
-        rows = [row for row in mma_tiles(dtype) if row[0] >= head_dim]
+        rows = [row for row in TABLES[table_of("mma", dtype)] if row.head_dim >= head_dim]
         candidates = list(_candidates("mma", made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
@@ -173,25 +177,35 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
-    table = mma_tiles(dtype)
-    widest = [row[0] for row in table]
+    table = TABLES[table_of("mma", dtype)]
+    widest = [row.head_dim for row in table]
     assert widest == sorted(widest)
     for before, row in zip(table, table[1:], strict=False):
-        if before[0] == row[0]:  # for GPUs with less shared memory
+        if before.head_dim == row.head_dim:  # for GPUs with less shared memory
             one, other = (mma(row=x, dtype=dtype).shared_bytes for x in (before, row))
             assert other < one, "a row behind one that needs less is never taken"
 
 
-def mma(row=MMA_TILES[0], **others):
-    widest, tile_m, tile_n, warp_rows, special, blocks_per_sm, lag = row
-    wide = others.get("dtype") in ("float32", "float64")
-    of_dtype = {"column_groups" if wide else "q_registers": special}
-    return MmaConfig(
-        **dict(
-            kernel="mma", dtype="float16", head_dim=widest, head_dim_v=widest, tile_m=tile_m, tile_n=tile_n,
-            warp_rows=warp_rows, blocks_per_sm=blocks_per_sm, lag=lag,
-        ) | of_dtype | others
-    )  # fmt: skip
+def mma(row=None, **others):
+    row = row or TABLES[table_of("mma", others.get("dtype", "float16"))][0]
+    head_dims = dict(head_dim=row.head_dim, head_dim_v=row.head_dim)
+    return MmaConfig(**dict(kernel="mma", dtype="float16") | head_dims | columns(row) | others)
+
+
+def test_a_gpu_with_rows_of_its_own_uses_them(monkeypatch):
+    own = Mma(64, 64, 32, warp_rows=16, q_registers=True, blocks_per_sm=1, lag=0, gpu="A100")
+    monkeypatch.setitem(TABLES, "mma", (own, *MMA))
+    assert rows_for("mma", A100) == (own,)
+    assert rows_for("mma", HOPPER) == rows_for("mma", AMPERE) == MMA
+    assert select(problem(64), A100, "mma").config.tile_n == 32
+
+
+def test_the_simulator_has_rows_of_its_own():
+    for kernel, table in TABLES.items():
+        gpus = {row.gpu for row in table}
+        assert MEASURED in gpus
+        expected = "simulator" if "simulator" in gpus else MEASURED
+        assert {row.gpu for row in rows_for(kernel, SIMULATOR)} == {expected}
 
 
 # (seqlen_q, heads, heads_kv) -> (group, tile_m) of the row 128 x 64, warps of 32: a whole tile or more, half a tile,
@@ -240,7 +254,7 @@ def test_room_goes_to_keys_and_then_to_o(head_dim, head_dim_v, tile_n, place):
     ],
 )  # fmt: skip
 def test_blocks_in_pairs(head_dim, options, paired, monkeypatch):
-    monkeypatch.setattr(select_module, "WGMMA_PACES", {128: 1.0, 192: 1.3})  # tiles of fewer rows are even more often
+    monkeypatch.setattr(select_module, "TILE_COST", {128: 1.0, 192: 1.3})  # tiles of fewer rows are even more often
     made = problem(head_dim, **options)
     choice = select(made, HOPPER, "wgmma")
     config = choice.config
@@ -289,10 +303,10 @@ def test_tiles_are_the_largest_that_fit():
             for dtype in ("float16", "float64"):
                 config = select(problem(head_dim, dtype=dtype), target, "v2").config
                 assert config.shared_bytes <= target.shared_bytes
-                for tile_m, tile_n in SEED_TILES:
-                    if (tile_m, tile_n) == (config.tile_m, config.tile_n):
+                for row in rows_for("v2", target):
+                    if (row.tile_m, row.tile_n) == (config.tile_m, config.tile_n):
                         break
-                    larger = dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n)
+                    larger = dataclasses.replace(config, **columns(row))
                     assert larger.shared_bytes > target.shared_bytes
 
 

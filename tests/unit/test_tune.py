@@ -1,4 +1,4 @@
-"""scripts/tune: its candidates are rows of select/forward.py's tables, column for column."""
+"""scripts/tune: its candidates are rows of the tables, column for column."""
 
 import runpy
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from machines import HOPPER, empty
 
-from numba_flash.api import forward as api
-from numba_flash.select import forward as select
+from numba_flash.dispatch import forward as dispatch
+from numba_flash.select import tiles
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-ROWS = [("mma", row) for row in select.MMA_TILES] + [("wgmma", row) for row in select.WGMMA_TILES]
+ROWS = [(kernel, row) for kernel in ("mma", "wgmma") for row in tiles.TABLES[kernel]]
 
 
 @pytest.fixture
 def tune(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setattr(api.Target, "of", lambda device: HOPPER)
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: HOPPER)
     return runpy.run_path(str(SCRIPTS / "tune"))
 
 
@@ -25,26 +25,27 @@ def config_of(tune, kernel, row, head_dim, head_dim_v=None):
     q, v = (
         empty(1, 64, 4096, columns, strides=(2**28, 2**22, 2**10, 1)) for columns in (head_dim, head_dim_v or head_dim)
     )
-    found = tune["decide"](kernel, row, q, q, v, dict(kernel=kernel))
+    found = tune["prepare"](kernel, row, q, q, v, dict(kernel=kernel))
     return found and found[1].choice.config
 
 
 @pytest.mark.parametrize(("kernel", "row"), ROWS)
 def test_rows_become_what_their_columns_say(tune, kernel, row):
-    before = {name: getattr(select, f"{name.upper()}_TILES") for name in ("mma", "wgmma")}
-    config = config_of(tune, kernel, row, row[0]) or config_of(tune, kernel, row, row[0], row[0] - 64)
-    for value, column in zip(row[1:], tune["CHOICES"][kernel], strict=True):
+    before, widest = dict(tiles.TABLES), row.head_dim
+    config = config_of(tune, kernel, row, widest) or config_of(tune, kernel, row, widest, widest - 64)
+    assert list(tune["CHOICES"][kernel]) == list(tiles.columns(row))
+    for column, value in tiles.columns(row).items():
         assert getattr(config, column) == value, column
-    assert {name: getattr(select, f"{name.upper()}_TILES") for name in before} == before
-    assert config_of(tune, kernel, row, row[0] + 8) is None
+    assert before == tiles.TABLES
+    assert config_of(tune, kernel, row, widest + 8) is None
 
 
 def test_candidates_differ_in_what_is_varied(tune):
-    present = select.WGMMA_TILES[-1]
+    present = tiles.TABLES["wgmma"][-1]
     rows = tune["candidates"]("wgmma", present, ["tile_n", "lag"])
     assert rows[0] == present and len(rows) == len(set(rows)) == 8 * 2
-    assert {(row[0], row[1], *row[3:5]) for row in rows} == {(256, 128, True, 1)}
+    assert {(row.head_dim, row.tile_m, row.ping_pong, row.q_buffers) for row in rows} == {(256, 128, True, 1)}
     fitting = [config for row in rows if (config := config_of(tune, "wgmma", row, 256))]
     assert {(config.tile_n, config.lag) for config in fitting} == {(n, lag) for n in (64, 80) for lag in (0, 8)}
-    everything = tune["candidates"]("mma", select.MMA_TILES[0], list(tune["CHOICES"]["mma"]))
+    everything = tune["candidates"]("mma", tiles.TABLES["mma"][0], list(tune["CHOICES"]["mma"]))
     assert len(everything) == 2 * 5 * 2 * 2 * 3 * 2

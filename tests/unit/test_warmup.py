@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.api import forward as api
 from numba_flash.cpu import forward as cpu
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch.launch import Launch
 
 X = np.ones((1, 1, 3, 8), np.float32)
@@ -13,7 +13,7 @@ X = np.ones((1, 1, 3, 8), np.float32)
 
 def test_it_loads_what_the_call_would_run_and_runs_nothing(monkeypatch):
     seen = []
-    monkeypatch.setattr(api, "_decided", {})  # nothing prepared before
+    monkeypatch.setattr(dispatch, "_plans", {})  # nothing prepared before
 
     class Spy(Launch):
         def __init__(self, choice, problem, target):
@@ -22,7 +22,7 @@ def test_it_loads_what_the_call_would_run_and_runs_nothing(monkeypatch):
         def load(self):
             seen.append(self.facts)
 
-    monkeypatch.setattr(api, "prepare", Spy)
+    monkeypatch.setattr(dispatch, "make_launch", Spy)
     out = np.full_like(X, 7)
     assert numba_flash.warmup(X, X, X, causal=True, return_lse=True, out=(out, np.zeros((1, 1, 3), "f4"))) is None
     assert seen == [("cpu", 0, True)] and (out == 7).all()

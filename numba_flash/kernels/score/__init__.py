@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ..steps import elements
-from . import alibi, bias, mask, scale, softcap
+from . import alibi, bias, mask, mask_mod, scale, score_mod, softcap
 
-STAGES = (scale, softcap, alibi, bias)
-MASKS = (mask,)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
+STAGES = (scale, score_mod, softcap, alibi, bias)
+MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
 
 
 class At(NamedTuple):

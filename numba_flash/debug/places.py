@@ -1,0 +1,93 @@
+"""Lines of a kernel's file, and the simulated threads that run them."""
+
+import contextlib
+import importlib
+import linecache
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..gpu.compiled import MODULES
+from ..machine import toolchain
+
+Index3 = tuple[int, ...]  # threadIdx or blockIdx as the simulator counts them: (x, y, z)
+Follow = Callable[..., Any]  # a trace function (sys.settrace)
+
+
+def make_of(kernel: str, who: str) -> types.CodeType:
+    """The code of a kernel's make(config). who: asks, for its errors.
+
+    Raises ValueError for a kernel that is not there, RuntimeError where the simulator is off.
+    """
+    if kernel not in MODULES:
+        raise ValueError(f"{who} knows the kernels {', '.join(MODULES)}, not {kernel!r}")
+    check_simulated(who)
+    toolchain.cuda()
+    code: types.CodeType = importlib.import_module(f"numba_flash.kernels.{MODULES[kernel]}").make.__code__
+    return code
+
+
+def check_simulated(who: str) -> None:
+    if not toolchain.simulated():
+        raise RuntimeError(
+            f"{who} needs Numba's CUDA simulator, which is off: set NUMBA_ENABLE_CUDASIM=1 before Python starts"
+        )
+
+
+@contextlib.contextmanager
+def watching(file: str, attach: Callable[[Index3, Index3, types.FrameType], Follow | None]) -> Iterator[None]:
+    """Whenever a simulated thread enters the kernel in `file`, call attach(threadIdx, blockIdx, frame).
+
+    It gives the trace function of that thread's kernel, or None to leave the thread alone.
+    """
+
+    def at_call(frame: types.FrameType, event: Any, arg: Any) -> Any:
+        """The trace function of every thread started meanwhile; the first call in `file` is the kernel's."""
+        if frame.f_code.co_filename != file:
+            return None  # before asking for the thread: one that is ending has no name any more
+        thread: Any = threading.current_thread()
+        if not hasattr(thread, "threadIdx"):
+            return None  # a thread that launches kernels
+        follow = attach(tuple(thread.threadIdx), tuple(thread.blockIdx), frame)
+        if follow is None:
+            sys.settrace(before)  # left to whoever traced it anyway: a debugger, coverage
+            return before and before(frame, event, arg)
+        return follow
+
+    before = threading.gettrace()
+    threading.settrace(at_call)
+    try:
+        yield
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]  # None takes the hook away
+
+
+def find_line(make: types.CodeType, line: int | str) -> int:
+    """The number of a line with code in a kernel file, inside the functions that `make` defines."""
+    file = make.co_filename
+    inside = {number: linecache.getline(file, number).strip() for number in _lines_inside(make)}
+    if isinstance(line, int):
+        if line not in inside:
+            following = [f"; the next one is {n}: {text}" for n, text in inside.items() if n > line]
+            raise ValueError(f"line {line} of {file} is not code of the kernel{''.join(following[:1])}")
+        return line
+    found = [number for number, text in inside.items() if line in text]
+    if not found:
+        raise ValueError(f"no line of the kernel in {file} contains {line!r}")
+    if len(found) > 1:
+        listing = "".join(f"\n  {number}: {inside[number]}" for number in found)
+        raise ValueError(f"{len(found)} lines of {file} contain {line!r}; give a number or more of the text:{listing}")
+    return found[0]
+
+
+def _lines_inside(make: types.CodeType) -> list[int]:
+    """The lines with code of every function inside `make`."""
+    lines: set[int] = set()
+    for code in make.co_consts:
+        if isinstance(code, types.CodeType):
+            # A function's first entry is its `def`, which runs in make.
+            lines.update(number for _, _, number in code.co_lines() if number and number != code.co_firstlineno)
+            lines.update(_lines_inside(code))
+    return sorted(lines)

@@ -1,0 +1,178 @@
+"""The path of attention() below its signature: read the arrays, plan, run.
+
+A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call makes it,
+later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from .. import arrays
+from ..arrays import Layout, Operands
+from ..functions.function import Function
+from ..machine.target import Target
+from ..problem.forward import Problem, check_memory, window_sides
+from ..select.forward import Choice, select
+from . import host_copies
+from .launch import Launch, make_launch
+
+O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
+_NO_OTHERS = [None] * (len(Operands._fields) - 3)
+NO_AUX: tuple[Any, ...] = ()  # a default, which each call compares with: as an object, in a fifth of the time
+
+
+class AttentionOutput(NamedTuple):
+    """o in the caller's layout and dtype; lse (batch, heads, seqlen_q), natural logarithm."""
+
+    o: Any
+    lse: Any
+
+
+class CallPlan(NamedTuple):
+    """What is to be computed, where and by what; and that, ready to be run."""
+
+    problem: Problem
+    target: Target
+    choice: Choice
+    launch: Launch
+
+
+def run(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
+) -> Any:  # fmt: skip
+    """`attention` for arrays that have addresses. Raises arrays.Recorded where a framework records what is done."""
+    given, (problem, _, _, launch) = prepare(
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
+    )  # fmt: skip
+    like, o, lse = given[0], given[O], given[LSE]
+    work_on = arrays.stream_of(given, stream)
+    empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
+    if o is None:
+        o = given[O] = empty(like, problem.o_shape, problem.dtype)
+    if lse is None and return_lse:
+        lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
+    if out is not None:
+        arrays.note_writing(o, lse)
+    launch.run(given, work_on)
+    if lse is None:
+        return arrays.give(like, o)
+    return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
+
+
+def prepare(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
+) -> tuple[list[Any], CallPlan]:  # fmt: skip
+    """Everything before memory is allocated or anything runs; what `explain` reports.
+
+    The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
+    """
+    read, checks = arrays.read, arrays.checks
+    o = lse = None
+    if out is not None:
+        pair = out if isinstance(out, tuple) else (out,)
+        if len(pair) != (2 if return_lse and isinstance(out, tuple) else 1):
+            raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
+        o = read("out", pair[0])
+        lse = read("the lse of out", pair[1]) if len(pair) == 2 else None
+    offsets = None
+    if q_offset is not None and arrays.is_array(q_offset):
+        offsets, q_offset = read("q_offset", q_offset), None
+    q, k, v = read("q", q), read("k", k), read("v", v)
+    bias = None if bias is None else read("bias", bias)
+    mask = None if mask is None else read("mask", mask)
+    alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
+    seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
+    if window is not None:
+        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
+    addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
+    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    if not (score_mod is mask_mod is None and aux is NO_AUX):
+        score_mod, mask_mod, more = read_functions(score_mod, mask_mod, aux)
+        given += more
+    if q.layout.family in checks:
+        checks[q.layout.family](given)
+    # nearly always q, k and v are all, and what is not there need not be looked at one by one
+    others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
+    key = (
+        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
+        return_lse, kernel, stream is not None, addresses % 16 == 0,
+        # 1 and True are equal as keys, but only one of them is a causal=
+        type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
+    )  # fmt: skip
+    try:
+        found = _plans.get(key)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        found = plan(*key[:-5])  # something that cannot be a key was given: say what is wrong with it
+    if found is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan(*key[:-5])
+    if others is not None or addresses & 7:
+        check_memory(given, found.problem)
+    return given, found
+
+
+def plan(
+    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
+    scale: Any, softcap: Any, score_mod: Function | None, mask_mod: Function | None, layout: Any, return_lse: Any,
+    kernel: Any, has_stream: bool, aligned: bool,
+) -> CallPlan:  # fmt: skip
+    """All that follows from layouts and options, so that the plan of a call seen before is looked up.
+
+    others: the layouts of Operands from o on, and behind them those of aux; None for none at all.
+    """
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
+    problem = Problem.of(
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
+        layout, return_lse, aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
+    )  # fmt: skip
+    target = Target.of(q.device)
+    choice = select(problem, target, kernel, q.family, has_stream)
+    if not choice.copies:
+        return CallPlan(problem, target, choice, make_launch(choice, problem, target))
+    copy = host_copies.layout_of_copy
+    others = others and tuple([array and copy(array) for array in others])
+    there = plan(
+        copy(q), copy(k), copy(v), others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
+        return_lse, kernel, has_stream=False, aligned=True,
+    )  # fmt: skip
+    choice = dataclasses.replace(there.choice, copies=True)
+    return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
+
+
+# The plans of calls seen before. Each call looks one up. functools.lru_cache, which would type all parts of the key,
+# takes twice as long.
+_plans: dict[tuple[Any, ...], CallPlan] = {}
+MOST_PLANS = 4096
+
+
+def read_functions(
+    score_mod: Any, mask_mod: Any, aux: Any
+) -> tuple[Function | None, Function | None, list[arrays.Array]]:
+    """The caller's functions as values, and the arrays that they read."""
+    if not isinstance(aux, tuple):
+        raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
+    return (
+        None if score_mod is None else Function.of("score_mod", score_mod),
+        None if mask_mod is None else Function.of("mask_mod", mask_mod),
+        [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)],
+    )
+
+
+def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:
+    """The part of the signature that later versions fill; never ignored in silence."""
+    no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
+    if sinks is seed is None and no_dropout:
+        return
+    given = dict(sinks=sinks, seed=seed)
+    wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
+    wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
+    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")

@@ -1,0 +1,187 @@
+"""How values and derivatives are computed together: the rules of dual numbers, each written once.
+
+A Pair is a value x and its derivative d by the score that came in; d is None where it is known to be 0, and then
+nothing is computed for it. So what is added to a score costs nothing, and its derivative stays the 1 that it was.
+
+x and d are anything with Python's operators: NumPy's numbers (numbers.py), or values of the code that is being compiled
+(compiled.py). `f` gives their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
+
+Where a function has no derivative, as abs at 0, that of the branch taken counts, as in torch.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Pair(NamedTuple):
+    x: Any
+    d: Any = None
+
+
+def _plus(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other
+
+
+def _minus(one: Any, other: Any) -> Any:
+    return one if other is None else -other if one is None else one - other
+
+
+def _times(d: Any, factor: Any) -> Any:
+    return None if d is None else d * factor
+
+
+def add(a: Pair, b: Pair, f: Any) -> Pair:
+    return Pair(a.x + b.x, _plus(a.d, b.d))
+
+
+def sub(a: Pair, b: Pair, f: Any) -> Pair:
+    return Pair(a.x - b.x, _minus(a.d, b.d))
+
+
+def mul(a: Pair, b: Pair, f: Any) -> Pair:
+    return Pair(a.x * b.x, _plus(_times(a.d, b.x), _times(b.d, a.x)))
+
+
+def truediv(a: Pair, b: Pair, f: Any) -> Pair:
+    y = a.x / b.x
+    d = _minus(a.d, _times(b.d, y))
+    return Pair(y, None if d is None else d / b.x)
+
+
+def floordiv(a: Pair, b: Pair, f: Any) -> Pair:
+    return Pair(f.floor(a.x / b.x))
+
+
+def mod(a: Pair, b: Pair, f: Any) -> Pair:
+    """Of the sign of b, as Python has it."""
+    rest = f.fmod(a.x, b.x)
+    x = f.where((rest != 0) & ((rest < 0) ^ (b.x < 0)), rest + b.x, rest)
+    return Pair(x, _minus(a.d, _times(b.d, f.floor(a.x / b.x))))
+
+
+def power(a: Pair, b: Pair, f: Any) -> Pair:
+    y = f.pow(a.x, b.x)
+    by_base = _times(a.d, b.x * f.pow(a.x, b.x - 1))
+    if b.d is None:
+        return Pair(y, by_base)
+    # 0 ** b stays 0, whatever b becomes
+    return Pair(y, _plus(by_base, f.where(y == 0, f.zero, b.d * y * f.log(a.x))))
+
+
+def whole_power(a: Pair, exponent: int, f: Any) -> Pair:
+    """a ** exponent for a number that is known when it is compiled."""
+    if exponent == 0:
+        return Pair(f.one)
+    below = _repeated(a.x, abs(exponent) - 1)  # None: 1
+    x = a.x if below is None else below * a.x
+    d = None if a.d is None else a.d if below is None else a.d * (below * abs(exponent))
+    return Pair(x, d) if exponent > 0 else truediv(Pair(f.one), Pair(x, d), f)
+
+
+def _repeated(x: Any, count: int) -> Any:
+    """x ** count by squares; None for 1."""
+    if count == 0:
+        return None
+    half = _repeated(x, count // 2)
+    square = x if half is None else half * half
+    return square if half is None or count % 2 == 0 else square * x
+
+
+def neg(a: Pair, f: Any) -> Pair:
+    return Pair(-a.x, None if a.d is None else -a.d)
+
+
+def pos(a: Pair, f: Any) -> Pair:
+    return a
+
+
+def absolute(a: Pair, f: Any) -> Pair:
+    return Pair(f.fabs(a.x), None if a.d is None else f.where(a.x < 0, -a.d, a.d))
+
+
+def choose(condition: Any, a: Pair, b: Pair, f: Any) -> Pair:
+    """a where the condition holds, else b."""
+    x = f.where(condition, a.x, b.x)
+    if a.d is None and b.d is None:
+        return Pair(x)
+    return Pair(x, f.where(condition, f.zero if a.d is None else a.d, f.zero if b.d is None else b.d))
+
+
+def minimum(a: Pair, b: Pair, f: Any) -> Pair:
+    return choose(b.x < a.x, b, a, f)
+
+
+def maximum(a: Pair, b: Pair, f: Any) -> Pair:
+    return choose(b.x > a.x, b, a, f)
+
+
+BINARY = dict(add=add, sub=sub, mul=mul, truediv=truediv, floordiv=floordiv, mod=mod, pow=power)
+UNARY = dict(neg=neg, pos=pos, abs=absolute)
+
+TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
+# {function of math with one argument: its derivative, from x, from y = the function of x, and from f}; None: it is 0
+SLOPES: dict[str, Callable[[Any, Any, Any], Any] | None] = {
+    "exp": lambda x, y, f: y,
+    "expm1": lambda x, y, f: y + 1,
+    "log": lambda x, y, f: 1 / x,
+    "log1p": lambda x, y, f: 1 / (x + 1),
+    "log2": lambda x, y, f: 1 / (x * math.log(2)),
+    "log10": lambda x, y, f: 1 / (x * math.log(10)),
+    "sqrt": lambda x, y, f: 0.5 / y,
+    "sin": lambda x, y, f: f.cos(x),
+    "cos": lambda x, y, f: -f.sin(x),
+    "tan": lambda x, y, f: y * y + 1,
+    "asin": lambda x, y, f: 1 / f.sqrt(1 - x * x),
+    "acos": lambda x, y, f: -1 / f.sqrt(1 - x * x),
+    "atan": lambda x, y, f: 1 / (x * x + 1),
+    "sinh": lambda x, y, f: f.cosh(x),
+    "cosh": lambda x, y, f: f.sinh(x),
+    "tanh": lambda x, y, f: 1 - y * y,
+    "asinh": lambda x, y, f: 1 / f.sqrt(x * x + 1),
+    "acosh": lambda x, y, f: 1 / f.sqrt(x * x - 1),
+    "atanh": lambda x, y, f: 1 / (1 - x * x),
+    "erf": lambda x, y, f: TWO_OVER_ROOT_PI * f.exp(-x * x),
+    "erfc": lambda x, y, f: -TWO_OVER_ROOT_PI * f.exp(-x * x),
+    "degrees": lambda x, y, f: 180 / math.pi,
+    "radians": lambda x, y, f: math.pi / 180,
+}
+
+
+def apply(name: str, a: Pair, f: Any) -> Pair:
+    """A function of SLOPES."""
+    y = getattr(f, name)(a.x)
+    slope = SLOPES[name]
+    return Pair(y) if a.d is None or slope is None else Pair(y, a.d * slope(a.x, y, f))
+
+
+def fabs(a: Pair, f: Any) -> Pair:
+    return absolute(a, f)
+
+
+def atan2(a: Pair, b: Pair, f: Any) -> Pair:
+    square = a.x * a.x + b.x * b.x
+    d = _minus(_times(a.d, b.x), _times(b.d, a.x))
+    return Pair(f.atan2(a.x, b.x), None if d is None else d / square)
+
+
+def hypot(a: Pair, b: Pair, f: Any) -> Pair:
+    y = f.hypot(a.x, b.x)
+    d = _plus(_times(a.d, a.x), _times(b.d, b.x))
+    return Pair(y, None if d is None else d / y)
+
+
+def copysign(a: Pair, b: Pair, f: Any) -> Pair:
+    x = f.copysign(a.x, b.x)
+    return Pair(x, None if a.d is None else f.where((x < 0) ^ (a.x < 0), -a.d, a.d))
+
+
+def fmod(a: Pair, b: Pair, f: Any) -> Pair:
+    return Pair(f.fmod(a.x, b.x), _minus(a.d, _times(b.d, f.trunc(a.x / b.x))))
+
+
+MATH_BINARY = dict(pow=power, atan2=atan2, hypot=hypot, copysign=copysign, fmod=fmod)
+TO_WHOLE = ("floor", "ceil", "trunc", "rint")  # their results are whole numbers
+ASKING = ("isnan", "isinf", "isfinite")
+CONSTANTS = ("pi", "e", "tau", "inf", "nan")
+FUNCTIONS = (*SLOPES, "fabs", *MATH_BINARY, *TO_WHOLE[:3], *ASKING)

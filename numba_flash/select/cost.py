@@ -1,0 +1,122 @@
+"""How long a problem will take, about, and what it costs that a faster kernel does not take it.
+
+Both rest on the speeds of measured.py, which are of one GPU and of large problems. They are good for "a second or a
+minute", and for "should I write this call in another way", not for more.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+from ..config.forward import Config, TensorConfig
+from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import BY_NAME
+from ..problem.ranges import UNBOUNDED, row_keys
+from .forward import Choice, config_of, refusal
+from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
+from .rungs import TENSOR
+
+SAMPLES = 64  # queries whose keys are counted, about
+MEASURED_CC = (9, 0)
+
+
+def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:
+    """About how long; None where nothing of the kind was measured."""
+    if problem.dtype == "float64" or target.simulated:
+        return None
+    if kernel == "cpu":
+        return _products(problem, problem.seqlen_q) / (CPU_GFLOPS * 1e9 * _threads())
+    if config is None or target.cc != MEASURED_CC:
+        return None
+    return _on_measured_gpu(kernel, config, problem, target.multiprocessors)
+
+
+def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
+    """That a faster kernel of this GPU does not run, why, what it costs, and what would let it run."""
+    if choice.config is None or choice.copies or target.simulated or target.cc is None:
+        return None
+    fastest = "wgmma" if target.cc == (9, 0) else "mma"
+    if target.cc < (8, 0) or choice.kernel == fastest:
+        return None
+    if choice.kernel in TENSOR and refusal(fastest, problem, target) is not None:
+        return None  # mma is what is left, and not far behind
+    reason, other, remedy = "it was asked for", problem, ""  # type: str, Problem | None, str
+    if refusal(fastest, problem, target) is not None:
+        reason, other, remedy = _cause(fastest, problem, target)
+    text = f"{choice.kernel} instead of {fastest} because {reason}"
+    if other is None:
+        return text
+    config = config_of(fastest, other, target)
+    assert config is not None
+    slow = _on_measured_gpu(choice.kernel, choice.config, problem, target.multiprocessors)
+    times = slow / _on_measured_gpu(fastest, config, other, target.multiprocessors)
+    expect = f"about {float(f'{times:.2g}'):g} times slower" if times >= 1.5 else "about the same time at this size"
+    where = "" if GPU in target.name else f", as on an {GPU}"
+    stays = f"; {remedy} would run on {fastest}" if remedy else ""
+    return f"{text}: expect {expect}{where}{stays}"
+
+
+def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem | None, str]:
+    """(why not, a problem alike that it takes, what the caller can do); None and "" where nothing so simple helps."""
+    reason = str(refusal(fastest, problem, target))
+    options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
+    functions = tuple(x for x in problem.functions if x[0] not in options)
+    without = dataclasses.replace(
+        problem, arrays=tuple(x for x in problem.arrays if x.name not in options), functions=functions,
+        aux=problem.aux if functions else (),
+    )  # fmt: skip
+    known = all(BY_NAME[name].instead for name in options)
+    instead = " and ".join(BY_NAME[name].instead for name in options) if known else ""
+    if options:
+        reason = f"of {' and '.join(f'{name}=' for name in options)}"
+        if refusal(fastest, without, target) is None:
+            return reason, without, instead
+    if problem.dtype == "float32":
+        reason = f"{reason} and float32" if options else "of float32"
+        sixteen = dataclasses.replace(without, dtype="float16")
+        if refusal(fastest, sixteen, target) is None:
+            return reason, sixteen, f"float16 or bfloat16{f' with {instead}' if options else ''}" if known else ""
+    return reason, None, ""
+
+
+def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocessors: int) -> float:
+    """As long as it would take on the GPU of measured.py, if that had so many multiprocessors."""
+    by_head_dim = TFLOPS[kernel]
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
+    group, queries = 1, config.tile_m
+    if isinstance(config, TensorConfig):
+        group, queries = config.group, config.queries
+    head_tiles = -(-problem.seqlen_q // queries)
+    blocks = problem.batch * problem.heads // group * (1 if kernel == "v1" else head_tiles)
+    busy = min(blocks / max(multiprocessors, 1), 1)  # of the GPU; a tile costs the same however many rows are queries
+    speed *= busy * multiprocessors / MULTIPROCESSORS
+    products = _products(problem, head_tiles * queries)
+    return max(products / speed if products else 0.0, CALL_MICROSECONDS * 1e-6)
+
+
+def _products(problem: Problem, rows: int) -> float:
+    """Operations of both products, for so many query rows of each head."""
+    p = problem
+    return 2.0 * p.batch * p.heads * rows * _keys_of_a_query(p) * (p.head_dim + p.head_dim_v)
+
+
+def _keys_of_a_query(problem: Problem) -> float:
+    """How many keys a query sees in the mean, from positions alone; as if all keys were valid."""
+    p = problem
+    known = p.q_offset_source == "number"
+    start = p.q_offset if known else p.seqlen_k - p.seqlen_q
+    left = UNBOUNDED if p.left is None else p.left
+    right = UNBOUNDED if p.right is None else p.right
+    step = max(p.seqlen_q // SAMPLES, 1)
+    seen = [row_keys(start + i, left, right, p.seqlen_k) for i in range(step // 2, p.seqlen_q, step)]
+    return sum(max(end - first, 0) for first, end in seen) / max(len(seen), 1)
+
+
+def _threads() -> int:
+    """As many as Numba will start, which is not asked: it would have to be loaded."""
+    asked: Any = os.environ.get("NUMBA_NUM_THREADS", "")
+    if asked.isdigit() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,223 @@
+"""Which tiles each kernel uses: a table of rows for each kernel, the best first.
+
+The first row is taken whose head_dim is large enough and whose shared memory fits. docs/adding_a_tile_row.md explains
+the columns, has the measurements behind the rows, and shows how to add one for another GPU.
+"""
+
+from typing import Any, NamedTuple
+
+from ..machine.target import Target
+
+MEASURED = "H200"  # the GPU of a row that names none
+SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: a thread is a Python thread
+
+
+class Simt(NamedTuple):
+    """Of v1, v2 and v2's backward. Rows that would be mostly past the last query, or key, are passed over."""
+
+    tile_m: int
+    tile_n: int
+    gpu: str = MEASURED
+
+
+class Mma(NamedTuple):
+    head_dim: int  # up to this one
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    q_registers: bool
+    blocks_per_sm: int
+    lag: int
+    gpu: str = MEASURED
+
+
+class MmaWide(NamedTuple):
+    """Of mma in float32 and float64."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    lag: int
+    gpu: str = MEASURED
+
+
+class Wgmma(NamedTuple):
+    head_dim: int
+    tile_m: int  # at most; TILE_COST decides
+    tile_n: int
+    ping_pong: bool
+    q_buffers: int
+    lag: int
+    gpu: str = MEASURED
+
+
+class MmaDkdv(NamedTuple):
+    head_dim: int
+    plain: bool  # for scores without softcap, ALiBi and the like, which need registers of their own
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    in_registers: bool
+    blocks_per_sm: int
+    column_groups: int
+    stages: int
+    apart: bool = False  # dK and dV have a kernel each
+    gpu: str = MEASURED
+
+
+class MmaDq(NamedTuple):
+    head_dim: int
+    plain: bool
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    in_registers: bool
+    blocks_per_sm: int
+    column_groups: int
+    stages: int
+    gpu: str = MEASURED
+
+
+class WgmmaDkdv(NamedTuple):
+    head_dim: int
+    plain: bool
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    apart: bool = False  # dK and dV have a kernel each
+    gpu: str = MEASURED
+
+
+class WgmmaDq(NamedTuple):
+    head_dim: int
+    plain: bool
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    gpu: str = MEASURED
+
+
+_SIMULATED = tuple(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4)))
+_SIMT = tuple(
+    Simt(m, n) for m, n in ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
+)
+
+TABLES: dict[str, tuple[Any, ...]] = {
+    "v1": _SIMT + _SIMULATED,
+    "v2": _SIMT + _SIMULATED,
+    "mma": (
+        Mma(64, 128, 64, warp_rows=32, q_registers=True, blocks_per_sm=2, lag=0),
+        Mma(128, 128, 64, warp_rows=32, q_registers=False, blocks_per_sm=2, lag=8),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0),
+        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0),
+        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
+        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
+        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
+    ),
+    "mma_float32": (
+        MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
+        MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
+        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+    ),
+    "mma_float64": (
+        MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, lag=8),
+        MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, lag=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+    ),
+    "wgmma": (
+        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, lag=8),
+        Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, lag=8),
+        Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, lag=8),
+        Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, lag=8),
+        Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, lag=8),
+    ),
+    # A key has two threads in v2_dkdv. These two are not measured yet.
+    "v2_dkdv": (
+        *(Simt(m, n) for m, n in ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))),
+        *(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (8, 8), (4, 4))),
+    ),
+    "v2_dq": (
+        *(Simt(m, n) for m, n in ((128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (4, 4))),
+        *(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (8, 8), (4, 4))),
+    ),
+    "mma_dkdv": (
+        MmaDkdv(64, True, 32, 128, warp_rows=32, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDkdv(64, False, 64, 128, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
+        MmaDkdv(128, True, 64, 64, warp_rows=32, in_registers=False, blocks_per_sm=2, column_groups=2, stages=2),
+        MmaDkdv(128, True, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDkdv(128, True, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDkdv(128, False, 32, 64, 16, False, blocks_per_sm=2, column_groups=1, stages=2, apart=True),
+        MmaDkdv(128, False, 32, 64, 16, False, blocks_per_sm=1, column_groups=1, stages=2, apart=True),
+        MmaDkdv(256, True, 128, 64, warp_rows=32, in_registers=False, blocks_per_sm=1, column_groups=4, stages=1),
+        MmaDkdv(256, True, 32, 128, 16, False, blocks_per_sm=1, column_groups=1, stages=2, apart=True),
+        MmaDkdv(256, False, 32, 64, 16, False, blocks_per_sm=1, column_groups=1, stages=2, apart=True),
+        MmaDkdv(256, False, 16, 32, 16, False, blocks_per_sm=1, column_groups=1, stages=2, apart=True),
+        MmaDkdv(128, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
+        MmaDkdv(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, apart=True, gpu=SIMULATOR),
+    ),
+    "mma_dq": (
+        MmaDq(64, True, 128, 32, warp_rows=32, in_registers=True, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDq(64, False, 128, 32, warp_rows=32, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDq(128, True, 128, 32, warp_rows=32, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDq(128, False, 64, 32, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
+        MmaDq(128, False, 64, 32, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
+        MmaDq(256, True, 128, 64, warp_rows=32, in_registers=False, blocks_per_sm=1, column_groups=2, stages=1),
+        MmaDq(256, True, 64, 64, warp_rows=32, in_registers=False, blocks_per_sm=1, column_groups=2, stages=1),
+        MmaDq(256, False, 64, 32, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
+        MmaDq(256, False, 32, 16, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
+        MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
+    ),
+    "wgmma_dkdv": (
+        WgmmaDkdv(64, True, 112, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(96, True, 80, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(128, True, 64, 128, stages_a=3, stages_b=3),
+        WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
+        WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
+        WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, gpu=SIMULATOR),
+        WgmmaDkdv(256, False, 32, 64, stages_a=2, stages_b=1, apart=True, gpu=SIMULATOR),
+    ),
+    "wgmma_dq": (
+        WgmmaDq(64, True, 128, 128, stages_a=2, stages_b=2),
+        WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2),
+        WgmmaDq(96, True, 128, 128, stages_a=2, stages_b=2),
+        WgmmaDq(128, True, 128, 112, stages_a=2, stages_b=2),
+        WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2),
+        WgmmaDq(192, True, 128, 80, stages_a=2, stages_b=2),
+        WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
+        WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
+    ),
+}
+
+# What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is
+# done soonest (cost_model.py).
+TILE_COST = {64: 0.75, 128: 1.0, 192: 1.3}
+
+
+def table_of(kernel: str, dtype: str) -> str:
+    """The table of a kernel of the forward: mma's tiles depend on the size of elements."""
+    return f"{kernel}_{dtype}" if kernel == "mma" and dtype in ("float32", "float64") else kernel
+
+
+def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
+    """The rows of a kernel's table for this machine: its GPU's own, or else those of the GPU that was measured."""
+    table = TABLES[kernel]
+    gpu = SIMULATOR if target.simulated else next((row.gpu for row in table if row.gpu in target.name), MEASURED)
+    return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
+
+
+def columns(row: Any) -> dict[str, Any]:
+    """What a row says, by the names of a Config's fields; for which problems it is comes apart."""
+    return {name: value for name, value in row._asdict().items() if name not in ("head_dim", "plain", "apart", "gpu")}
