@@ -28,7 +28,7 @@ def identity(x):
 
 
 # Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = ("not float32", "not float64", "no bias", "no mask", "head_dim up to")
+REFUSALS = ("not float32", "not float64", "no bias in", "no mask in", "head_dim up to")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rung:
     move: Callable[[np.ndarray], Any] = identity
     back: Callable[[Any], np.ndarray] = identity
     limits: dict = field(default_factory=lambda: dict(max_seqlen=150))  # of random cases: seqlens over several tiles
-    tensor: bool = False  # on tensor cores: no bias, no mask
+    tensor: bool = False  # on tensor cores
     usual: str = ""  # the dtype of a problem that does not say which, if not the kernel's first
     tile: int = 16  # keys that it takes in one step, about
     slow: bool = False  # in the simulator rows that are computed again take seconds
@@ -48,11 +48,6 @@ class Rung:
     def dtype(self):
         """Of a problem that does not say which."""
         return self.usual or ("float16" if self.tensor else "float32")
-
-    @property
-    def features(self):
-        """What it takes of testing.FEATURES."""
-        return tuple(name for name in testing.FEATURES if not self.tensor or name not in ("bias", "mask"))
 
     def problem(self, *seqlens, dtype=None, **options):
         return problem(*seqlens, dtype=dtype or self.dtype, **options)
@@ -127,7 +122,7 @@ def test_all_options_at_once(rung, dtype):
     )
     rung.check(
         rung.problem(17, 33, dtype=dtype, head_dim_v=5),
-        **{name: added[name] for name in rung.features if name in added},
+        **added,
         causal=True,
         window=(20, 3),
         seqlens_k=np.array([33, 12], np.int32),
@@ -263,8 +258,6 @@ def check_at_a_level(rung, *level, **options):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_scores_of_any_size(rung, dtype, level, sign):
-    if "bias" not in rung.features:
-        pytest.skip("it takes no bias")
     check_at_a_level(rung, dtype, level, sign)
 
 
@@ -302,8 +295,7 @@ def test_what_is_hidden_never_reaches_o(rung, how, value):
     if rung.slow and value in (np.inf, -np.inf):
         pytest.skip("minutes in the simulator, where NaN must do; every value on a GPU")
     dtype = "float16" if value == 6e4 else rung.dtype
-    places = ("k", "v", "bias") if "bias" in rung.features else ("k", "v")
-    clean, strange, visible = poisoned(rung, how, *places, value=value, dtype=dtype)
+    clean, strange, visible = poisoned(rung, how, "k", "v", "bias", value=value, dtype=dtype)
     (clean_o, clean_lse), (o, lse) = rung(clean), rung(strange)
     assert unchanged(rung, o[~visible], clean_o[~visible]) and same_bits(lse[~visible], clean_lse[~visible])
 
@@ -521,7 +513,7 @@ def test_inputs_are_left_alone(rung):
         mask=np.ones((1, 1, 20, 30), bool),
         alibi_slopes=np.ones(2, np.float32),
     )
-    case = rung.problem(**{name: given[name] for name in rung.features if name in given})
+    case = rung.problem(**given)
     moved = case.arguments(rung.move)
     before = {name: rung.back(x).copy() for name, x in moved.items() if hasattr(x, "shape")}
     rung.attention(**moved)

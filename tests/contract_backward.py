@@ -24,7 +24,7 @@ from numba_flash.testing import exact as testing_exact
 
 NAMES = AttentionGradients._fields
 # Why a backward on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = (*contract.REFUSALS, "no gradient of alibi_slopes")
+REFUSALS = (*contract.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ MASK[:, :, 4] = False
 
 def with_mask(rung):
     """A case whose mask hides some keys from some queries, and all of them from one; for rungs that take masks."""
-    return rung.problem(batch=1, **({"mask": MASK} if "mask" in rung.features else {}))
+    return rung.problem(batch=1, mask=MASK)
 
 
 # What all examples are compared with is computed once: in the simulator that is half of the time.

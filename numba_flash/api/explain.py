@@ -1,9 +1,11 @@
 """explain, explain_backward: which kernels a call would run, with what, and why not others."""
 
 import html
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays import ITEM_SIZE
 from ..config.backward import BackwardConfig
 from ..config.forward import Config
 from ..dispatch import launch, launch_backward
@@ -85,6 +87,14 @@ class Explanation(Readable):
             facts.append(("grid", grid))
         if self.config and self.kernel in ACCURACY:
             facts.append(("sums", ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)))
+            facts += [
+                ("before it", f"{before.kernel}, {blocks} blocks of {before.threads} threads")
+                for before, blocks in launch.kernels_before(self.config, self.problem, self.target)
+            ]
+            made = launch.workspace(self.config, self.problem).values()
+            if made:
+                size = sum(math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in made)
+                facts.append(("workspace", f"{size} bytes beside the result"))
         if self.copies:
             facts.append(("copies", "the arrays go to the GPU and the result comes back, which is waited for"))
         if self.seconds is not None:

@@ -233,11 +233,13 @@ class _Callback:
 class _Forward(_Callback):
     order, results = Operands._fields, ("o", "lse")
 
-    def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+    def plan(
+        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
+    ) -> tuple[problem.Problem, Launch]:
         found = dispatch.plan(
             layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
             **self.options._asdict(), score_mod=None, mask_mod=None, return_lse=True, has_stream=has_stream,
-            aligned=aligned,
+            aligned=aligned, bias_aligned=bias_aligned,
         )  # fmt: skip
         if found.choice.copies:
             raise NotImplementedError(
@@ -250,7 +252,9 @@ class _Forward(_Callback):
 class _Backward(_Callback):
     order, results = GradientOperands._fields, tuple(GRADIENT_OF)
 
-    def plan(self, layouts: dict[str, Layout], has_stream: bool, aligned: bool) -> tuple[problem.Problem, Launch]:
+    def plan(
+        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
+    ) -> tuple[problem.Problem, Launch]:
         known = self.options._asdict()
         if known["kernel"] not in rungs.WITH_BACKWARD:
             known["kernel"] = "auto"
@@ -259,7 +263,7 @@ class _Backward(_Callback):
         found = gradients.plan(
             **inputs, **known, optional=optional, functions=None,
             wanted=tuple(name for name in GRADIENT_OF if name in layouts),
-            deterministic=True, has_stream=has_stream, aligned=aligned,
+            deterministic=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
         )  # fmt: skip
         return found.problem.forward, found.launch
 
@@ -275,8 +279,10 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     sizes = [arrays.ITEM_SIZE[dtype] for dtype in dtypes]
     turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
     fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
+    of_bias = [n for n, name in enumerate(names) if name == "bias"]
+    bias_aligned = aligned and all(starts[n] % 8 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
-    forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned)
+    forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
     where = tuple(names.index(name) if name in names else None for name in callback.order)
     return _Plan(forward, launch, where, layouts, turns)
 

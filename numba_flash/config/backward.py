@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..problem.options import BY_NAME
-from .forward import Config, LaunchFacts, tile_bytes
+from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
 from .simt_backward import DalibiConfig, DeltaConfig
 
 
 @dataclass(frozen=True)
 class MmaRowsConfig(LaunchFacts):
-    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes."""
+    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
+    natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py)."""
 
     dtype: str
     head_dim_v: int
@@ -18,6 +19,7 @@ class MmaRowsConfig(LaunchFacts):
     wide: bool
     threads: int = 256
     lanes: int = 8
+    natural: bool = False
 
     kernel: ClassVar[str] = "mma_rows"
     compute_dtype: ClassVar[str] = "float32"
@@ -45,16 +47,17 @@ class MmaBackwardConfig(Config):
     `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
+    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
     """
 
     warp_rows: int = 16
     in_registers: bool = False
     column_groups: int = 1
     stages: int = 2
+    bias_pairs: bool = False
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
-    NOTES: ClassVar[int] = 5  # of a block, 16 bytes each (kernels/steps/notes.py)
     group: ClassVar[int] = 1  # a tile is of one head
 
     def __post_init__(self) -> None:
@@ -78,6 +81,11 @@ class MmaBackwardConfig(Config):
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def notes(self) -> int:
+        """Of a block, 16 bytes each (kernels/steps/notes.py); with bias or mask also where those begin."""
+        return 6 if self.has("bias") or self.has("mask") else 5
 
     @property
     def group_columns(self) -> int:
@@ -159,7 +167,7 @@ class MmaDkdvConfig(MmaBackwardConfig):
         exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
         seen_at = weights_at + exchanged
         notes_at = seen_at + 8 * self.tile_n
-        warps_at = notes_at + self.NOTES * 16
+        warps_at = notes_at + self.notes * 16
         return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, warps_at + self.threads // 8
 
 
@@ -187,8 +195,10 @@ class MmaDqConfig(MmaBackwardConfig):
         weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
         of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
         notes_at = of_rows_at + 16 * self.tile_m
-        warps_at = notes_at + self.NOTES * 16
+        warps_at = notes_at + self.notes * 16
         return 0, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, warps_at + self.threads // 8
 
 
-BackwardConfig = Config | DeltaConfig | DalibiConfig | MmaRowsConfig  # that of every kernel of a backward
+BackwardConfig = (
+    Config | DeltaConfig | DalibiConfig | MaskBitsConfig | MmaRowsConfig
+)  # that of every kernel of a backward

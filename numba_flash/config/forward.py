@@ -131,6 +131,7 @@ class TensorConfig(Config):
     group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
     head). scaled: scores are finished before the softmax, because an option that changes them or a scale that is not
     above 0 forbids folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
+    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
     lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
     """
 
@@ -138,6 +139,7 @@ class TensorConfig(Config):
     scaled: bool = False
     wide_o: bool = True
     lag: float = 0.0
+    bias_pairs: bool = False
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
@@ -215,7 +217,11 @@ class MmaConfig(TensorConfig):
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
-    TILE_NOTES: ClassVar[int] = 2  # what a block knows of its query tile (kernels/steps/notes.py)
+
+    @property
+    def tile_notes(self) -> int:
+        """What a block knows of its query tile (kernels/steps/notes.py); with bias or mask also where those begin."""
+        return 4 if self.has("bias") or self.has("mask") else 2
 
     def __post_init__(self) -> None:
         if self.warp_rows not in (16, 32):
@@ -259,7 +265,7 @@ class MmaConfig(TensorConfig):
         end = v_at + tile_bytes(self.tile_n, self.width, size)
         tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m * self.column_groups)
         exchanged = self.tile_m * self.tile_n * size if self.column_groups > 1 else 0
-        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.TILE_NOTES * 16 + exchanged
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.tile_notes * 16 + exchanged
 
 
 @dataclass(frozen=True)
@@ -286,15 +292,19 @@ class WgmmaConfig(TensorConfig):
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
     counted: ClassVar[bool] = True
+    MOST_KEYS: ClassVar[int] = 256
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+    MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224)}  # the scheduler looks which tiles are shown
 
     def __post_init__(self) -> None:
         self._check(64, 16)
         if self.consumers not in self.REGISTERS:
             raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
-        if self.tile_n > 256:
-            raise ValueError(f"tile_n must be at most 256, what one product can be wide, not {self.tile_n}")
+        if self.tile_n > self.MOST_KEYS:
+            raise ValueError(
+                f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
+            )
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.wide_o:
@@ -334,7 +344,8 @@ class WgmmaConfig(TensorConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
-        return self.REGISTERS[self.consumers]
+        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") else {})
+        return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and notices, and the
@@ -346,6 +357,30 @@ class WgmmaConfig(TensorConfig):
         notes_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
         barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
         return 0, k_at, v_at, o_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+
+
+@dataclass(frozen=True)
+class MaskBitsConfig(LaunchFacts):
+    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
+
+    of_keys: bool = False
+    threads: int = 512
+
+    dtype: ClassVar[str] = "bool"
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.threads < 32 or self.threads % 32:
+            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+
+    @property
+    def kernel(self) -> str:
+        return "mask_bits_of_keys" if self.of_keys else "mask_bits"
+
+    def dtype_of(self, option: str) -> str:
+        return self.dtype
 
 
 @dataclass(frozen=True)

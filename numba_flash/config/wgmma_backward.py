@@ -67,7 +67,7 @@ class WgmmaBackwardConfig(Config):
             raise ValueError(f"stages_a must be 2 to 4 and stages_b 1 to 4, not {self.stages_a} and {self.stages_b}")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores or name in ("bias", "mask")]
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)

@@ -89,7 +89,7 @@ def prepare(
     key = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, functions,
         wanted, q_offset, causal, window, scale, softcap, layout, deterministic, kernel, stream is not None,
-        addresses % 16 == 0,
+        addresses % 16 == 0, bias is not None and bias.pointer % 8 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(deterministic),
     )  # fmt: skip
@@ -119,17 +119,17 @@ def plan(
     q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
     optional: tuple[Layout | None, ...] | None, functions: tuple[Any, ...] | None, wanted: Any, q_offset: Any,
     causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, deterministic: Any, kernel: Any, has_stream: bool,
-    aligned: bool,
+    aligned: bool, bias_aligned: bool = False,
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     optional: the layouts of GradientOperands from bias to q_offset; None for none at all. functions: score_mod,
-    mask_mod and the layouts of aux; None for none at all.
+    mask_mod and the layouts of aux; None for none at all. bias_aligned: bias begins at a multiple of 8 bytes.
     """
     bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
     problem = BackwardProblem.of(
         do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned, *(functions or ()),
+        softcap, layout, wanted, deterministic, aligned, bias_aligned, *(functions or ()),
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select_backward(problem, target, kernel, q.family, has_stream)

@@ -101,7 +101,7 @@ def prepare(
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key = (
         q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
-        return_lse, kernel, stream is not None, addresses % 16 == 0,
+        return_lse, kernel, stream is not None, addresses % 16 == 0, bias is not None and bias.pointer % 8 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
     )  # fmt: skip
@@ -123,16 +123,17 @@ def prepare(
 def plan(
     q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
     scale: Any, softcap: Any, score_mod: Function | None, mask_mod: Function | None, layout: Any, return_lse: Any,
-    kernel: Any, has_stream: bool, aligned: bool,
+    kernel: Any, has_stream: bool, aligned: bool, bias_aligned: bool = False,
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
-    others: the layouts of Operands from o on, and behind them those of aux; None for none at all.
+    others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
+    begins at a multiple of 8 bytes.
     """
     o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
     problem = Problem.of(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
+        layout, return_lse, aligned, bias_aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)
@@ -142,7 +143,7 @@ def plan(
     others = others and tuple([array and copy(array) for array in others])
     there = plan(
         copy(q), copy(k), copy(v), others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
-        return_lse, kernel, has_stream=False, aligned=True,
+        return_lse, kernel, has_stream=False, aligned=True, bias_aligned=True,
     )  # fmt: skip
     choice = dataclasses.replace(there.choice, copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import arrays, reference
 from ..arrays import Array, GradientOperands, Operands
-from ..config.forward import Config, TensorConfig
+from ..config.forward import Config, MaskBitsConfig, TensorConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Enqueuer, packed
@@ -16,9 +16,13 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS
 from ..select.arguments import (
+    FORWARD_WORKSPACE,
+    MASK_BITS,
     Values,
     forward_arrays,
     forward_values,
+    mask_bits_layout,
+    mask_bits_words,
     parameters,
     positions,
     tensor_maps,
@@ -59,16 +63,35 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     maps = tensor_maps(config, problem)
     blocks = grid(config, problem, target)
     ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
-    if choice.kernel == "v1":
-        steps = [(ready, positions("v1", forward_arrays(len(problem.aux))))]
-        ready = KernelSequence(steps, [(shape, problem.compute_dtype) for shape in _state_of_v1(problem)])
+    made = workspace(config, problem)
+    if made:
+        launches = [
+            (first.kernel, on_gpu(first, target, its_blocks, forward_values(first.kernel, problem)))
+            for first, its_blocks in kernels_before(config, problem, target)
+        ]
+        launches.append((choice.kernel, ready))
+        every = forward_arrays(len(problem.aux))
+        steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
+        ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return Announced(problem, ready) if target.simulated else ready
 
 
-def _state_of_v1(problem: Problem) -> list[tuple[int, ...]]:
-    """The shapes of FORWARD_WORKSPACE."""
-    rows = problem.lse_shape
-    return [(*rows, problem.head_dim_v), rows, rows]
+def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
+    """(Config, blocks) of what runs before the kernel itself."""
+    if not (isinstance(config, TensorConfig) and config.has("mask")):
+        return []
+    pieces, _ = mask_bits_layout(problem)
+    return [(MaskBitsConfig(threads=32 if target.simulated else 512), pieces)]
+
+
+def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of those of FORWARD_WORKSPACE that there are: what a kernel allocates beside its result."""
+    if config.kernel == "v1":
+        rows, dtype = problem.lse_shape, problem.compute_dtype
+        return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
+    if isinstance(config, TensorConfig) and config.has("mask"):
+        return {MASK_BITS: ((mask_bits_words(problem),), "uint32")}
+    return {}
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:

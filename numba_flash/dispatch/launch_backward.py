@@ -9,17 +9,21 @@ import numpy as np
 from .. import arrays, reference
 from ..arrays import GradientOperands
 from ..config.backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
-from ..config.forward import ITEM_SIZE
+from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..select.arguments import (
     BACKWARD_WORKSPACE,
+    MASK_BITS,
+    MASK_BITS_OF_KEYS,
     PARAMETERS,
     backward_arrays,
     backward_tensor_maps,
     backward_values,
+    mask_bits_layout,
+    mask_bits_words,
     positions,
 )
 from ..select.backward import BackwardChoice
@@ -41,6 +45,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     forward = problem.forward
     if isinstance(config, DeltaConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
+    if isinstance(config, MaskBitsConfig):
+        return mask_bits_layout(forward, config.of_keys)[0]
     if isinstance(config, MmaRowsConfig):
         return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
@@ -57,7 +63,9 @@ def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]
     """Shape and dtype of each of BACKWARD_WORKSPACE."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
-    return dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+    made = dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
+    of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
+    return made | {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
 
 
 def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:

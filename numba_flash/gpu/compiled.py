@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.forward import SoftmaxConfig
+from ..config.forward import MaskBitsConfig, SoftmaxConfig
 from ..functions.function import Function, explain_failure
 from ..machine import toolchain
 from ..machine.cache_folder import cache_folder
@@ -30,7 +30,7 @@ from .assembler import assemble
 if TYPE_CHECKING:
     from ..config.backward import BackwardConfig
 
-    AnyConfig = BackwardConfig | SoftmaxConfig
+    AnyConfig = BackwardConfig | MaskBitsConfig | SoftmaxConfig
 else:
     AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
 # the file of each kernel, in numba_flash/kernels
@@ -40,6 +40,8 @@ MODULES = {
     "mma": "mma.forward",
     "wgmma": "wgmma.forward",
     "delta": "simt.delta",
+    "mask_bits": "score.mask_bits",
+    "mask_bits_of_keys": "score.mask_bits",
     "v2_dkdv": "simt.v2_backward_dkdv",
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",

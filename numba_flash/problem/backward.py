@@ -47,12 +47,13 @@ class BackwardProblem:
         do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, bias: Layout | None,
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, deterministic: Any,
-        aligned: bool = True, score_mod: Any = None, mask_mod: Any = None, aux: tuple[Layout, ...] = (),
+        aligned: bool = True, bias_aligned: bool = False, score_mod: Any = None, mask_mod: Any = None,
+        aux: tuple[Layout, ...] = (),
     ) -> "BackwardProblem":  # fmt: skip
         """Check a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
         forward = Problem.of(
             q, k, v, None, None, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-            softcap, layout, True, aligned, score_mod, mask_mod, aux,
+            softcap, layout, True, aligned, bias_aligned, score_mod, mask_mod, aux,
         )  # fmt: skip
         check_bool("deterministic", deterministic)
         wanted = _wanted(wanted, bias, alibi_slopes)

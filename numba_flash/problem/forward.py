@@ -28,6 +28,7 @@ class OptionArray(NamedTuple):
     name: str
     dtype: str
     strides: tuple[int, ...]  # in elements; 0 in dimensions that it is broadcast in
+    pairs: bool = False  # of bias: keys 2 i and 2 i + 1 are one read, side by side at a multiple of their size
 
 
 class AuxArray(NamedTuple):
@@ -117,10 +118,11 @@ class Problem:
         q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
-        aligned: bool = True, score_mod: Function | None = None, mask_mod: Function | None = None,
-        aux: tuple[Layout, ...] = (),
+        aligned: bool = True, bias_aligned: bool = False, score_mod: Function | None = None,
+        mask_mod: Function | None = None, aux: tuple[Layout, ...] = (),
     ) -> "Problem":  # fmt: skip
-        """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None."""
+        """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None. bias_aligned:
+        bias begins at a multiple of 8 bytes."""
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
         check_bool("causal", causal)
@@ -167,7 +169,7 @@ class Problem:
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
         sizes = (batch, heads, seqlen_q, seqlen_k)
         arrays = tuple(
-            OptionArray(option.name, given[option.name].dtype, _strides(option, given[option.name], q.dtype, sizes))
+            _option_array(option, given[option.name], q.dtype, sizes, bias_aligned)
             for option in ARRAYS
             if option.name in given
         )
@@ -345,6 +347,14 @@ def _softcap(softcap: Any, dtype: str) -> float | None:
     if number <= least:
         raise ValueError(f"softcap must be above {least:.3g} (None = no cap), not {number}")
     return number
+
+
+def _option_array(
+    option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int], bias_aligned: bool
+) -> OptionArray:
+    strides = _strides(option, array, q_dtype, sizes)
+    pairs = option.name == "bias" and bias_aligned and sizes[3] % 2 == 0 and strides[3] == 1
+    return OptionArray(option.name, array.dtype, strides, pairs and not any(stride % 2 for stride in strides[:3]))
 
 
 def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:

@@ -38,8 +38,8 @@ OPTIONS = (
     ),  # fmt: skip
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
-    Option("bias", "score", "scores", FLOATS, gradient="dbias", on_tensor_cores=False, instead="alibi_slopes="),
-    Option("mask", "mask", "scores", ("bool",), on_tensor_cores=False, instead="causal=, window= or seqlens_k="),
+    Option("bias", "score", "scores", FLOATS, gradient="dbias"),
+    Option("mask", "mask", "scores", ("bool",)),
     Option("mask_mod", "mask", function=True, on_tensor_cores=False, on_cpu=False, instead="causal= or window="),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),

@@ -39,6 +39,39 @@ def load_v4(typingctx, values, at, address):
 
 
 @intrinsic
+def load_b16_if(typingctx, address, condition):
+    """@condition ld.global.u16: 2 bytes at a global address, a multiple of 2; 0 without reading where it is 0."""
+    text = (
+        "{ .reg .pred p; .reg .b16 half, zero; setp.ne.u32 p, $2, 0; mov.b16 half, 0; mov.b16 zero, 0; "
+        "@p ld.global.b16 half, [$1]; mov.b32 $0, {half, zero}; }"
+    )
+    return asm.scalars(text, types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def load_b32_if(typingctx, address, condition):
+    """@condition ld.global.b32: 4 bytes at a global address, a multiple of 4; 0 without reading where it is 0."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }"
+    return asm.scalars(text, types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def load_v2_if(typingctx, values, at, address, condition):
+    """@condition ld.global.v2.b32: values[at : at + 2] (local uint32) = 8 bytes at a global address, a multiple of 8;
+    0 without reading where it is 0."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 2)
+        text = (
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
+        )
+        asm.emit(builder, text, [values], [args[2], args[3]])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int32, types.int64, types.uint32), codegen
+
+
+@intrinsic
 def store_b16(typingctx, address, value):
     """st.global.b16 [address], value: the low 16 bits of value. address: a multiple of 2."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.global.b16 [$0], low; }"

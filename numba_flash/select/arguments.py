@@ -41,33 +41,49 @@ def _words(text: str) -> tuple[str, ...]:
 
 _SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 _OPTIONS = tuple(option.name for option in ARRAYS)
+# What tensor-core kernels take in a mask's place (kernels/score/mask_bits.py); those whose rows are keys the second.
+MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
+
+
+def _with_bits(names: tuple[str, ...], bits: str = MASK_BITS) -> tuple[str, ...]:
+    return tuple(bits if name == "mask" else name for name in names)
+
+
 _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
 _BACKWARD = (*_words("q k v do lse delta"), *_OPTIONS)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OPTIONS)
-_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.on_tensor_cores)
-_TENSOR = (*_words("q k v do row_facts"), *_TENSOR_OPTIONS)
-_TENSOR_STRIDES = (*_words("q k v do"), *_TENSOR_OPTIONS)
+_TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
+_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.name not in ("bias", "mask"))  # of wgmma's backward
+_BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
+
+
+def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Parameters:
+    arrays, strides = (*_words("q k v do row_facts"), *options), (*_words("q k v do"), *options)
+    return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, NUMBERS)
+
+
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
-FORWARD_WORKSPACE = _words("acc_o row_sum row_max")  # of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = _words("delta slope_rows row_facts")
+FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
+BACKWARD_WORKSPACE = (*_words("delta slope_rows row_facts"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 
 PARAMETERS: dict[str, Parameters] = {
-    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE),
+    "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE[:3]),
     "v2": _FORWARD,
-    "mma": _FORWARD,
-    "wgmma": _FORWARD._replace(arrays=(*Operands._fields, COUNTERS)),
+    "mma": _TENSOR_FORWARD,
+    "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
+    **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
     "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
-    **dict.fromkeys(
-        ("mma_dkdv", "wgmma_dkdv"), Parameters((*_TENSOR, "dk", "dv"), (*_TENSOR_STRIDES, "dk", "dv"), _SIZES, NUMBERS)
-    ),
-    **dict.fromkeys(("mma_dq", "wgmma_dq"), Parameters((*_TENSOR, "dq"), (*_TENSOR_STRIDES, "dq"), _SIZES, NUMBERS)),
+    "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OPTIONS, MASK_BITS_OF_KEYS)),
+    "mma_dq": _tensor_backward(("dq",), _with_bits(_OPTIONS)),
+    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
+    "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
 GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
@@ -146,6 +162,8 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
+    if name in _BITS:
+        return "uint32"
     if name in aux_names(len(config.aux)):
         dtype = config.aux[int(name.removeprefix("aux"))][0]
         return "uint8" if dtype == "bool" else dtype
@@ -163,6 +181,34 @@ def forward_values(kernel: str, problem: Problem) -> Values:
     return Values.of(kernel, len(problem.aux), **_numbers_of(problem))
 
 
+MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
+
+
+def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:
+    """-> (how many pieces mask_bits makes, the strides by which they are read: batch, head, piece, row), in words."""
+    p, mask = problem, problem.array("mask")
+    if mask is None:
+        return 0, (0, 0, 0, 0)
+    rows, columns, by_row = p.seqlen_q, p.seqlen_k, mask.strides[2]
+    if of_keys:
+        rows, columns, by_row = columns, rows, mask.strides[3]
+    row_words = -(-columns // 128) * 4
+    pieces = -(-rows // MASK_PIECE) if by_row else 1
+    piece = MASK_PIECE * row_words + MASK_ENDS
+    heads = p.heads if mask.strides[1] else 1
+    batch = p.batch if mask.strides[0] else 1
+    apart = (heads * pieces * piece, pieces * piece, piece)
+    varies = (*mask.strides[:2], by_row)
+    by_batch, by_head, by_piece = (words if stride else 0 for words, stride in zip(apart, varies, strict=True))
+    return batch * heads * pieces, (by_batch, by_head, by_piece, row_words)
+
+
+def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
+    """How large what mask_bits makes is."""
+    pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
+    return pieces * (MASK_PIECE * row_words + MASK_ENDS)
+
+
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
     numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
     numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
@@ -178,6 +224,7 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
         array, count = p.array(option.name), STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
+    strides |= {MASK_BITS: mask_bits_layout(p)[1], MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
     for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
         strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
     sizes = {name: getattr(p, name) for name in _SIZES}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from ..config.forward import Config
+from ..config.forward import Config, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SeedBackwardConfig
 from ..config.wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
 from ..machine.target import Target
@@ -83,6 +83,9 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    for option in ("bias", "mask"):
+        if name == "wgmma" and forward.array(option) is not None:
+            return f"its backward takes no {option} yet"
     if "dalibi_slopes" in problem.wanted:
         return "it has no gradient of alibi_slopes yet"
     assert target.cc is not None
@@ -126,9 +129,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
     made: list[BackwardConfig] = [_mma_rows(problem, target)]
-    made += _first_that_fits([_mma_dkdv(problem, row) for row in rows], target)
+    threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
+    of_keys = _first_that_fits([_mma_dkdv(problem, row) for row in rows], target)
+    if masked and of_keys:
+        made.append(MaskBitsConfig(of_keys=True, threads=threads))
+    made += of_keys
     if "dq" in problem.wanted:
+        made += [MaskBitsConfig(threads=threads)] * masked
         made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
+    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
+        made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
     return tuple(made)
 
 
@@ -144,10 +154,9 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
 
 def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     """The rows of a kernel's table for this head_dim and these scores."""
-    head_dim, plain = (
-        max(problem.forward.head_dim, problem.forward.head_dim_v),
-        not changes_scores(problem.forward.uses),
-    )
+    forward = problem.forward
+    head_dim = max(forward.head_dim, forward.head_dim_v)
+    plain = not changes_scores(forward.uses) and forward.array("mask") is None
     return [row for row in rows_for(kernel, target) if head_dim <= row.head_dim and (plain or not row.plain)]
 
 
@@ -158,12 +167,17 @@ def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:
 
 
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:
-    features = _features(problem) | columns(row) | dict(kernel="mma_dkdv")
+    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dkdv")
     return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in _parts(problem, row.apart)]
 
 
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
-    return [MmaDqConfig(**_features(problem), **columns(row), kernel="mma_dq")]
+    return [MmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="mma_dq")]
+
+
+def _pairs(problem: BackwardProblem) -> dict[str, bool]:
+    bias = problem.forward.array("bias")
+    return dict(bias_pairs=bias is not None and bias.pairs)
 
 
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
@@ -196,7 +210,8 @@ def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
         for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
     )
     threads = 32 if target.simulated else 256
-    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads)
+    natural = forward.array("bias") is not None
+    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads, natural=natural)
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:

@@ -17,7 +17,7 @@ from .arguments import tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import TENSOR, check_request, choose, no_gpu
 from .tensor_maps import fits
-from .tiles import TILE_COST, columns, rows_for, table_of
+from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
 
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at full speed
 LARGE_FLOAT64_SINCE = (9, 0)  # m16n8k16
@@ -91,6 +91,8 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
     for option, _ in problem.uses:
         if not BY_NAME[option].on_tensor_cores:
             return f"it takes no {option} yet"
+        if option in ("bias", "mask") and ITEM_SIZE[problem.dtype] > 2:
+            return f"it takes no {option} in {problem.dtype} yet"
     widest = max(row.head_dim for row in rows_for(table_of(name, problem.dtype), target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
@@ -162,8 +164,9 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        if row.tile_m == 192 and features["scaled"] and 128 % group == 0:
+        if row.tile_m == 192 and (features["scaled"] or _reads_scores(problem)) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
+        features["tile_n"] = min(row.tile_n, _most_keys(problem))
         # A place for O, where no buffer of Q is free for it and there is room.
         for o_buffer in (True, False) if row.q_buffers == 1 and features["wide_o"] else (False,):
             yield WgmmaConfig(**features, o_buffer=o_buffer)
@@ -171,7 +174,26 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
 
 def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return [row for row in rows_for(table, target) if head_dim <= row.head_dim]
+    reads = _reads_scores(problem)
+    rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
+    return [row for row in rows if getattr(row, "reads", reads) == reads]
+
+
+def _reads_scores(problem: Problem) -> bool:
+    """Whether there is something to read for each score."""
+    return any(problem.array(option) is not None for option in ("bias", "mask"))
+
+
+def _most_keys(problem: Problem) -> int:
+    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+    if not _reads_scores(problem):
+        return WgmmaConfig.MOST_KEYS
+    bias = problem.array("bias")
+    read = "mask" if bias is None else "bias"
+    alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
+    rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return next(keys for widest, keys in rows if head_dim <= widest)
 
 
 def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:
@@ -198,8 +220,8 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
 
 
 def _same_keys(problem: Problem) -> bool:
-    """Whether all queries of a batch entry see the same keys."""
-    return problem.left is None and problem.right is None
+    """Whether all queries of a batch entry see the same keys, as far as is known."""
+    return problem.left is None and problem.right is None and problem.array("mask") is None
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
@@ -243,10 +265,11 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
-    size = ITEM_SIZE[problem.dtype]
+    bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
     return dict(
         group=group,
         scaled=changes_scores(problem.uses) or problem.scale <= 0,
+        bias_pairs=bias is not None and bias.pairs,
         wide_o=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
     )

@@ -28,6 +28,7 @@ class Mma(NamedTuple):
     q_registers: bool
     blocks_per_sm: int
     lag: int
+    reads: bool = False  # for problems with a bias or a mask, whose words take registers
     gpu: str = MEASURED
 
 
@@ -118,6 +119,12 @@ TABLES: dict[str, tuple[Any, ...]] = {
         Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
         Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
         Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
+        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=2, lag=0, reads=True),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0, reads=True),
+        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0, reads=True),
+        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
+        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
+        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
     ),
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
@@ -205,6 +212,17 @@ TABLES: dict[str, tuple[Any, ...]] = {
 # done soonest (cost_model.py).
 TILE_COST = {64: 0.75, 128: 1.0, 192: 1.3}
 
+# How many keys a tile of wgmma has at most where something is read for each score, which takes registers: {(bytes of a
+# number of bias, 0 with a mask alone; whether nothing else changes or hides scores): ((up to head_dim, keys), ...)}.
+READING_KEYS = {
+    (0, True): ((128, 128), (192, 80), (256, 64)),
+    (0, False): ((64, 128), (128, 112), (192, 80), (256, 64)),
+    (2, True): ((128, 128), (256, 64)),
+    (2, False): ((64, 96), (128, 112), (256, 48)),
+    (4, True): ((64, 128), (128, 112), (256, 64)),
+    (4, False): ((128, 96), (256, 32)),
+}
+
 
 def table_of(kernel: str, dtype: str) -> str:
     """The table of a kernel of the forward: mma's tiles depend on the size of elements."""
@@ -218,6 +236,9 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
+NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "gpu")
+
+
 def columns(row: Any) -> dict[str, Any]:
     """What a row says, by the names of a Config's fields; for which problems it is comes apart."""
-    return {name: value for name, value in row._asdict().items() if name not in ("head_dim", "plain", "apart", "gpu")}
+    return {name: value for name, value in row._asdict().items() if name not in NOT_COLUMNS}

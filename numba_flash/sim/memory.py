@@ -14,6 +14,18 @@ def load_v4(values, at, address):
     values.view(np.uint32)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32)
 
 
+def load_b16_if(address, condition):
+    return np.uint32(_at(address, 2, 2, writing=False).view(np.uint16)[0] if condition else 0)
+
+
+def load_b32_if(address, condition):
+    return np.uint32(_at(address, 4, 4, writing=False).view(np.uint32)[0] if condition else 0)
+
+
+def load_v2_if(values, at, address, condition):
+    values.view(np.uint32)[at : at + 2] = _at(address, 8, 8, writing=False).view(np.uint32) if condition else 0
+
+
 def store_b16(address, value):
     _at(address, 2, 2).view(np.uint16)[0] = int(value) & 0xFFFF
 

@@ -39,7 +39,7 @@ TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max
 
 def tensor(kernel):
     rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=64, slow=True)
-    return dataclasses.replace(rung, limits=TENSOR | dict(features=rung.features))
+    return dataclasses.replace(rung, limits=TENSOR)
 
 
 # Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma.

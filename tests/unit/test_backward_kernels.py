@@ -18,7 +18,7 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
-from numba_flash.select.backward import select_backward, v2_configs, wgmma_configs
+from numba_flash.select.backward import mma_configs, select_backward, v2_configs, wgmma_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -100,6 +100,7 @@ def test_every_gpu_from_turing_on(config):
     "config",
     [
         *v2_configs(everything((300, 500)), HOPPER), *CONFIGS[1:3],
+        *mma_configs(everything((300, 500)), HOPPER)[:5],
         *wgmma_configs(problem(dtype="float16"), HOPPER)[1:],
     ],
     ids=named,
@@ -120,6 +121,18 @@ def test_what_is_launched_for_what_is_wanted():
     assert kernels("dbias") == ["delta", "v2_dbias"]
     assert kernels("dalibi_slopes") == ["delta", "v2_dq", "v2_dalibi"]
     assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"]
+
+
+def test_what_mma_launches_for_bias_and_mask():
+    made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
+                   wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
+    names = "mma_rows mask_bits_of_keys mma_dkdv mask_bits mma_dq delta v2_dbias".split()
+    assert [config.kernel for config in mma_configs(made, HOPPER)] == names
+    assert select_backward(made, HOPPER, "auto", "cupy").kernel == "mma"
+    assert mma_configs(made, HOPPER)[0].natural
+    del names[1:4:2]
+    without = problem(dtype="float16", bias=empty(300, 500, dtype="float16"), wanted=("dq", "dk", "dv", "dbias"))
+    assert [config.kernel for config in mma_configs(without, HOPPER)] == names
 
 
 # The smallest shared memory there is, and the largest rows that must fit into it; tiles shrink with them.
@@ -303,7 +316,6 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 24, 64), "multiple of 16, not 24"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 288, 64, 32, 64), "at most 256"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, uses=uses(bias="float32")), "no bias"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
         (

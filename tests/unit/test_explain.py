@@ -130,7 +130,14 @@ def test_no_time_where_nothing_was_measured(target):
     assert of(machines.HOPPER, dtype="float64").seconds is None
 
 
-def test_the_cost_of_a_mask_names_the_remedy():
+@pytest.fixture
+def slow_arrays(monkeypatch):
+    """As if no tensor-core kernel took bias and mask: what is said of options that are so."""
+    for name, instead in (("bias", "alibi_slopes="), ("mask", "causal=, window= or seqlens_k=")):
+        monkeypatch.setitem(cost.BY_NAME, name, cost.BY_NAME[name]._replace(on_tensor_cores=False, instead=instead))
+
+
+def test_the_cost_of_an_option_names_the_remedy(slow_arrays):
     slow = of(machines.HOPPER, heads=64, seqlen=8192, head_dim=128, mask=mask(8192))
     fast = of(machines.HOPPER, heads=64, seqlen=8192, head_dim=128)
     times = f"{slow.seconds / fast.seconds:.2g}"
@@ -163,7 +170,7 @@ ODD_ROWS = machines.empty(1, 2, 64, 64, strides=(0, 64 * 65, 65, 1))
         (HOPPER, "auto", dict(q=ODD_ROWS, seqlen=64), "wgmma because q has rows.* not begin at multiples of 16 bytes$"),
     ],
 )
-def test_the_cost(target, kernel, options, expected):
+def test_the_cost(target, kernel, options, expected, slow_arrays):
     assert re.search(expected, of(target, kernel, **options).cost)
 
 
@@ -171,14 +178,14 @@ def test_the_cost(target, kernel, options, expected):
     ("target", "options"),
     [
         (machines.TURING, {}), (machines.A100, {}), (machines.HOPPER, {}), (machines.HOPPER, dict(head_dim=512)),
-        (machines.HOPPER, dict(softcap=3.0)),
+        (machines.HOPPER, dict(softcap=3.0)), (machines.HOPPER, dict(mask=mask(4096), bias=bias(4096))),
     ],
 )  # fmt: skip
 def test_no_cost_where_the_fastest_of_the_gpu_runs(target, options):
     assert of(target, **options).cost is None
 
 
-def test_an_option_for_which_nothing_stands_in_promises_nothing(monkeypatch):
+def test_an_option_for_which_nothing_stands_in_promises_nothing(monkeypatch, slow_arrays):
     alone = cost.BY_NAME["mask"]._replace(instead="")
     monkeypatch.setitem(cost.BY_NAME, "mask", alone)
     assert re.search(r"because of mask=: expect about \d+ times slower$", of(HOPPER, mask=mask(4096)).cost)

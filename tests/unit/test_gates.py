@@ -122,34 +122,72 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     return config
 
 
+def reading(kernel, head_dim, bias, mask, everything):
+    """With what is read for each score: a bias of this dtype, or None, and a mask; with everything else too, or alone.
+    Tiles of wgmma are as large as they may be."""
+
+    def scores(dtype, heads):
+        return empty(1, heads, 4096, 4096, dtype=dtype, strides=(2**26, 2**24, 4096, 1))
+
+    given = dict(bias=scores(bias, 2)) if bias else {}
+    given |= dict(mask=scores("bool", 1)) if mask else {}
+    if everything:
+        given |= dict(
+            softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
+            q_offsets=empty(1, dtype="int32"), return_lse=True,
+        )  # fmt: skip
+    made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
+    return next(
+        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
+    )
+
+
+def reading_gates():
+    """Of both kernels each head_dim at which their tables change, with bias, mask and everything."""
+    for kernel, head_dims in (("mma", (64, 128, 256, 512)), ("wgmma", (64, 128, 192, 256))):
+        for head_dim in head_dims:
+            for bias in (None, "bfloat16", "float32"):
+                for everything in (False, True):
+                    name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
+                    yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
+
+
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
-    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(dtype="bfloat16", uses=used, q_offset_source="array")
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(dtype="bfloat16", uses=uses(**used), q_offset_source="array")
+    # What is read for each score, in the rows of mma that are not for plain scores only.
+    reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
+    masked = dict(dtype="float16", uses=uses(mask="bool"))
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
         for row in tiles.rows_for(kernel, HOPPER):
-            options = dict(dtype="float16") if row.plain else rich
-            features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
-            size = f"{row.tile_m}x{row.tile_n}" + (f"x{row.column_groups}" if "column_groups" in row._fields else "")
-            name = f"{kernel}-{row.head_dim}-{size}{'' if row.plain else '-rich'}"
-            if kind in (MmaDqConfig, WgmmaDqConfig):
-                yield name, kind(**features, **tiles.columns(row))
-                continue
-            for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
-                columns = tiles.columns(row)
-                if kind is WgmmaDkdvConfig and not dk:
-                    columns["stages_b"] = 2
-                yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
+            of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
+            if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
+                of_row |= {"-reading": reading, "-masked": masked}
+            for words, options in of_row.items():
+                features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
+                size = f"{row.tile_m}x{row.tile_n}" + (
+                    f"x{row.column_groups}" if "column_groups" in row._fields else ""
+                )
+                name = f"{kernel}-{row.head_dim}-{size}{words}"
+                if kind in (MmaDqConfig, WgmmaDqConfig):
+                    yield name, kind(**features, **tiles.columns(row))
+                    continue
+                for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
+                    columns = tiles.columns(row)
+                    if kind is WgmmaDkdvConfig and not dk:
+                        columns["stages_b"] = 2
+                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
 
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
-    configs = dict(backward_gates()) | dict(wide_gates())
+    configs = dict(backward_gates()) | dict(reading_gates()) | dict(wide_gates())
     for kernel in rungs.TENSOR:
-        table = tiles.TABLES[kernel]
+        table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)

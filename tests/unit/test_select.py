@@ -68,8 +68,8 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(bias=empty(4096)), "no bias"),
-        (dict(mask=empty(4096, dtype="bool")), "no mask"),
+        (dict(bias=empty(4096, dtype="float32"), dtype="float32"), "no bias in float32 yet"),
+        (dict(mask=empty(4096, dtype="bool"), dtype="float64"), "no mask in float64 yet"),
         (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
@@ -134,6 +134,45 @@ def test_wgmma_is_for_16_bits():
         assert f"not {dtype}" in refusal("wgmma", problem(dtype=dtype), HOPPER)
 
 
+# What is read for each score takes registers, of which a tile of this size has as many as there are.
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
+    plain = select(problem(head_dim), HOPPER, kernel).config
+    rows = {}
+    for name, given in dict(
+        mask=dict(mask=empty(4096, dtype="bool")), bias=dict(bias=empty(4096)),
+        float32=dict(bias=empty(4096, dtype="float32")),
+        both=dict(bias=empty(4096, dtype="float32"), mask=empty(4096, dtype="bool")),
+    ).items():  # fmt: skip
+        config = select(problem(head_dim, **given), HOPPER, "auto" if kernel == "wgmma" else kernel).config
+        assert config.kernel == kernel and config.scaled == ("bias" in given) and not config.bias_pairs
+        rows[name] = config.tile_n
+        assert not getattr(config, "paired", False) or "mask" not in given, "query tiles see other keys"
+    assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
+
+
+# Two keys of a bias are one read where they lie side by side at a multiple of their size, in all rows that there are.
+@pytest.mark.parametrize(
+    ("bias", "aligned", "seqlen", "pairs"),
+    [
+        (empty(1, 2, 64, 64), True, 64, True),
+        (empty(64), True, 64, True),
+        (empty(64, dtype="float32"), True, 64, True),
+        (empty(64), False, 64, False),
+        (empty(63), True, 63, False),
+        (empty(64, 64, strides=(65, 1)), True, 64, False),
+        (empty(64, 64, strides=(1, 64)), True, 64, False),
+        (empty(1, 1, 64, 1), True, 64, False),
+        (empty(2, 1, 64, strides=(33, 0, 1)), True, 64, False),
+    ],
+)
+def test_when_a_bias_is_read_in_pairs(bias, aligned, seqlen, pairs):
+    made = problem(seqlen=seqlen, bias=bias, bias_aligned=aligned)
+    assert made.array("bias").pairs == pairs
+    assert select(made, HOPPER, "wgmma").config.bias_pairs == pairs
+
+
 def test_tensor_cores_begin_at_ampere_and_wgmma_is_hoppers_alone():
     assert "compute capability 8.0, and T4 has 7.5" in refusal("mma", problem(), TURING)
     for target in (TURING, A100, ADA, B200, RTX_5090):
@@ -170,6 +209,7 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
         rows = [row for row in TABLES[table_of("mma", dtype)] if row.head_dim >= head_dim]
+        rows = [row for row in rows if not getattr(row, "reads", False)]
         candidates = list(_candidates("mma", made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
@@ -178,10 +218,15 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
     table = TABLES[table_of("mma", dtype)]
-    widest = [row.head_dim for row in table]
-    assert widest == sorted(widest)
+
+    def reads(row):
+        return getattr(row, "reads", False)
+
+    for reading in (False, True) if dtype == "float16" else (False,):
+        widest = [row.head_dim for row in table if reads(row) == reading]
+        assert widest == sorted(widest) and widest[-1] == 512
     for before, row in zip(table, table[1:], strict=False):
-        if before.head_dim == row.head_dim:  # for GPUs with less shared memory
+        if (before.head_dim, reads(before)) == (row.head_dim, reads(row)):  # for GPUs with less shared memory
             one, other = (mma(row=x, dtype=dtype).shared_bytes for x in (before, row))
             assert other < one, "a row behind one that needs less is never taken"
 
@@ -391,7 +436,7 @@ def test_a_config_checks_itself(wrong):
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
-        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32"), scaled=True), "bias"),
+        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32")), "scaled"),
         (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
     ],
     ids=str,

@@ -35,9 +35,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from ...config.forward import ITEM_SIZE
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
 from ..score import fragments, positions
+from ..score import reads as score_reads
 from ..score.fragments import columns_within
+from ..score.reads import Origin
+from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, notes, row_facts
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -59,6 +63,8 @@ class Registers(NamedTuple):
     v_frag: Any
     a_frag: Any
     b_frag: Any
+    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
+    shown_bits: Any  # by the mask that was given
 
 
 class Smem(NamedTuple):
@@ -77,7 +83,7 @@ def make(config):
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
     _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
-    bases_at, facts_at, offset_at, walk_at, tile_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
+    bases_at, facts_at, offset_at, walk_at, tile_at, origin_at = (notes_at + n * notes.SIZE for n in range(6))
     alignment = config.ALIGNMENT
     stages, other_stage = config.stages, config.stages - 1
     q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
@@ -96,7 +102,11 @@ def make(config):
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
     load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
     keys_and_start = positions.make(config)
-    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
+    read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
+    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    bias_words, bits_words = read.bias_words, read.bits_words
+    bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -170,6 +180,9 @@ def make(config):
             notes.put_range(k_smem + int32(walk_at), walk[0], walk[1])
             notes.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
             notes.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
+            if reads:
+                origin = origin_of(b, end_head, first_key, arrays, strides)
+                notes.put(k_smem + int32(origin_at), origin.bias, origin.bits)
         if thread < tile_n:  # the queries that see a key
             first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
             end_query = first_query if first_key + thread >= keys else end_query
@@ -210,6 +223,8 @@ def make(config):
             seen = uint32(0)
             if masked:
                 seen = seen_columns(i, thread, r, k_smem)
+            if has_mask:
+                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             for n in range(blocks // 2):
                 ld_st.load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
                 for half in range(2):
@@ -217,12 +232,13 @@ def make(config):
                     at = block * 4 + (r % 2) * 2
                     for x in range(2):
                         column = int32((2 * n + half) * 8 + x)
-                        lse_log2 = four[half * 2 + x].view(np.float32)
-                        product = registers.acc_s[at + x]
-                        p[x], derivative = weight(product, term, distance[r] + float32(column), score, lse_log2)
+                        lse = four[half * 2 + x].view(np.float32)
+                        bias = added(registers.loaded, r, 2 * n + half, x)
+                        here = FragmentAt(term, distance[r] + float32(column), bias)
+                        p[x], derivative = weight(registers.acc_s[at + x], here, score, lse)
                         if of_dk:
                             ds[x] = p[x] * registers.acc_dp[at + x] * derivative
-                        if masked and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
+                        if (masked or has_mask) and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
                             p[x] = float32(0)
                             ds[x] = float32(0)  # dP may be NaN there
                     if of_dv:
@@ -370,8 +386,30 @@ def make(config):
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
     @inlined
+    def load_for_scores(i, members, registers, k_smem, arrays, strides, sizes, masked):
+        """What the scores of query tile i of a head need from global memory, while they are computed."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        bias, bits = notes.get(k_smem + int32(origin_at))
+        _, tile = notes.get(k_smem + int32(tile_at))
+        bias, bits = bias - members * of_head(arrays, strides)[0], bits - members * of_head(arrays, strides)[1]
+        part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
+        origin, inside = Origin(bias, bits, int32(tile >> 32)), FALSE if masked else TRUE
+        load_reads(
+            registers.loaded, registers.shown_bits, part_i, origin, (warp >> shift) * warp_rows, lane, arrays, strides,
+            sizes, inside,
+        )  # fmt: skip
+
+    @inlined
+    def of_head(arrays, strides):
+        """How far apart two heads' bias is, and two heads' bits, in bytes."""
+        return bias_item * strides.bias[1], 4 * strides.mask_bits_of_keys[1]
+
+    @inlined
     def step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
+        if reads:
+            load_for_scores(i, members, registers, smem.k, arrays, strides, sizes, masked)
         turn(i, members, odd, smem, strides, sizes)
         scores_of_tile(odd, registers, smem)
         term = float32(0)
@@ -400,6 +438,14 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
+        if (
+            has_mask
+        ):  # tiles in which it shows nothing, before the first query that it shows a key to and behind the last
+            h = h_kv * group
+            end_key = first_key + max(keys_left, int32(1))
+            first, end = ends_of(b, h, group, first_key, end_key, arrays, strides, sizes)
+            begin = max(begin, divide(first, tile_m))
+            stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
         walk = (begin, stop, free, cut)
         note_place(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
@@ -415,6 +461,8 @@ def make(config):
             cuda.local.array(v_count, uint32),  # v_frag (strips, width / 16, 4)
             cuda.local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
             cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
+            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            cuda.local.array(bits_words, uint32),  # shown_bits
         )
         distance = cuda.local.array(rows, float32)
         for x in range(dk_count):

@@ -24,7 +24,10 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
 from ..score import fragments, positions
+from ..score import reads as score_reads
 from ..score.fragments import columns_within
+from ..score.reads import Origin
+from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, notes, row_facts
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -46,6 +49,8 @@ class Registers(NamedTuple):
     a_frag: Any
     b_frag: Any
     distance: Any  # q_pos - k_pos of each row at the lane's first column
+    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
+    shown_bits: Any  # by the mask that was given
 
 
 class Smem(NamedTuple):
@@ -70,7 +75,7 @@ def make(config):
     head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
     in_registers, alignment = config.in_registers, config.ALIGNMENT
     _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
-    bases_at, keys_at, head_at, tile_at, walk_at = (notes_at + n * notes.SIZE for n in range(config.NOTES))
+    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (notes_at + n * notes.SIZE for n in range(6))
     stages, other_stage = config.stages, config.stages - 1
     k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
@@ -85,7 +90,10 @@ def make(config):
     load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
     load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
     keys_and_start = positions.make(config)
-    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
+    read, has_mask = score_reads.make(config, strips, part), config.has("mask")
+    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    bias_words, bits_words = read.bias_words, read.bits_words
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -134,6 +142,9 @@ def make(config):
             notes.put(q_smem + int32(head_at), int64(b), int64(h))
             notes.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
             notes.put_range(q_smem + int32(walk_at), walk[0], walk[1])
+            if reads:
+                origin = origin_of(b, h, first_query, arrays, strides)
+                notes.put(q_smem + int32(origin_at), origin.bias, origin.bits)
         head_facts = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
@@ -231,18 +242,35 @@ def make(config):
             if masked:
                 first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
                 seen = columns_within(first, end, 0)
-            lse_log2 = four[2].view(np.float32)
+            if has_mask:
+                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
+            lse = four[2].view(np.float32)
             for n in range(blocks):
                 block = (r // 2) * blocks + n
                 at = block * 4 + (r % 2) * 2
                 for x in range(2):
                     column = int32(n * 8 + x)
                     distance = registers.distance[r] - float32(column)
-                    p, derivative = weight(registers.acc_s[at + x], term, distance, score, lse_log2)
+                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
+                    p, derivative = weight(registers.acc_s[at + x], here, score, lse)
                     ds[x] = p * registers.acc_dp[at + x] * derivative
-                    if masked and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
+                    if (masked or has_mask) and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
                         ds[x] = float32(0)
                 registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
+
+    @inlined
+    def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
+        """What the scores of tile j need from global memory, while they are computed."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        bias, bits = notes.get(q_smem + int32(origin_at))
+        first_query, _ = notes.get(q_smem + int32(tile_at))
+        part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
+        origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
+        load_reads(
+            registers.loaded, registers.shown_bits, part_j, origin, (warp >> shift) * warp_rows, lane, arrays, strides,
+            sizes, inside,
+        )  # fmt: skip
 
     @inlined
     def products_of_tile(j, odd, begin, registers, smem, lanes, term, strides, score, masked):
@@ -273,8 +301,10 @@ def make(config):
             multiply_ds_k(acc_dq, registers.ds_frag, b_frag, k_tile + lanes.transposed)
 
     @inlined
-    def step(j, odd, begin, registers, smem, lanes, term, strides, score, masked):
+    def step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
         """One key tile. masked, a constant: some row does not see some key."""
+        if reads:
+            load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         turn(j, odd, begin, smem, strides)
         if has_row_term:
             distances(j, special.thread_index(), smem.q, registers.distance)
@@ -300,7 +330,12 @@ def make(config):
         last_pos = tile_keys.position + queries_left - 1
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        begin, free, cut = int32(begin_), int32(free_), int32(cut_)
+        begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            end_query = tile.first_query + queries_left
+            first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first, tile_n))
+            stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         note_place(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 
@@ -314,11 +349,13 @@ def make(config):
             cuda.local.array(a_count, uint32),  # a_frag (strips, 4): dS from shared memory
             cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
             cuda.local.array(rows, float32),  # distance
+            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            cuda.local.array(bits_words, uint32),  # shown_bits
         )
         for x in range(dq_count):
             registers.acc_dq[x] = float32(0)
 
-        j, odd = int32(stop_ - 1), int32(0)  # odd: which stage is in use
+        j, odd = int32(stop - 1), int32(0)  # odd: which stage is in use
         if j >= begin:
             q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
             do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
@@ -341,11 +378,11 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and not whole:
-                step(j, odd, begin, registers, smem, lanes, term, strides, score, TRUE)
+                step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
             while j >= begin and whole:
-                step(j, odd, begin, registers, smem, lanes, term, strides, score, FALSE)
+                step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
                 j, odd = int32(j - 1), int32(odd ^ other_stage)
                 whole = is_whole(j, q_smem)
 

@@ -31,7 +31,7 @@ def make(config):
     thread_index, block_index = special.thread_index, special.block_index
     pieces, place, piece = row_facts.pieces, row_facts.place, row_facts.PIECE
     minus_delta_at = row_facts.MINUS_DELTA
-    log2_e, inf = float32(LOG2_E), float32(math.inf)
+    unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @inlined
     def low(two):
@@ -71,15 +71,15 @@ def make(config):
         for distance in distances:
             part += bfly(part, distance)
         if lane == 0 and query < head_pieces * 16:
-            lse_log2 = inf
+            lse = inf
             if query < seqlen_q:
                 at = (b * heads + h) * seqlen_q + query
-                lse_log2 = float32(arrays.lse[at]) * log2_e
-                lse_log2 = inf if lse_log2 == -inf else lse_log2
+                lse = float32(arrays.lse[at]) * unit
+                lse = inf if lse == -inf else lse
                 if has_dlse:
                     part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
             at = int64(head_of_all) * (head_pieces * piece) + place(query)
-            arrays.row_facts[at] = lse_log2
+            arrays.row_facts[at] = lse
             arrays.row_facts[at + minus_delta_at] = -part
 
     return facts_of_rows

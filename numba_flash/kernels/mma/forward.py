@@ -20,6 +20,8 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
 from ..score import fragments, positions
+from ..score import reads as score_reads
+from ..score.reads import Origin
 from ..score.stage import LOG2_E
 from ..steps import async_tiles, fragment_softmax, notes, numbers, recompute_whole_rows
 from ..steps import recompute_rows as recompute
@@ -43,6 +45,7 @@ class Registers(NamedTuple):
     p_frag: Any
     q_frag: Any
     kv_frag: Any
+    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
 
 
 class Rows(NamedTuple):
@@ -54,6 +57,7 @@ class Rows(NamedTuple):
     term: Any  # what its scores share (kernels/score/fragments.py)
     distance: Any  # q_pos - k_pos at the lane's first column
     mask_bits: Any
+    shown_bits: Any  # by the mask that was given
     query: Any  # its query in the tile
 
 
@@ -72,7 +76,7 @@ def make(config):
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     depth, width, v_parts = config.depth, config.width, config.v_parts
     _, k_at, v_at, notes_at, tile_notes_at, _ = config.shared_offsets()
-    bases_at, keys_at = tile_notes_at, tile_notes_at + notes.SIZE
+    bases_at, keys_at, origin_at, query_at = (tile_notes_at + n * notes.SIZE for n in range(4))  # the last two: if read
     alignment, notes_bytes = config.ALIGNMENT, config.NOTE_BYTES * config.tile_m
     many_copies = max(depth, width) > 128
     group, queries = config.group, config.queries
@@ -90,6 +94,9 @@ def make(config):
     keys_and_start = positions.make(config)
     row_term = fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
+    read, has_mask = score_reads.make(config, strips), config.has("mask")
+    reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
+    some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
     start, softmax, finish = fragment_softmax.make(config, strips)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
@@ -130,6 +137,19 @@ def make(config):
         return special.thread_index() if many_copies else thread
 
     @inlined
+    def load_for_scores(j, registers, row, places, arrays, strides, sizes, masked):
+        """What the scores of tile j need from global memory, while they are computed."""
+        now = special.thread_index()
+        bias, bits = notes.get(places.q + int32(origin_at))
+        first_query, _ = notes.get(places.q + int32(query_at))
+        origin = Origin(bias, bits, int32(first_query))
+        first_row = (now >> int32(5 + shift)) * warp_rows
+        inside = FALSE if masked else TRUE
+        load_reads(
+            registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
+        )  # fmt: skip
+
+    @inlined
     def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
         _, v_global = notes.get(places.q + int32(bases_at))
@@ -147,7 +167,7 @@ def make(config):
         )  # fmt: skip
 
     @inlined
-    def finish_and_mask(j, acc_s, row, places, sizes, score, masked):
+    def finish_and_mask(j, acc_s, loaded, row, places, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen."""
         if masked:
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
@@ -164,9 +184,14 @@ def make(config):
             for r in range(rows):
                 row.distance[r] = real(position + row.query[r] - j * tile_n - lane_column)
         if scaled:
-            finish_scores(acc_s, row.term, row.distance, score)
+            finish_scores(acc_s, row.term, row.distance, loaded, score)
+        if has_mask:
+            hide(row.mask_bits, row.shown_bits, masked)
         if masked:
             mask_scores(acc_s, row.mask_bits)
+        elif has_mask:
+            if some_hidden(row.mask_bits):
+                mask_scores(acc_s, row.mask_bits)
 
     @inlined
     def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
@@ -184,11 +209,13 @@ def make(config):
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def step(j, begin, registers, row, places, bytes_, columns_left, thread, sizes, score, masked):
+    def step(j, begin, registers, row, places, bytes_, columns_left, thread, arrays, strides, sizes, score, masked):
         """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
         k_bytes, v_bytes = bytes_
+        if reads:
+            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
-        finish_and_mask(j, registers.acc_s, row, places, sizes, score, masked)
+        finish_and_mask(j, registers.acc_s, registers.loaded, row, places, sizes, score, masked)
         outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
 
     @cuda.jit
@@ -217,6 +244,7 @@ def make(config):
             cuda.local.array(p_count, fragment),  # p_frag
             cuda.local.array(q_count, fragment),  # q_frag
             cuda.local.array(kv_count, fragment),  # kv_frag
+            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
         )
         row = Rows(
             cuda.local.array(rows, real),
@@ -225,6 +253,7 @@ def make(config):
             cuda.local.array(rows, real),
             cuda.local.array(rows, real),
             cuda.local.array(mask_words, uint32),
+            cuda.local.array(bits_words, uint32),
             cuda.local.array(rows, int32),
         )
         start(row.m, row.l)
@@ -242,8 +271,18 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            first_query, end_query = tile.first_query, tile.first_query + queries_left
+            first_shown, end_shown = ends_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first_shown, tile_n))
+            free = max(free, begin)
+            stop = min(int32(stop), divide(end_shown + int32(tile_n - 1), tile_n))
 
         if thread == 0:
+            if reads:
+                origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+                notes.put(q_smem + int32(origin_at), origin.bias, origin.bits)
+                notes.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
             notes.put(q_smem + int32(bases_at), k_global, v_global)
             notes.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
         cuda.syncthreads()
@@ -264,12 +303,14 @@ def make(config):
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, sizes, score, TRUE
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
+                    score, TRUE,
                 )  # fmt: skip
                 j = int32(j - 1)
             while j >= free and j < cut:
                 step(
-                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, sizes, score, FALSE
+                    j, begin, registers, row, places, (k_bytes, v_bytes), columns_left, thread, arrays, strides, sizes,
+                    score, FALSE,
                 )  # fmt: skip
                 j = int32(j - 1)
 
@@ -277,18 +318,18 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
-        inverse_l, lse_log2 = row.alpha, row.distance  # the same registers, free by now
-        finish(row.m, row.l, inverse_l, lse_log2)
+        inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
+        finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, width)
-        warp_rows_at, column_group = warp >> shift, warp & (groups - 1)
+        owner, column_group = warp >> shift, warp & (groups - 1)
         own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
         row_notes = o_smem + notes_at + column_group * notes_bytes
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse_log2, o_smem, row_notes, own, lane, warp_rows_at, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse, o_smem, row_notes, own, lane, owner, arrays, strides, sizes
         )  # fmt: skip
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(warp_rows_at * warp_rows, lane, row_notes, own, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(owner * warp_rows, lane, row_notes, own, tile_keys, arrays, strides, sizes, score)
 
     return flash_attention_mma

@@ -4,7 +4,8 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, shfl
-from ..steps import fragment_softmax, output_rows
+from ..score.stage import exponent_unit
+from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 
@@ -14,10 +15,10 @@ def make(config):
     tile_m, warp_rows, width, group = config.tile_m, config.warp_rows, config.width, config.group
     rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    store_rows, ln_2 = output_rows.make(config, warp_rows, width), float32(fragment_softmax.LN_2)
+    store_rows, to_natural = output_rows.make(config, warp_rows, width), float32(1 / exponent_unit(config))
 
     @inlined
-    def note_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, sizes):
+    def note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes):
         """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
         is not finite."""
         lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
@@ -37,18 +38,18 @@ def make(config):
             some |= flag
             if lane & 3 == 0:
                 ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
-                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // group
                 if write_lse and tile.part == 0 and query < sizes.seqlen_q:
                     head = tile.b * sizes.heads + tile.h + tile_row % group
-                    arrays.lse[head * sizes.seqlen_q + query] = lse_log2[r] * ln_2
+                    arrays.lse[head * sizes.seqlen_q + query] = lse[r] * to_natural
         return some
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
         """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_notes: where
         there is room for a note on each row (kernels/steps/recompute_rows.py)."""
-        some = note_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, sizes)
+        some = note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * warp_rows, lane, o_smem, row_notes, tile, arrays, strides, sizes)
         return some

@@ -6,7 +6,7 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import LOG2_E, FragmentStage, Stage
+from .stage import FragmentStage, Stage, exponent_unit
 
 
 def make(config: Any) -> Stage | None:
@@ -27,11 +27,12 @@ def on_fragments(config: Any) -> FragmentStage | None:
     if not config.has("alibi_slopes"):
         return None
     real = elements.COMPUTE_TYPES[config.dtype]
-    load, log2_e, one = elements.loader(config.dtype_of("alibi_slopes"), real), real(LOG2_E), real(1)
+    load, one = elements.loader(config.dtype_of("alibi_slopes"), real), real(1)
+    unit = real(exponent_unit(config))
 
     @inlined
-    def value(s, factor, slope, distance, score):
-        return s * factor - slope * log2_e * abs(distance), one
+    def value(s, factor, at, score):
+        return s * factor - at.term * unit * abs(at.distance), one
 
     @inlined
     def row_term(b, h, arrays, strides):

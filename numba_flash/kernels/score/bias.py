@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from numba import cuda
+from numba import cuda, float32
 
 from ..steps import elements
-from .stage import Stage
+from ..steps.inlined import inlined
+from .stage import FragmentStage, Stage
 
 
 def make(config: Any) -> Stage | None:
@@ -21,6 +22,14 @@ def make(config: Any) -> Stage | None:
     return Stage(value)
 
 
-def on_fragments(config: Any) -> None:
-    """The tensor-core kernels take no bias yet."""
-    assert not config.has("bias")
+def on_fragments(config: Any) -> FragmentStage | None:
+    """What is added has been loaded before the products were there (reads.py)."""
+    if not config.has("bias"):
+        return None
+    one = float32(1)
+
+    @inlined
+    def value(s, factor, at, score):
+        return s * factor + at.added, one
+
+    return FragmentStage(value)

@@ -4,7 +4,8 @@ acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane hol
 each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
 (4 * n + 2 * (r % 2)) of strip r // 2.
 
-Scores are in units of log2(e), because the exponential of the hardware is a power of 2.
+Scores are in units of log2(e), because the exponential of the hardware is a power of 2; with a bias in natural units
+(stage.exponent_unit).
 """
 
 import functools
@@ -14,17 +15,17 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, uint32
 
-from ...ptx import approx
-from ..steps import elements
+from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
-from . import STAGES
+from . import STAGES, reads
+from .stage import LOG2_E, FragmentAt, exponent_unit
 
 
 class Chain(NamedTuple):
-    """Device functions. term: what the scores of a row share; distance: q_pos - k_pos; score: the kernel's numbers."""
+    """Device functions. at: a FragmentAt; term: what the scores of a row share; score: the kernel's numbers."""
 
-    value: Callable[..., Any]  # (product, term, distance, score) -> the score
+    value: Callable[..., Any]  # (product, at, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product, in natural units)
     row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a number
     has_row_term: bool  # else the term is 0
@@ -37,7 +38,7 @@ def chain(config: Any) -> Chain:
     one, zero = real(1), real(0)
 
     @inlined
-    def product_alone(product, term, distance, score):
+    def product_alone(product, at, score):
         return product, one, one
 
     @inlined
@@ -53,13 +54,13 @@ def chain(config: Any) -> Chain:
             row_term = made.row_term or row_term
 
     @inlined
-    def value(product, term, distance, score):
-        s, factor, _ = run(product, term, distance, score)
+    def value(product, at, score):
+        s, factor, _ = run(product, at, score)
         return s * factor
 
     @inlined
-    def with_derivative(product, term, distance, score):
-        s, factor, derivative = run(product, term, distance, score)
+    def with_derivative(product, at, score):
+        s, factor, derivative = run(product, at, score)
         return s * factor, derivative
 
     return Chain(value, with_derivative, row_term or no_term, row_term is not None)
@@ -69,38 +70,68 @@ def _then(before: Any, stage: Any) -> Any:
     value, derivative = stage.value, stage.derivative
 
     @inlined
-    def constant(product, term, distance, score):
-        s, factor, by_product = before(product, term, distance, score)
-        s, factor = value(s, factor, term, distance, score)
+    def constant(product, at, score):
+        s, factor, by_product = before(product, at, score)
+        s, factor = value(s, factor, at, score)
         return s, factor, by_product
 
     @inlined
-    def varying(product, term, distance, score):
-        s, factor, by_product = before(product, term, distance, score)
-        s, factor = value(s, factor, term, distance, score)
+    def varying(product, at, score):
+        s, factor, by_product = before(product, at, score)
+        s, factor = value(s, factor, at, score)
         return s, factor, by_product * derivative(s)
 
     return constant if derivative is None else varying
 
 
 @functools.cache
-def weights(config: Any) -> tuple[Any, Any]:
-    """-> (weight, sure_weight), device functions: (product, term, distance, score, lse_log2) -> (p, derivative).
+def exponential_of(config: Any) -> Any:
+    """e^x of a difference of scores, in their units."""
+    made = numbers.of(config.compute_dtype)
+    ex2, log2_e = made.exp2, made.real(LOG2_E)
 
-    p = 2^(score - lse_log2), where lse_log2 is +inf for a row that sees no key. derivative: that of Chain.
+    @inlined
+    def natural(x):
+        return ex2(x * log2_e)
+
+    return ex2 if exponent_unit(config) == LOG2_E else natural
+
+
+@functools.cache
+def weights(config: Any) -> tuple[Any, Any]:
+    """As `weights_at`, for kernels that take no bias: of (product, term, distance, score, lse)."""
+    weight, sure_weight = weights_at(config)
+    assert not config.has("bias")
+
+    @inlined
+    def plain(product, term, distance, score, lse):
+        return weight(product, FragmentAt(term, distance, float32(0)), score, lse)
+
+    @inlined
+    def plain_sure(product, term, distance, score, lse):
+        return sure_weight(product, FragmentAt(term, distance, float32(0)), score, lse)
+
+    return plain, plain_sure
+
+
+@functools.cache
+def weights_at(config: Any) -> tuple[Any, Any]:
+    """-> (weight, sure_weight), device functions: (product, at, score, lse) -> (p, derivative).
+
+    p = e^(score - lse), where lse, in the scores' units, is +inf for a row that sees no key. derivative: that of Chain.
     sure_weight gives 0 for a score of -inf also beside an lse that is NaN.
     """
-    with_derivative, ex2, minus_inf = chain(config).with_derivative, approx.ex2, float32(-math.inf)
+    with_derivative, exponential, minus_inf = chain(config).with_derivative, exponential_of(config), float32(-math.inf)
 
     @inlined
-    def weight(product, term, distance, score, lse_log2):
-        s, derivative = with_derivative(product, term, distance, score)
-        return ex2(s - lse_log2), derivative
+    def weight(product, at, score, lse):
+        s, derivative = with_derivative(product, at, score)
+        return exponential(s - lse), derivative
 
     @inlined
-    def sure_weight(product, term, distance, score, lse_log2):
-        s, derivative = with_derivative(product, term, distance, score)
-        return ex2(s - lse_log2) if s != minus_inf else float32(0), derivative
+    def sure_weight(product, at, score, lse):
+        s, derivative = with_derivative(product, at, score)
+        return exponential(s - lse) if s != minus_inf else float32(0), derivative
 
     return weight, sure_weight
 
@@ -145,6 +176,7 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
     words = -(-blocks // 16)
     real = elements.COMPUTE_TYPES[config.dtype]
     minus_inf, value = real(-math.inf), chain(config).value
+    added = reads.make(config, strips, columns).added
 
     @inlined
     def visible(j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance):
@@ -167,14 +199,16 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
             distance[r] = real(tile_pos + query - tile_key - column)
 
     @inlined
-    def finish(acc_s, terms, distance, score):
-        """acc_s <- finished scores. terms, distance (2 * strips,): of the lane's rows, at its first column."""
+    def finish(acc_s, terms, distance, loaded, score):
+        """acc_s <- finished scores. terms, distance (2 * strips,): of the lane's rows, at its first column. loaded:
+        what reads.py has loaded for this tile."""
         for strip in range(strips):
             for n in range(blocks):
                 for i in range(4):
                     at = (strip * blocks + n) * 4 + i
                     r = strip * 2 + i // 2
-                    acc_s[at] = value(acc_s[at], terms[r], distance[r] - real(n * 8 + i % 2), score)
+                    here = FragmentAt(terms[r], distance[r] - real(n * 8 + i % 2), added(loaded, r, n, i % 2))
+                    acc_s[at] = value(acc_s[at], here, score)
 
     @inlined
     def mask(acc_s, mask_bits):

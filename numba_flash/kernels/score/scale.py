@@ -6,7 +6,7 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import LOG2_E, FragmentStage, Stage
+from .stage import FragmentStage, Stage, exponent_unit
 
 
 def make(config: Any) -> Stage:
@@ -20,10 +20,10 @@ def make(config: Any) -> Stage:
 
 
 def on_fragments(config: Any) -> FragmentStage:
-    log2_e = elements.COMPUTE_TYPES[config.dtype](LOG2_E)
+    unit = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
 
     @inlined
-    def value(s, factor, term, distance, score):
-        return s, factor * (score.scale * log2_e)
+    def value(s, factor, at, score):
+        return s, factor * (score.scale * unit)
 
     return FragmentStage(value)

@@ -8,7 +8,7 @@ from numba import cuda, float32
 from ...ptx import approx
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import LOG2_E, FragmentStage, Stage
+from .stage import LOG2_E, FragmentStage, Stage, exponent_unit
 
 SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
 
@@ -48,13 +48,13 @@ def on_fragments(config: Any) -> FragmentStage | None:
     if not config.has("softcap"):
         return None
     real = elements.COMPUTE_TYPES[config.dtype]
-    log2_e = real(LOG2_E)
+    unit = real(exponent_unit(config))
     tanh = exact_tanh if config.dtype in ("float32", "float64") else quick_tanh
 
     @inlined
-    def value(s, factor, term, distance, score):
-        cap_log2 = score.softcap * log2_e
-        return tanh(s * (factor / cap_log2)), cap_log2
+    def value(s, factor, at, score):
+        cap = score.softcap * unit
+        return tanh(s * (factor / cap)), cap
 
     @inlined
     def derivative(t):

@@ -13,6 +13,8 @@ thought of FlashAttention-4's).
 from numba import cuda, uint32
 
 from ...ptx import cvt, vote
+from ..score.fragments import exponential_of
+from ..score.stage import exponent_unit
 from . import numbers
 from .inlined import inlined
 
@@ -23,8 +25,11 @@ def make(config, strips):
     """-> (start, update, finish), device functions. Rows as in steps/fragment_scores."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    real, ex2, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
-    lag, scaled = real(config.lag), config.scaled  # then the scores are in units of log2(e) already
+    scaled = config.scaled  # then the scores are in their own units already (score/stage.py)
+    natural = exponent_unit(config) == 1.0  # those of lag and of lse, too
+    real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
+    lag = real(config.lag * LN_2 if natural else config.lag)
+    exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
     any_lane = vote.any_lane
 
     @inlined
@@ -35,7 +40,7 @@ def make(config, strips):
 
     @inlined
     def in_units(s, scale_log2):
-        """A score in units of log2(e)."""
+        """A score in units of log2(e), or in its own where it has been finished."""
         return s if scaled else s * scale_log2
 
     @inlined
@@ -68,7 +73,7 @@ def make(config, strips):
                 m[r] = new if new - old > lag else old
             else:
                 m[r] = maximum(new, old)
-            alpha[r] = ex2(old - m[r])
+            alpha[r] = exponential(old - m[r])
             l[r] *= alpha[r]
 
     @inlined
@@ -96,7 +101,7 @@ def make(config, strips):
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
-                    acc_s[at + i] = ex2(in_units(acc_s[at + i], scale_log2) - m[r])
+                    acc_s[at + i] = exponential(in_units(acc_s[at + i], scale_log2) - m[r])
                 if n % 2:
                     odd += acc_s[at] + acc_s[at + 1]
                 else:
@@ -105,8 +110,9 @@ def make(config, strips):
         return moved
 
     @inlined
-    def finish(m, l, alpha, lse_log2):
-        """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse_log2 (rows,) <- log2 of the sum of exponentials.
+    def finish(m, l, alpha, lse):
+        """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
+        scores' units.
 
         A row without keys has 0 and -inf.
         """
@@ -117,7 +123,7 @@ def make(config, strips):
         for r in range(rows):
             empty = l[r] == real(0)
             alpha[r] = real(0) if empty else rcp(l[r])
-            lse_log2[r] = minus_inf if empty else m[r] + lg2(l[r])
+            lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
     return start, update, finish
 

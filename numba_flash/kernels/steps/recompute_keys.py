@@ -9,7 +9,8 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import shfl
-from ..score import fragments
+from ..score import at_scores, fragments
+from ..score.stage import FragmentAt
 from . import elements, row_facts
 from .inlined import inlined
 from .integers import divide
@@ -23,7 +24,7 @@ def make(config):
     of_dk, of_dv = config.of_dk, config.of_dv
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     row_term = fragments.chain(config).row_term
-    _, sure_weight = fragments.weights(config)
+    (_, sure_weight), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
@@ -65,11 +66,12 @@ def make(config):
                         for lanes in (1, 2, 4, 8, 16):
                             product += bfly(product, lanes)
                             dp += bfly(dp, lanes)
-                        lse_log2, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                        lse, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
                         p, derivative = float32(0), float32(1)
-                        if lse_log2 != inf:
-                            distance = float32(query + q_start - key)
-                            p, derivative = sure_weight(product, term, distance, score, lse_log2)
+                        if lse != inf and visible(b, h, query, key, arrays, strides):
+                            bias = added(b, h, query, key, arrays, strides)
+                            here = FragmentAt(term, float32(query + q_start - key), bias)
+                            p, derivative = sure_weight(product, here, score, lse)
                         if p != 0:
                             ds = float32(0)
                             if of_dk:

@@ -5,7 +5,8 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import shfl
-from ..score import fragments
+from ..score import at_scores, fragments
+from ..score.stage import FragmentAt
 from . import elements, row_facts
 from .inlined import inlined
 from .plain import row_keys
@@ -16,7 +17,7 @@ def make(config):
     """-> recompute_queries, a device function."""
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
-    _, sure_weight = fragments.weights(config)
+    (_, sure_weight), (added, visible) = fragments.weights_at(config), at_scores.make(config)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
@@ -36,10 +37,10 @@ def make(config):
                     row_dq[c] = float32(0)
                 q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
                 at = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece) + place(query)
-                lse_log2, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                lse, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
                 q_pos = query - tile.first_query + tile_keys.position
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
-                if lse_log2 == inf:
+                if lse == inf:
                     end_key = first_key
                 for key in range(first_key, end_key):
                     k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
@@ -55,9 +56,10 @@ def make(config):
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
-                    p, derivative = sure_weight(product, term, float32(q_pos - key), score, lse_log2)
+                    here = FragmentAt(term, float32(q_pos - key), added(b, h, query, key, arrays, strides))
+                    p, derivative = sure_weight(product, here, score, lse)
                     ds = p * (dp + minus_delta) * score.scale * derivative
-                    if p != 0 and ds != 0:
+                    if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):
                             x = int32(lane + 32 * c)
                             if x < head_dim:

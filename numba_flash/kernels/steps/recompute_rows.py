@@ -11,8 +11,9 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from ...ptx import approx, ld_st, shfl
-from ..score import fragments
+from ...ptx import ld_st, shfl
+from ..score import at_scores, fragments
+from ..score.stage import FragmentAt
 from . import elements
 from .inlined import inlined
 from .plain import row_keys
@@ -23,15 +24,15 @@ def make(config, warp_rows):
     """-> recompute_rows, a device function.
 
     Of each row of the tile there are 8 bytes in shared memory: a uint32 that is not 0 when the row is not finite, and
-    the row's lse as a float32 in units of log2(e).
+    the row's lse as a float32 in the scores' units (kernels/score/stage.py).
     """
     head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
     group, queries, note_bytes = config.group, config.queries, config.NOTE_BYTES
     columns = -(-width // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
-    chain = fragments.chain(config)
-    value, row_term = chain.value, chain.row_term
-    bfly, ex2, load_b32, minus_inf = shfl.bfly_f32, approx.ex2, ld_st.load_b32, float32(-math.inf)
+    chain, (added, visible) = fragments.chain(config), at_scores.make(config)
+    value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
+    bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
     def recompute_rows(first_row, lane, row_notes, tile, tile_keys, arrays, strides, sizes, score):
@@ -44,7 +45,7 @@ def make(config, warp_rows):
             query, head = row // group, tile.h + row % group
             note = row_notes + row * note_bytes
             if query < queries_left and load_b32(note) != 0:
-                index, lse_log2 = tile.first_query + query, load_b32(note + 4).view(np.float32)
+                index, lse = tile.first_query + query, load_b32(note + 4).view(np.float32)
                 term = row_term(tile.b, head, arrays, strides)
                 q_at = row_base(strides.q, tile.b, head, index)
                 k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
@@ -53,7 +54,7 @@ def make(config, warp_rows):
                 for c in range(columns):
                     row_o[c] = float32(0)
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
-                if lse_log2 == minus_inf:  # no score but -inf: a row without weights, as if it saw no key
+                if lse == minus_inf:  # no score but -inf: a row without weights, as if it saw no key
                     end_key = first_key
                 for key in range(first_key, end_key):
                     product = float32(0)
@@ -61,8 +62,9 @@ def make(config, warp_rows):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
-                    p = ex2(value(product, term, float32(q_pos - key), score) - lse_log2)
-                    if p != 0:
+                    bias = added(tile.b, head, index, key, arrays, strides)
+                    p = exponential(value(product, FragmentAt(term, float32(q_pos - key), bias), score) - lse)
+                    if p != 0 and visible(tile.b, head, index, key, arrays, strides):
                         for c in range(columns):
                             x = int64(lane + 32 * c)
                             if x < columns_left:

@@ -8,6 +8,7 @@ from numba import cuda, int32, int64
 
 from ...ptx import ld_st
 from ..score import fragments
+from ..score.stage import FragmentAt
 from . import elements, fragment_softmax, numbers
 from .inlined import inlined
 from .plain import row_keys
@@ -55,7 +56,7 @@ def make(config, warp_rows):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
-                    s = value(product, term, real(q_pos - key), score)
+                    s = value(product, FragmentAt(term, real(q_pos - key), real(0)), score)
                     if s > m:
                         alpha = exp2(m - s)
                         l *= alpha

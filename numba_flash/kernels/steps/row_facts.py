@@ -1,6 +1,7 @@
 """What the backward on tensor cores takes of every query, worked out once by kernels/mma/backward_preprocess.py.
 
-Of each query there are lse * log2(e), +inf where it sees no key, so that its weights come out 0; and -delta. They lie
+Of each query there are lse in the scores' units (kernels/score/stage.py), +inf where it sees no key, so that its
+weights come out 0; and -delta. They lie
 in pieces of 16 queries, PIECE float32 numbers long: those of all, then these of all. Within both the four columns that
 a lane has of every 16 (ptx/fragments.py) stand side by side. A head has `pieces` pieces; queries of the last one that
 do not exist have +inf and 0.

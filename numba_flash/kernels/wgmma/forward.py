@@ -29,10 +29,11 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments
-from ..score.stage import LOG2_E
+from ..score import reads as score_reads
+from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
 from ..steps import recompute_rows as recompute
-from ..steps.inlined import inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
@@ -88,12 +89,15 @@ def make(config):
     set_up, schedule, produce = supply.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
+    read, has_mask = score_reads.make(config, 1), config.has("mask")
+    bias_words, bits_words = read.bias_words, read.bits_words
+    reads, origin_of, load_reads, hide, some_hidden = read.reads, read.origin, read.load, read.hide, read.some_hidden
     start, softmax, finish = fragment_softmax.make(config, 1)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     recompute_rows = recompute.make(config, 16)
-    log2_e, ln_2 = float32(LOG2_E), float32(fragment_softmax.LN_2)
+    log2_e, to_natural = float32(LOG2_E), float32(1 / exponent_unit(config))
 
     @inlined
     def erase(base, stage, rows, thread):
@@ -218,6 +222,20 @@ def make(config):
         visible(j, first_row, lane, position(notice), sizes.left, sizes.right, keys, mask_bits, distance)
 
     @inlined
+    def load_for_scores(j, notice, loaded, bits, arrays, strides, sizes, inside):
+        """What the scores of key tile j need from global memory: asked for before their product is."""
+        first_row, lane = rows_of_lane()
+        origin = origin_of(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), arrays, strides)
+        load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def mask_some(acc_s, mask_bits, bits):
+        """acc_s <- -inf where the mask that was given shows no key, in a tile of which all is seen otherwise."""
+        hide(mask_bits, bits, FALSE)
+        if some_hidden(mask_bits):
+            mask_scores(acc_s, mask_bits)
+
+    @inlined
     def tile_of(notice):
         """The QueryTile that a notice describes."""
         return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
@@ -234,6 +252,8 @@ def make(config):
         terms = cuda.local.array(2, float32)
         distance = cuda.local.array(2, float32)
         mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
+        shown_bits = cuda.local.array(bits_words, uint32)  # by the mask that was given
+        loaded = cuda.local.array(bias_words, uint32)  # (2, tile_n / 8, 2), in 16 bits two in one
         words = cuda.local.array(o_words, uint32)
         scale_log2 = score.scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
@@ -270,14 +290,17 @@ def make(config):
                     terms[r] = row_term(word(notice + B), row_head, arrays, strides)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
-            if scaled or masked:
+            if reads:
+                load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, FALSE)
+            if scaled or has_mask or masked:
                 look(j, notice, sizes, mask_bits, distance)
+            hide(mask_bits, shown_bits, TRUE)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
-            if scaled or masked:
+            if scaled or has_mask or masked:
                 if scaled:
-                    finish_scores(acc_s, terms, distance, score)
+                    finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
             to_p(acc_s, p_frag)
@@ -293,22 +316,29 @@ def make(config):
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
+                    if reads:
+                        load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     look(j, notice, sizes, mask_bits, distance)
+                    hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
-                        finish_scores(acc_s, terms, distance, score)
+                        finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
+                    if reads:
+                        load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, TRUE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scaled:
                         look(j, notice, sizes, mask_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if scaled:
-                        finish_scores(acc_s, terms, distance, score)
+                        finish_scores(acc_s, terms, distance, loaded, score)
+                    if has_mask:
+                        mask_some(acc_s, mask_bits, shown_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
@@ -331,8 +361,8 @@ def make(config):
             tile = tile_of(notice)
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
-            inverse_l, lse_log2 = alpha, distance  # the same registers, free by now
-            finish(m, l, inverse_l, lse_log2)
+            inverse_l, lse = alpha, distance  # the same registers, free by now
+            finish(m, l, inverse_l, lse)
             some_nonfinite = uint32(0)
             nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
             for r in range(2):
@@ -352,10 +382,10 @@ def make(config):
                 some_nonfinite |= flag
                 if lane & 3 == 0:
                     store_shared(base + notes_at + row * note_bytes, flag)
-                    store_shared(base + notes_at + row * note_bytes + 4, lse_log2[r].view(np.uint32))
+                    store_shared(base + notes_at + row * note_bytes + 4, lse[r].view(np.uint32))
                     if write_lse and tile.first_query + query < sizes.seqlen_q:
                         head = tile.b * sizes.heads + tile.h + row - query * group
-                        arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse_log2[r] * ln_2
+                        arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
             if o_place == "q":
                 o_smem = base + buffer_of(seen - 1) * q_bytes
             else:

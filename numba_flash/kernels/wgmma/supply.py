@@ -6,7 +6,7 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
-from ..score import positions
+from ..score import positions, reads
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
@@ -39,6 +39,7 @@ def make(config):
     atomic_add, exchange = memory.add, memory.exchange
     rank = cluster.rank
     keys_and_start = positions.make(config)
+    has_mask, ends_of = config.has("mask"), reads.make(config, 1).ends
 
     @inlined
     def set_up(base):
@@ -136,7 +137,31 @@ def make(config):
     load_v = ring_loader(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
 
     @inlined
-    def announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop):
+    def noted(place):
+        """A word of a notice, for one thread."""
+        return int32(load_shared(int32(place)))
+
+    @inlined
+    def leave_hidden_out(notice, arrays, strides, sizes):
+        """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
+
+        Reads the notice and writes it again, because the scheduler has few registers."""
+        b, h, first_query = noted(notice + B), noted(notice + H), noted(notice + FIRST_QUERY)
+        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
+        first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        begin = max(noted(notice + BEGIN), divide(first, tile_n))
+        stop = min(noted(notice + STOP), divide(end + int32(tile_n - 1), tile_n))
+        if stop <= begin:  # as in tiles_of
+            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        store_shared(notice + BEGIN, uint32(begin))
+        store_shared(notice + FREE, uint32(max(noted(notice + FREE), begin)))
+        store_shared(notice + STOP, uint32(stop))
+
+    @inlined
+    def announce(
+        base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes
+    ):
         """To the producer and the consumers."""
         at = notice_of(base, i)
         wait(base + NOTICE_EMPTY + 8 * notice_place_of(i), notice_phase_of(i) ^ 1)
@@ -152,6 +177,8 @@ def make(config):
         store_shared(at + STOP, uint32(stop))
         store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        if has_mask:
+            leave_hidden_out(at, arrays, strides, sizes)
         arrive(base + NOTICE_FULL + 8 * notice_place_of(i))
 
     @inlined
@@ -171,15 +198,13 @@ def make(config):
         tile_pos = first_query + q_start
         begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop)
+        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
+        if has_mask:  # not kept in registers until here
+            notice = notice_of(base, i)
+            b, h, first_query = noted(notice + B), noted(notice + H), noted(notice + FIRST_QUERY)
         if q_buffers == 1:
             prefetch_q(h, first_query, b)
         load_q(base, i, h, first_query, b)
-
-    @inlined
-    def noted(place):
-        """A word of a notice, for one thread."""
-        return int32(load_shared(int32(place)))
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):

@@ -1,0 +1,211 @@
+"""What the scores of a fragment need from global memory, for each of them: bias, and the bits of a mask.
+
+A lane asks for all of a tile before the product of the tile is waited for, so that memory and tensor cores work at the
+same time. Two neighbouring columns of a bias are one access where they lie side by side (config.bias_pairs). Of a mask
+there are the bits that mask_bits.py made of it, in the order in which lanes hold scores: for 128 columns of a row a
+word.
+
+Rows are queries and columns keys; with of_keys, in the backward's scores of keys, it is the other way around. Rows of
+the tile past the last one read what the last one has; columns past the last one are not read.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, int32, int64, uint32, uint64
+
+from ...config.forward import ITEM_SIZE
+from ...ptx import cvt, memory, vote
+from ..steps.inlined import inlined
+from ..steps.plain import first_column_of, first_row_of
+from .mask_bits import ENDS, PIECE
+
+
+class Origin(NamedTuple):
+    """Where all that a tile reads begins: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h); and the
+    tile's first row."""
+
+    bias: int
+    bits: int
+    first_row: int
+
+
+class Reads(NamedTuple):
+    """Device functions, and how many registers they fill. A lane has 2 * strips rows."""
+
+    reads: bool  # whether anything is read at all
+    bias_words: int
+    bits_words: int
+    origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
+    load: Callable[..., Any]
+    added: Callable[..., Any]
+    hide: Callable[..., Any]
+    some_hidden: Callable[..., Any]
+    ends: Callable[..., Any]
+
+
+@inlined
+def bits_of_queries(arrays, strides):
+    return arrays.mask_bits, strides.mask_bits
+
+
+@inlined
+def bits_of_keys(arrays, strides):
+    return arrays.mask_bits_of_keys, strides.mask_bits_of_keys
+
+
+@inlined
+def _sides(sizes, by):
+    """-> (how many rows, how many columns, the stride of a row, that of a column)."""
+    return sizes.seqlen_q, sizes.seqlen_k, by[2], by[3]
+
+
+@inlined
+def _sides_of_keys(sizes, by):
+    return sizes.seqlen_k, sizes.seqlen_q, by[3], by[2]
+
+
+@functools.cache
+def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
+    """Of tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+    tile_n, group, rows = columns or config.tile_n, config.group, 2 * strips
+    blocks = tile_n // 8
+    words = -(-blocks // 16)  # of mask bits for a row
+    has_bias, has_mask = config.has("bias"), config.has("mask")
+    dtype = config.dtype_of("bias") or "float32"
+    item, pairs = ITEM_SIZE[dtype], has_bias and config.bias_pairs and not of_keys
+    bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
+    wide, half = item == 4, dtype == "float16"
+    load_b16, load_b32, load_v2 = memory.load_b16_if, memory.load_b32_if, memory.load_v2_if
+    low_f16, high_f16, any_lane, address = cvt.low_f16, cvt.high_f16, vote.any_lane, memory.address
+
+    @inlined
+    def origin(b, h, first_row, arrays, strides):
+        bias = bits = int64(0)
+        if has_bias:
+            bias = address(arrays.bias, b * strides.bias[0] + h * strides.bias[1])
+        if has_mask:
+            pointer, by = bits_of(arrays, strides)
+            bits = address(pointer, b * by[0] + h * by[1])
+        return Origin(bias, bits, int32(first_row))
+
+    @inlined
+    def place_of(origin, first_row, lane, r, row_count):
+        """-> (row of scores, which head of the group) of the lane's row r."""
+        row = uint32(first_row + int32(first_row_of(lane)) + r * 8)
+        in_head = min(origin.first_row + int32(row // uint32(group)), int32(row_count) - 1)
+        return int64(in_head), int64(row % uint32(group))
+
+    @inlined
+    def load_pair(loaded, at, place, step, first, second):
+        """loaded[at :] <- the bias of two columns, `step` bytes apart, of which the second is there if `second` is."""
+        if pairs and wide:
+            load_v2(loaded, at, place, first)
+        elif pairs:
+            loaded[at] = load_b32(place, first)
+        elif wide:
+            loaded[at] = load_b32(place, first)
+            loaded[at + 1] = load_b32(place + step, second)
+        else:
+            loaded[at] = load_b16(place, first) | (load_b16(place + step, second) << uint32(16))
+
+    @inlined
+    def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
+        row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
+        column = int32(first_column_of(lane))
+        columns_left = int32(column_count - int64(j) * tile_n) - column
+        # As a constant where it is one, so that addresses of a row differ by constants too.
+        step = int64(item) if pairs else by_column * item
+        for r in range(rows):
+            row, member = place_of(origin, first_row, lane, r, row_count)
+            place = origin.bias + item * (row * by_row + member * strides.bias[1]) + (int64(j) * tile_n + column) * step
+            for n in range(blocks):
+                first = uint32(1) if inside or n * 8 < columns_left else uint32(0)
+                second = uint32(1) if inside or n * 8 + 1 < columns_left else uint32(0)
+                load_pair(loaded, (r * blocks + n) * (2 if wide else 1), place + 8 * n * step, step, first, second)
+
+    @inlined
+    def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
+        _, by = bits_of(arrays, strides)
+        row_count, _, _, _ = sides(sizes, by)
+        row_words = by[3]
+        first_bit = int32(j * (tile_n // 4))  # a lane has two of eight columns
+        first_word, shift = first_bit >> 5, uint32(first_bit & 31)
+        words_left = int32(row_words >> 2) - first_word
+        for r in range(rows):
+            row, member = place_of(origin, first_row, lane, r, row_count)
+            word = (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * row_words + member * by[1]
+            place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
+            for n in range(words):
+                found = load_b32(place + 16 * n, uint32(1) if n < words_left else uint32(0))
+                if tile_n % 128 and 128 % tile_n:  # it may begin in one word and end in the next
+                    following = load_b32(place + 16 * n + 16, uint32(1) if n + 1 < words_left else uint32(0))
+                    found = uint32((uint64(following) << uint64(32) | uint64(found)) >> uint64(shift))
+                elif tile_n % 128:
+                    found = found >> shift
+                bits[r * words + n] = found
+
+    @inlined
+    def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
+        """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
+        if has_bias:
+            load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
+        if has_mask:
+            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
+
+    @inlined
+    def added(loaded, r, n, i):
+        """The bias of the lane's row r and its column n * 8 + i."""
+        found = float32(0)
+        if has_bias:
+            if wide:
+                found = loaded[(r * blocks + n) * 2 + i].view(np.float32)
+            elif half:
+                found = high_f16(loaded[r * blocks + n]) if i else low_f16(loaded[r * blocks + n])
+            else:
+                two = loaded[r * blocks + n]
+                found = uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
+        return found
+
+    @inlined
+    def hide(mask_bits, bits, masked):
+        """mask_bits <- without those that the mask hides. masked, a constant: else all of the tile are seen so far."""
+        if has_mask:
+            for i in range(rows * words):
+                mask_bits[i] = mask_bits[i] & bits[i] if masked else bits[i]
+
+    @inlined
+    def some_hidden(mask_bits):
+        """Whether the mask hides any of the warp's scores: nearly never in most tiles."""
+        some = uint32(0)
+        for i in range(rows * words):
+            count = min(2 * blocks - 32 * (i % words), 32)
+            some |= ~mask_bits[i] & uint32((1 << count) - 1)
+        return any_lane(some) != 0
+
+    @inlined
+    def ends(b, h, heads, first_row, end_row, arrays, strides, sizes):
+        """-> [first, end): no other columns are shown in these rows, in so many heads from h on. Counted in 32 bits:
+        wgmma's scheduler, which asks, has few registers."""
+        bits, by = bits_of(arrays, strides)
+        first, end = int32((1 << 31) - 1), int32(0)
+        piece = int32(first_row) >> 4
+        pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
+        heads_left = int32(heads) if by[1] != 0 else int32(1)
+        of_head = b * by[0] + h * by[1] + piece * by[2]
+        while heads_left > 0:
+            place, left = of_head, pieces
+            while left > 0:
+                # By instructions that LLVM does not unroll.
+                first = min(first, int32(load_b32(address(bits, place), uint32(1))))
+                end = max(end, int32(load_b32(address(bits, place + 1), uint32(1))))
+                place, left = place + by[2], int32(left - 1)
+            of_head, heads_left = of_head + by[1], int32(heads_left - 1)
+        return first, end
+
+    bias_words = rows * blocks * (2 if wide else 1) if has_bias else 1
+    return Reads(
+        has_bias or has_mask, bias_words, rows * words if has_mask else 1, origin, load, added, hide, some_hidden, ends
+    )
