@@ -97,6 +97,18 @@ def store_v4(typingctx, address, values, at):
 
 
 @intrinsic
+def store_v2_f64(typingctx, address, values, at):
+    """st.global.v2.f64 [address], values[at : at + 2]: 16 bytes of a local float64 array. address: a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        asm.emit(builder, f"st.global.v2.f64 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values, types.int32), codegen
+
+
+@intrinsic
 def add(typingctx, address, value):
     """atom.global.add.u32: memory += value, -> what was there before. One thread; atomic on the whole GPU, unordered.
 

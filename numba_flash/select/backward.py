@@ -83,6 +83,8 @@ def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[Backw
 def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of "mma" or "wgmma" do not take the problem, apart from shared memory."""
     forward = problem.forward
+    if forward.dtype not in ("float16", "bfloat16"):
+        return f"its gradients are of float16 and bfloat16, not {forward.dtype}"
     if not forward.aligned:
         return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:

@@ -38,6 +38,10 @@ def store_v4(address, values, at):
     _at(address, 16, 16).view(np.uint32)[:] = values[at : at + 4].view(np.uint32)
 
 
+def store_v2_f64(address, values, at):
+    _at(address, 16, 16).view(np.float64)[:] = values[at : at + 2]
+
+
 def add(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]

@@ -92,7 +92,7 @@ def test_explain_for_another_machine_and_a_problem_larger_than_memory(capsys):
     [
         (("--cc", "9.0"), "wgmma"), (("--cc", "9.0", "--layout", "bshd", "--heads-kv", "2"), "wgmma"),
         (("--cc", "8.0"), "mma"), (("--cc", "12.0", "--dtype", "bfloat16"), "mma"), (("--cc", "7.5"), "v2"),
-        (("--cc", "9.0", "--dtype", "float32"), "v2"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
+        (("--cc", "9.0", "--dtype", "float32"), "mma"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
     ],
 )  # fmt: skip
 def test_explain_names_what_contiguous_arrays_get(capsys, options, kernel):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -20,7 +20,7 @@ def make(config: Any) -> Stage:
 
 
 def on_fragments(config: Any) -> FragmentStage:
-    unit = float32(exponent_unit(config))
+    unit = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
 
     @inlined
     def value(s, factor, at, score):

@@ -94,7 +94,8 @@ def make(config):
     reads, origin_of, load_reads, hide, some_hidden = read.reads, read.origin, read.load, read.hide, read.some_hidden
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
-    start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    start, softmax, finish = fragment_softmax.make(config, 1)
+    to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     recompute_rows = recompute.make(config, 16)
