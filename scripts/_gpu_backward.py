@@ -12,6 +12,7 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
+from numba_flash.dispatch import backward as dispatch
 from numba_flash.select import backward as select_backward
 from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
@@ -140,12 +141,12 @@ def one_kernel_where_possible():
     select_backward.gains_by_one_kernel = lambda problem, target: True
     try:
         select_backward.wgmma_configs.cache_clear()
-        gradients._decided.clear()
+        dispatch._plans.clear()
         yield
     finally:
         select_backward.gains_by_one_kernel = kept
         select_backward.wgmma_configs.cache_clear()
-        gradients._decided.clear()
+        dispatch._plans.clear()
 
 
 def check_one_kernel(kernel, options, tools):

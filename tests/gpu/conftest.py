@@ -32,12 +32,17 @@ def missing():
     return None if reason is None else f"needs a GPU: {reason}"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Where there is no GPU, one test says so for all of them: a line each, and a process each, would tell no more."""
     mine = [item for item in items if HERE in item.path.parents]
     reason = missing() if mine else None
-    if reason is not None:
-        for item in mine:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if reason is None:
+        return
+    first, *others = mine
+    first.add_marker(pytest.mark.skip(reason=f"{reason} (and {len(others)} other tests with it)"))
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 def to_cupy(x):

@@ -19,8 +19,9 @@ from contract import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.machine.target import Target
-from numba_flash.select import forward as select
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="session", params=["float32", "float64"])
@@ -94,12 +95,12 @@ def test_what_has_no_small_part(float32, where, value):
 )
 def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch):
     machine = dataclasses.replace(Target.of(None), cc=cc)
-    monkeypatch.setattr(api.Target, "of", lambda device: machine)
-    monkeypatch.setattr(api, "_decided", {})  # nothing remembered of the usual machine
-    monkeypatch.setattr(select, f"MMA_{dtype.upper()}_TILES", ((512, *row, 1, 8),))
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    monkeypatch.setattr(dispatch, "_plans", {})  # nothing remembered of the usual machine
+    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, lag=8),))
     rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
     case = rung.problem(40, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
-    config = api.understand_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
+    config = api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
     assert (config.warp_rows, config.large_f64) == (row[2], dtype == "float64" and cc == (9, 0))
     assert config.v_parts == (2 if head_dim_v > 128 and row[3] == 1 else 1)
     rung.check(case, causal=True)

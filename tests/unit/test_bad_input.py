@@ -175,6 +175,8 @@ WRONG = [
     # what the signature holds for later versions
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
       for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
+    (dict(sinks=array(4)), NotImplementedError, ["Meanwhile: for a sink, scale o by 1 / (1 + e^(sink - lse))"]),
+    (dict(dropout_p=0.1), NotImplementedError, ["Meanwhile: dropout can be on the output"]),
     # functions of the caller's own; what is wrong inside of them is in contract_functions.py
     *[({name: x}, TypeError, [name, "plain Python function", repr(x)])
       for name in ("score_mod", "mask_mod") for x in (abs, 3, int, [].append)],

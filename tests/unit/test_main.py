@@ -232,6 +232,8 @@ def test_cache(monkeypatch, tmp_path):
         (folder / name).write_bytes(bytes(1_500_000))
     rows = dict(command._cache())
     assert rows["holds"] == "2 files, 3.0 MB" and rows["can be written"] == "yes" and str(folder) in rows["folder"]
+    (folder / "cpu").write_text("in the way of a folder")
+    assert re.match("no: .*cpu.*; kernels are compiled anew", dict(command._cache())["can be written"])
     monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(folder / "one"))  # a file
     assert dict(command._cache())["can be written"].startswith("no: ")
 
