@@ -197,7 +197,11 @@ def _torch(x: Any) -> Array:
         return Array(pointer, _torch_layouts[x.device, x.shape, strides, x.dtype], x)
     except RuntimeError as error:  # only a dense tensor has an address and strides
         if _is_transformed(x):
-            raise Recorded("a tensor was given that torch.func transforms, which has no address", "torch") from None
+            raise Recorded(
+                "a tensor was given that torch.func transforms, which has no address; only attention() goes through "
+                "torch.func (grad, vjp, jacrev, vmap)",
+                "torch",
+            ) from None
         if sys.modules["torch"]._C._functorch.is_legacy_batchedtensor(x):
             raise NotImplementedError(
                 "a tensor was given as torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) make "
