@@ -23,14 +23,14 @@ _PUBLIC = {
     "softmax": "api.softmax",
     "warmup": "api.forward",
 }
-_MODULES = ("reference", "testing", "debug")
+_MODULES = ("reference", "testing", "debug", "mods")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "attention", "attention_backward", "debug", "explain",
-    "explain_backward", "merge", "reference", "softmax", "testing", "warmup",
+    "explain_backward", "merge", "mods", "reference", "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import debug, reference, testing
+    from . import debug, mods, reference, testing
     from .api.backward import AttentionGradients as AttentionGradients
     from .api.backward import attention_backward as attention_backward
     from .api.explain import explain as explain

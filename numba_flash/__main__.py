@@ -236,10 +236,11 @@ def _cache() -> Rows:
 def _can_be_written(folder: Path) -> str:
     """Tried, not asked: permissions say nothing about a file system that is read-only or full."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        return f"no: {error}"
+    for place in (there, *(folder / cache for cache in ("cpu", "cubin") if (folder / cache).exists())):
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            return f"no: {error}; kernels are compiled anew in every process"
     return "yes" if there == folder else "yes, and will be made"
 
 
@@ -249,6 +250,7 @@ def _kernels() -> Rows:
     import numpy as np
 
     from .api.explain import explain
+    from .machine import toolchain
     from .machine.target import Target
     from .select.forward import refusal
     from .select.rungs import KERNELS
@@ -258,8 +260,9 @@ def _kernels() -> Rows:
     target = Target.of(None)
     if target.why_no_gpu:  # which was said once, under GPU
         target = dataclasses.replace(target, why_no_gpu="see above")
+    no_jit = "NUMBA_DISABLE_JIT is set" if toolchain.jit_disabled() else None
     for name in KERNELS:
-        yield name, refusal(name, problem, target) or "usable"
+        yield name, (no_jit if name == "cpu" else None) or refusal(name, problem, target) or "usable"
 
 
 def _print(title: str, rows: Rows) -> None:

@@ -12,6 +12,7 @@ import time
 from importlib import metadata
 
 import numpy as np
+from _clone import commit
 
 import numba_flash
 from numba_flash.dispatch import forward as dispatch
@@ -40,6 +41,7 @@ def machine():
         python=platform.python_version(),
         date=time.strftime("%Y-%m-%d"),
         versions=versions,
+        **commit(),
     )
 
 

@@ -1,5 +1,6 @@
 """gpu_check on gradients: random and adversarial problems, graphs, families, memory; for each rung with a backward."""
 
+import contextlib
 import gc
 import importlib
 import time
@@ -11,6 +12,8 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
+from numba_flash.dispatch import backward as dispatch
+from numba_flash.select import backward as select_backward
 from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
 
@@ -69,7 +72,9 @@ def compare(cases, kernel, on_gpu, say=None):
             arguments |= dict(do=on_gpu(do), o=o, lse=lse) | options
             plan = gradients.prepare_call(arguments)[1]
         except NotImplementedError as error:
-            assert any(reason in str(error) for reason in ("head_dim up to", "backward takes no")), error
+            assert any(
+                reason in str(error) for reason in ("head_dim up to", "backward takes no", "gradients are of")
+            ), error
             refused.append(name)
             continue
         calls[name] = case, arguments, (do, dlse if number % 2 else None), plan
@@ -127,6 +132,43 @@ def check_backward(kernel, options, tools):
         return random
     hard = {f"adversarial {number}": case for number, case in enumerate(adversarial(kernel, options.small))}
     return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
+
+
+@contextlib.contextmanager
+def one_kernel_where_possible():
+    """With wgmma's kernel for all gradients also where it is the slower form, as with all that is small."""
+    kept = select_backward.gains_by_one_kernel
+    select_backward.gains_by_one_kernel = lambda problem, target: True
+    try:
+        select_backward.wgmma_configs.cache_clear()
+        dispatch._plans.clear()
+        yield
+    finally:
+        select_backward.gains_by_one_kernel = kept
+        select_backward.wgmma_configs.cache_clear()
+        dispatch._plans.clear()
+
+
+def check_one_kernel(kernel, options, tools):
+    """The problems that wgmma's kernel for all gradients can take: random ones, adversarial ones, whole numbers, the
+    same bits again and again."""
+    if kernel != "wgmma":
+        return "it has none"
+    every, cases, number = tools.groups(kernel, options.small), {}, 0
+    while len(cases) < options.problems // 6 and number < 10 * options.problems:
+        group = number % len(every)
+        case = tools.random_case(kernel, options.small, group, number // len(every))
+        if max(case.q.shape[3], case.v.shape[3]) <= 128 and not {"softcap", "alibi_slopes"} & set(case.options):
+            cases[f"one kernel, {group}:{number // len(every)}"] = case
+        number += 1
+    with one_kernel_where_possible():
+        found = [compare(cases, kernel, tools.on_gpu)]
+        if not options.case:
+            hard = {f"adversarial {n}": case for n, case in enumerate(adversarial(kernel, options.small))}
+            found.append(f"adversarial: {compare(hard, kernel, tools.on_gpu)}")
+            found.append(f"whole numbers: {check_whole_numbers(kernel, options, tools)}")
+            found.append(f"repeats: {check_repeats(kernel, options, tools)}")
+    return "; ".join(found)
 
 
 def check_whole_numbers(kernel, options, tools):

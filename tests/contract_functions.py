@@ -8,7 +8,7 @@ import contract
 import contract_backward
 import numpy as np
 import pytest
-from contract import same_bits
+from contract import same_bits, unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 from metamorphic import both_close, both_same
@@ -16,18 +16,23 @@ from metamorphic import both_close, both_same
 from numba_flash import testing
 
 # Random problems with functions: the oracle and the plain formula call them for each score by itself.
-LIMITS = dict(features=("causal", "window", "seqlens_k", "softcap", "bias", "mask", *testing.FUNCTIONS), max_seqlen=24)
-LIMITS |= dict(max_batch=2, head_dims=(7, 16))
+FEATURES = ("causal", "window", "seqlens_k", "softcap", "bias", "mask")
+LIMITS = dict(max_seqlen=24, max_batch=2, head_dims=(7, 16))
+
+
+def limits_of(rung):
+    features = tuple(name for name in FEATURES if name in rung.features)
+    return rung.limits | LIMITS | dict(features=(*features, *testing.FUNCTIONS))
 
 
 @given(st.data())
 def test_random_functions_agree_with_the_oracle(rung, data):
-    rung.check(data.draw(testing.cases(**rung.limits | LIMITS)))
+    rung.check(data.draw(testing.cases(**limits_of(rung))))
 
 
 @given(st.data())
 def test_gradients_of_random_functions_agree_with_the_oracle(backward_rung, data):
-    case = data.draw(testing.cases(**backward_rung.limits | LIMITS))
+    case = data.draw(testing.cases(**limits_of(backward_rung)))
     backward_rung.check(case, contract_backward.incoming(case, data.draw(st.integers(0, 100))))
 
 
@@ -99,7 +104,8 @@ def test_an_identity_changes_no_bit(rung):
     case = rung.problem(causal=True)
     plain = rung(case)
     case.options |= dict(score_mod=lambda s, b, h, i, j: s, mask_mod=lambda b, h, i, j: True)
-    assert both_same(rung(case), plain)
+    same = both_close if rung.tensor else both_same  # on tensor cores the scale comes in earlier
+    assert same(rung(case), plain)
 
 
 # Every dtype, and strides that no library makes; the element that is read says which it was.
@@ -116,11 +122,11 @@ def test_aux_arrays_of_every_dtype_and_strides(rung, dtype):
         element = x[4 - i % 5, j % 3, -1 - h]
         return element * 0.5
 
-    case = rung.problem(5, 6, batch=1, score_mod=reads, aux=(strange,), dtype="float32", q_offset=0)
+    case = rung.problem(5, 6, batch=1, score_mod=reads, aux=(strange,), q_offset=0)
     _, lse = rung(case)
     i, j, h = np.arange(5)[:, None], np.arange(6), np.arange(2)[:, None, None]
     scores = values[j % 3, 3 - h, i].astype(np.float64) * 0.5
-    assert np.allclose(lse[0], np.log(np.exp(scores).sum(-1)), rtol=1e-6)
+    assert np.allclose(lse[0], np.log(np.exp(scores).sum(-1)), rtol=16 * testing.EPS["float32"])
 
 
 def test_arrays_without_dimensions_and_parts_of_arrays(rung):
@@ -129,7 +135,7 @@ def test_arrays_without_dimensions_and_parts_of_arrays(rung):
         return score * factor[()] + row[j] + len(row) + table.shape[0]
 
     table = np.random.default_rng(0).standard_normal((2, 30), dtype=np.float32)
-    case = rung.problem(score_mod=mod, aux=(np.array(0.5, np.float32), table), dtype="float32")
+    case = rung.problem(score_mod=mod, aux=(np.array(0.5, np.float32), table))
     rung.check(case)
 
 
@@ -148,7 +154,7 @@ def test_what_mask_mod_hides_never_reaches_o(rung, value):
     clean_o, clean_lse = rung(case)
     case.k[:, :, 13] = case.v[:, :, 13] = value
     o, lse = rung(case)
-    assert same_bits(o, clean_o) and same_bits(lse, clean_lse)
+    assert unchanged(rung, o, clean_o) and same_bits(lse, clean_lse)
 
 
 def test_a_row_that_mask_mod_empties_is_zero(rung, backward_rung):

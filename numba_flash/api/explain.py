@@ -18,6 +18,15 @@ from ..select.forward import Choice
 from ..sim.launch import predicted_seconds
 from . import backward, forward
 
+IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
+# Of the kernels on tensor cores, which could do otherwise.
+ACCURACY = {
+    "mma": dict(
+        float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)", float64="in float64"
+    ),
+    "wgmma": {},
+}
+
 
 class Readable:
     """Facts about a call that are read as lines of text, and in a notebook as a table."""
@@ -76,6 +85,8 @@ class Explanation(Readable):
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
             facts.append(("grid", grid))
+        if self.config and self.kernel in ACCURACY:
+            facts.append(("sums", ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)))
             facts += [
                 ("before it", f"{before.kernel}, {blocks} blocks of {before.threads} threads")
                 for before, blocks in launch.kernels_before(self.config, self.problem, self.target)

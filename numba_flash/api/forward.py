@@ -1,5 +1,6 @@
 """attention() and warmup(): signature and contract. What they do is in dispatch/."""
 
+import functools
 import inspect
 import sys
 from typing import Any
@@ -9,7 +10,8 @@ from ..dispatch import forward as dispatch
 from ..dispatch.forward import NO_AUX, CallPlan, reject_unimplemented
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 
-NO_DROPOUT = 0.0  # a default, which each call compares with: as an object, in a fifth of the time
+differentiated = arrays.differentiated.get
+NO_DROPOUT = 0.0  # a default that each call compares with: as an object, in a fifth of the time
 
 
 def attention(
@@ -102,35 +104,37 @@ def attention(
     """
     if not (sinks is seed is None and dropout_p is NO_DROPOUT):
         reject_unimplemented(sinks, dropout_p, seed)
-    try:
-        return dispatch.run(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-            aux, layout, return_lse, out, stream, kernel,
-        )  # fmt: skip
-    except arrays.Recorded as recorded:
-        if not score_mod is mask_mod is None:
-            raise NotImplementedError(
-                f"score_mod and mask_mod are not implemented yet where {recorded.family} records: {recorded}"
-            ) from None
-        operation = bridge(recorded.family)
-    return operation(
-        q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=return_lse, out=out, stream=stream,
-        kernel=kernel,
+    differentiates = differentiated(type(q))
+    if differentiates is None or not differentiates(q, k, v):
+        try:
+            return dispatch.run(
+                q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod,
+                mask_mod, aux, layout, return_lse, out, stream, kernel,
+            )  # fmt: skip
+        except arrays.Recorded as recorded:
+            family = recorded.family
+    else:
+        family = "torch"
+    return bridge(family)(
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
 
 
+@functools.cache
 def bridge(framework: str) -> Any:
-    """attention() as an operation of `framework`, which is imported only when an array asks for it."""
+    """dispatch.run as an operation of `framework`, which is imported only when an array asks for it."""
     if framework == "torch":
-        from ..bridges.torch import attention as operation
+        from ..bridges.torch import run
     else:
-        from ..bridges.jax import attention as operation
-    return operation
+        from ..bridges.jax import run
+    return run
 
 
 def _in_torch_compile(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return bridge("torch")(q, k, v, **options)
+    from ..bridges.torch import attention as traced
+
+    return traced(q, k, v, **options)
 
 
 # What torch.compile traces in attention's place. Asking in each call whether one is being traced would cost 0.1 us.

@@ -3,6 +3,7 @@
 Most arrays tell so themselves when `arrays.read` meets them. Here is what torch keeps apart from its tensors.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,6 +37,20 @@ def torch_check() -> Callable[[Iterable[Any]], None]:
             raise Recorded(f"{mode} records what is done, and would miss what is computed here", "torch")
 
     return check
+
+
+@functools.cache
+def torch_differentiates() -> Callable[[Any, Any, Any], bool]:
+    """A function of q, k and v, the first of which is a torch tensor: whether autograd is to know of the call."""
+    is_grad_enabled = sys.modules["torch"].is_grad_enabled
+
+    def differentiates(q: Any, k: Any, v: Any) -> bool:
+        try:
+            return (q.requires_grad or k.requires_grad or v.requires_grad) and is_grad_enabled()
+        except AttributeError:  # k or v is something else, and will be refused
+            return False
+
+    return differentiates
 
 
 def recording_mode() -> str | None:

@@ -22,12 +22,13 @@ from .. import arrays
 from ..arrays import Array, GradientOperands, Layout, Operands
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import AttentionOutput, reject_unimplemented
+from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
 from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
+from .jax_varying import axes_of, varying
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -55,45 +56,23 @@ class Options(NamedTuple):
     kernel: str
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    q_offset: Any = None,
-    seqlens_k: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
-    sinks: Any = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    out: Any = None,
-    stream: Any = None,
-    kernel: str = "auto",
-) -> Any:
-    """`numba_flash.attention` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
+def run(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
+) -> Any:  # fmt: skip
+    """`dispatch.forward.run` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
 
     >>> jax.jit(jax.grad(lambda q: numba_flash.attention(q, k, v, causal=True).sum()))(q)
 
-    The arguments and errors are those of `numba_flash.attention`, except that out and stream are refused: memory and
-    stream are XLA's. An error that only running can show, such as a `kernel` that cannot compute the problem there,
-    comes as a JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with
-    several batch entries is not mapped over, one callback computes the problems one after the other. There is reverse
-    mode, once; forward mode and second derivatives raise NotImplementedError.
+    The arguments and errors are the same, except that out and stream are refused: memory and stream are XLA's. An
+    error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
+    JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
+    batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
+    once; forward mode and second derivatives raise NotImplementedError.
     """
-    if not score_mod is mask_mod is None or aux:
+    if not score_mod is mask_mod is None or len(aux):
         raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
-    reject_unimplemented(sinks, dropout_p, seed)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
@@ -111,6 +90,8 @@ def attention(
     options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
     _check(options, operands, return_lse)
+    axes = axes_of(operands.values())
+    operands = {name: varying(array, axes) for name, array in operands.items()}
     for name in GRADIENT_OF.values():
         if name in operands:
             operands[name] = reverse_only(operands[name])
@@ -181,12 +162,14 @@ def _dense(cotangent: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
 def _call(callback: "_Callback", given: tuple[Any, ...], results: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
-    return buffer_callback(callback, results, vmap_method="expand_dims")(*given)
+    axes = axes_of(given)
+    return tuple(varying(x, axes) for x in buffer_callback(callback, results, vmap_method="expand_dims")(*given))
 
 
 @_call.defjvp
 def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
-    return _call(callback, *primals, results), no_second_derivative(tangents, results)
+    found = _call(callback, *primals, results)
+    return found, no_second_derivative(tangents, found)
 
 
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +198,12 @@ class _Callback:
     options: Options
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.options, self.names, self.dtypes)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # asked for in every call
 
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         buffers = (*operands, *results)
@@ -261,9 +250,9 @@ class _Backward(_Callback):
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         optional = tuple(layouts.get(name) for name in self.order[5:10])
         found = gradients.plan(
-            **inputs, **known, optional=optional, functions=None,
+            **inputs, **known, optional=optional, functions=None, deterministic=True, has_stream=has_stream,
+            aligned=aligned, bias_aligned=bias_aligned,
             wanted=tuple(name for name in GRADIENT_OF if name in layouts),
-            deterministic=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
         )  # fmt: skip
         return found.problem.forward, found.launch
 

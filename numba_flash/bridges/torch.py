@@ -9,7 +9,7 @@ Autocast leaves them alone, since nothing is cast in silence: q, k and v are of 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from .. import arrays
 from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import AttentionOutput, reject_unimplemented
+from ..dispatch.backward import AttentionGradients
+from ..dispatch.forward import NO_AUX, AttentionOutput, reject_unimplemented
 from ..problem import forward as problem
 from ..select import rungs
 from . import torch_vmap
@@ -33,16 +34,8 @@ NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients 
 NO_DROPOUT = 0
 
 
-class Call(NamedTuple):
-    """The arguments that are no tensors."""
-
-    q_offset: Any
-    causal: bool
-    window: Any
-    scale: Any
-    softcap: Any
-    layout: str
-    kernel: str
+# The arguments that are no tensors: q_offset, causal, window, scale, softcap, layout, kernel.
+Call = tuple[Any, Any, Any, Any, Any, Any, Any]
 
 
 def attention(
@@ -71,28 +64,40 @@ def attention(
     stream: Any = None,
     kernel: str = "auto",
 ) -> Any:
-    """`numba_flash.attention` for torch tensors, with gradients of q, k, v, bias and alibi_slopes, also through lse.
+    """What torch.compile traces in the place of `numba_flash.attention`."""
+    reject_unimplemented(sinks, dropout_p, seed)
+    return run(
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
+        aux, layout, return_lse, out, stream, kernel,
+    )  # fmt: skip
 
-    >>> numba_flash.attention(q, k, v, causal=True).square().mean().backward()
 
-    The arguments and errors are those of `numba_flash.attention`, except that out and stream are refused: a
-    result that has a gradient is memory of autograd's own, and work goes to torch's current stream. The gradients
-    are computed by the kernel of the same name where it has a backward, else by "auto". They have no gradients
-    themselves, and there is no forward mode: asking for those raises NotImplementedError.
+def run(
+    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
+    out: Any, stream: Any, kernel: Any,
+) -> Any:  # fmt: skip
+    """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias and alibi_slopes, also through lse.
+
+    The arguments and errors are the same, except that out and stream are refused: a result that has a gradient is
+    memory of autograd's own, and work goes to torch's current stream. The gradients are computed by the kernel of the
+    same name where it has a backward, else by "auto". They have no gradients themselves, and there is no forward mode:
+    asking for those raises NotImplementedError.
 
     torch.func.grad, vjp, jacrev and vmap take it, in any order. vmap makes the mapped dimension part of the batch and
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
     are not mapped and have a batch of 1; others are copied into such a form.
     """
-    if not score_mod is mask_mod is None or aux:
+    if not score_mod is mask_mod is None or len(aux):
         raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
-    reject_unimplemented(sinks, dropout_p, seed)
-    for name, given in (("out", out), ("stream", stream)):
-        if given is not None:
-            raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
-    offsets, q_offset = (q_offset, None) if isinstance(q_offset, Tensor) else (None, q_offset)
+    if out is not None or stream is not None:
+        name = "stream" if out is None else "out"
+        raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
+    offsets = None
+    if isinstance(q_offset, Tensor):
+        offsets, q_offset = q_offset, None
     tensors = (q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets)
-    call = Call(q_offset, causal, window, scale, softcap, layout, kernel)
+    call = (q_offset, causal, window, scale, softcap, layout, kernel)
     if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
         o, lse = _operation(call, tensors)
     elif torch._C._are_functorch_transforms_active():  # before all tracers: what it calls comes here again
@@ -130,7 +135,7 @@ def _compute(
     right: int | None, scale: float | None, softcap: float | None, layout: str, kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = _without_grad(q, k, v, bias, mask, alibi_slopes, seqlens_k, q_offsets)
-    return _both(Call(q_offset, causal, (left, right), scale, softcap, layout, kernel), tensors)
+    return _both((q_offset, causal, (left, right), scale, softcap, layout, kernel), tensors)
 
 
 def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
@@ -140,14 +145,14 @@ def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
     q_offset = q_offset if offsets is None else offsets
     try:
         return dispatch.run(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, (),
+            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
             layout, True, None, None, kernel,
         )  # fmt: skip
     except arrays.Recorded:
         pass
-    return attention(
-        q, k, v, causal=causal, window=window, q_offset=q_offset, seqlens_k=seqlens_k, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, mask=mask, layout=layout, return_lse=True, kernel=kernel,
+    return run(
+        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
+        layout, True, None, None, kernel,
     )  # fmt: skip
 
 
@@ -160,26 +165,33 @@ def _compute_gradients(
     do, dlse, o, lse, *tensors = _without_grad(
         do, dlse, o, lse, q, k, v, bias, mask, alibi_slopes, seqlens_k, q_offsets
     )
-    call = Call(q_offset, causal, (left, right), scale, softcap, layout, kernel)
+    call = (q_offset, causal, (left, right), scale, softcap, layout, kernel)
     return _all_gradients(call, tuple(wanted.split()), do, dlse, o, lse, tensors)
 
 
 def _all_gradients(
     call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
-    """The gradients wanted, of tensors for which torch records nothing now."""
+    """The gradients wanted, without None for the others."""
+    found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _gradients_now(
+    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+) -> AttentionGradients:
+    """Of tensors for which torch records nothing now."""
     if do is None:
         do = torch.zeros_like(o)
     elif do.stride(-1) != 1:  # of sum().backward(): one number as a whole array, whose rows no tensor core could fetch
         do = do.contiguous()
     q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets = tensors
     q_offset, causal, window, scale, softcap, layout, kernel = call
-    found = gradients.run(
+    return gradients.run(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset if offsets is None else offsets, seqlens_k, scale,
-        softcap, alibi_slopes, bias, mask, None, None, (), layout, True, None,
+        softcap, alibi_slopes, bias, mask, None, None, NO_AUX, layout, True, None,
         kernel if kernel in rungs.WITH_BACKWARD else "auto",
     )  # fmt: skip
-    return [gradient for gradient in found if gradient is not None]
 
 
 def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -216,16 +228,15 @@ class _Recorded(torch.autograd.Function):
         o, lse, *tensors = ctx.saved_tensors
         call, wanted = ctx.call, _wanted(ctx.needs_input_grad[1:])
         try:
-            found = _all_gradients(call, wanted, do, dlse, o, lse, tensors)
+            found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
         except arrays.Recorded:  # with create_graph=True, in a transform or a trace
             if torch._C._are_functorch_transforms_active():
-                found = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
+                named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
             else:
-                found = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
-        result: list[Tensor | None] = [None] * (1 + len(ARRAYS))
-        for name, gradient in zip(wanted, found, strict=True):
-            result[1 + GRADIENT_OF[name]] = gradient
-        return tuple(result)
+                named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
+            found = AttentionGradients(**dict(zip(wanted, named, strict=True)))
+        dq, dk, dv, dbias, dalibi_slopes = found
+        return None, dq, dk, dv, dbias, None, dalibi_slopes, None, None  # of the call and of ARRAYS
 
     jvp = staticmethod(_no_tangents)
 

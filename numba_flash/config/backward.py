@@ -11,7 +11,10 @@ from .simt_backward import DalibiConfig, DeltaConfig
 @dataclass(frozen=True)
 class MmaRowsConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
-    natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py)."""
+
+    natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
+    are to be taken in turns (wgmma_backward_fused), of how many queries; else 0.
+    """
 
     dtype: str
     head_dim_v: int
@@ -20,6 +23,7 @@ class MmaRowsConfig(LaunchFacts):
     threads: int = 256
     lanes: int = 8
     natural: bool = False
+    turns_of: int = 0
 
     kernel: ClassVar[str] = "mma_rows"
     compute_dtype: ClassVar[str] = "float32"

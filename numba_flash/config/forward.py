@@ -5,15 +5,15 @@ from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, Uses, changes_scores
 
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8}
 
 
-# Tiles of 16-bit elements for tensor cores lie in panels of 64 columns, 128 bytes a row, swizzled (ptx/fragments.py).
+# Tiles for tensor cores lie in panels of 128 bytes a row, 64 columns of 16 bits, swizzled (ptx/fragments.py).
 
 
-def tile_bytes(rows: int, columns: int) -> int:
+def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
     """Of a tile in panels."""
-    return rows * 128 * -(-columns // 64)
+    return rows * 128 * -(-columns * item_size // 128)
 
 
 class LaunchFacts:
@@ -141,14 +141,14 @@ class TensorConfig(Config):
     lag: float = 0.0
     bias_pairs: bool = False
 
-    WIDEST: ClassVar[int] = 256  # columns of O that a block keeps in registers
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     NOTE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
 
     def _check(self, rows_step: int, keys_step: int) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        if self.dtype not in self.DTYPES:
+            raise ValueError(f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")
         if self.tile_m < rows_step or self.tile_m % rows_step:
             raise ValueError(f"tile_m must be a multiple of {rows_step}, not {self.tile_m}")
         if self.tile_n < keys_step or self.tile_n % keys_step:
@@ -160,7 +160,17 @@ class TensorConfig(Config):
         if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
             raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
         if not 0 <= self.lag <= self.MOST_LAG:
-            raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P is held in 16 bits")
+            raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P may be held in 16 bits")
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+    @property
+    def widest(self) -> int:
+        """Columns of O that a block keeps in registers."""
+        return 256
 
     @property
     def queries(self) -> int:
@@ -174,13 +184,18 @@ class TensorConfig(Config):
 
     @property
     def v_parts(self) -> int:
-        """Blocks that share one tile's columns of O, each computing the scores anew: registers end at WIDEST."""
-        return -(-self.head_dim_v // self.WIDEST)
+        """Blocks that share one tile's columns of O, each computing the scores anew: registers end at `widest`."""
+        return -(-self.head_dim_v // self.widest)
+
+    @property
+    def columns_step(self) -> int:
+        return 16
 
     @property
     def width(self) -> int:
         """Columns of O that a block computes, in whole steps."""
-        return (-(-self.head_dim_v // self.v_parts) + 15) // 16 * 16
+        step = self.columns_step
+        return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
 
 
 @dataclass(frozen=True)
@@ -189,11 +204,19 @@ class MmaConfig(TensorConfig):
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
     halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile.
+    registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
+    many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
+    its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
+    as m8n8k4.
     """
 
     warp_rows: int = 16
     q_registers: bool = False
+    column_groups: int = 1
+    large_f64: bool = False
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
+    KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
     @property
     def tile_notes(self) -> int:
@@ -204,21 +227,45 @@ class MmaConfig(TensorConfig):
         if self.warp_rows not in (16, 32):
             raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
         self._check(self.warp_rows, 16)
+        if self.q_registers and self.item_size > 2:
+            raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
+        if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
+            raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
+        if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
+            raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
     def threads(self) -> int:
-        return self.tile_m // self.warp_rows * 32
+        return self.tile_m // self.warp_rows * self.column_groups * 32
+
+    @property
+    def widest(self) -> int:
+        """float64 takes two registers."""
+        return 128 * self.column_groups if self.dtype == "float64" else 256
+
+    @property
+    def columns_step(self) -> int:
+        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
+        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.width // self.column_groups
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O takes Q's place and may
-        reach into K's."""
-        k_at = tile_bytes(self.tile_m, self.depth)
-        v_at = k_at + tile_bytes(self.tile_n, self.depth)
-        notes_at = tile_bytes(self.tile_m, self.width)  # K and V are no longer needed then
-        end = v_at + tile_bytes(self.tile_n, self.width)
-        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m)
-        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.tile_notes * 16
+        """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O of 16 bits takes Q's
+        place and may reach into K's; of more bits it goes straight to global memory. Scores that are exchanged are
+        at the end."""
+        size = self.item_size
+        k_at = tile_bytes(self.tile_m, self.depth, size)
+        v_at = k_at + tile_bytes(self.tile_n, self.depth, size)
+        notes_at = tile_bytes(self.tile_m, self.width) if size == 2 else 0  # K and V are no longer needed then
+        end = v_at + tile_bytes(self.tile_n, self.width, size)
+        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m * self.column_groups)
+        exchanged = self.tile_m * self.tile_n * size if self.column_groups > 1 else 0
+        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.tile_notes * 16 + exchanged
 
 
 @dataclass(frozen=True)

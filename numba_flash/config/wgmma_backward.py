@@ -18,6 +18,8 @@ class SharedPlan(NamedTuple):
     own_b: int
     stream_a: int
     stream_b: int
+    ds: int  # two tiles of dS, in 16 bits
+    dq: int  # parts of dQ in float32 on their way to global memory
     row_facts: int  # lse and -delta of each stage's queries
     state: int  # what every role reads of the block's work
     barriers: int
@@ -32,6 +34,10 @@ class Barriers(NamedTuple):
     a_empty: int
     b_full: int
     b_empty: int
+    ds_full: int
+    dq_full: int  # for each stage one for each consumer warpgroup
+    dq_empty: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class WgmmaBackwardConfig(Config):
     group: ClassVar[int] = 1  # a tile is of one head
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
+    dq_stages: ClassVar[int] = 2  # how many parts of dQ a warpgroup has room for, where it has any
     STATE_WORDS: ClassVar[int] = 16
+    MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
@@ -127,21 +135,36 @@ class WgmmaBackwardConfig(Config):
         """Of one stage of stream_a."""
         return 0
 
+    @property
+    def ds_bytes(self) -> int:
+        """Of one of two tiles of dS that go through shared memory."""
+        return 0
+
+    @property
+    def dq_part_bytes(self) -> int:
+        """Of what a consumer warpgroup adds to the sums of dQ at a time."""
+        return 0
+
     def barriers(self) -> Barriers:
-        at = self.shared_plan().barriers
-        a_full = at + 8
-        b_full = a_full + 16 * self.stages_a
-        return Barriers(at, a_full, a_full + 8 * self.stages_a, b_full, b_full + 8 * self.stages_b)
+        counts = [1, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
+        parts = self.dq_stages * self.consumers
+        counts += [1, parts, parts] if self.ds_bytes else [0, 0, 0]
+        at = [self.shared_plan().barriers]
+        for count in counts:
+            at.append(at[-1] + 8 * count)
+        return Barriers(*at)
 
     def shared_plan(self) -> SharedPlan:
         own_b = self.own_a_bytes
         stream_a = own_b + self.own_b_bytes
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
-        row_facts = stream_b + self.stages_b * self.stream_b_bytes
+        ds = stream_b + self.stages_b * self.stream_b_bytes
+        dq = ds + 2 * self.ds_bytes
+        row_facts = dq + self.dq_stages * self.consumers * self.dq_part_bytes
         state = row_facts + self.stages_a * self.row_facts_bytes
         barriers = state + 4 * self.STATE_WORDS
-        end = barriers + 8 * (1 + 2 * self.stages_a + 2 * self.stages_b)
-        return SharedPlan(0, own_b, stream_a, stream_b, row_facts, state, barriers, end)
+        end = barriers + 8 * self.MOST_BARRIERS
+        return SharedPlan(0, own_b, stream_a, stream_b, ds, dq, row_facts, state, barriers, end)
 
 
 @dataclass(frozen=True)
@@ -193,3 +216,56 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
     @property
     def stream_rows(self) -> int:
         return self.tile_n
+
+
+@dataclass(frozen=True)
+class WgmmaFusedConfig(WgmmaDkdvConfig):
+    """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
+
+    Two warpgroups share dQ: each has a panel of 64 columns of the tile's 64 queries.
+    """
+
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/row_facts.py
+    ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
+
+    def __post_init__(self) -> None:
+        if (self.tile_m, self.tile_n) != (64, 128):
+            raise ValueError(f"tiles are of 64 queries and 128 keys, not {self.tile_m} and {self.tile_n}")
+        if max(self.head_dim, self.head_dim_v) > 128:
+            raise ValueError(f"head_dim must be at most 128, not {self.head_dim} and {self.head_dim_v}")
+        super().__post_init__()
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """All that there are: the threads that add have more to keep in mind than a producer's others."""
+        return 32, 240
+
+    @property
+    def depth(self) -> int:
+        """Two panels for two warpgroups."""
+        return 128
+
+    @property
+    def ds_bytes(self) -> int:
+        return tile_bytes(self.tile_m, self.tile_n)
+
+    @property
+    def dq_part_bytes(self) -> int:
+        return 64 * 64 * 4
+
+
+@dataclass(frozen=True)
+class WgmmaRoundConfig(Config):
+    """Of wgmma_backward_round; tiles and depth as in the WgmmaFusedConfig whose sums it takes."""
+
+    depth: int = 128
+
+    group: ClassVar[int] = 1
+    ALIGNMENT: ClassVar[int] = 1024
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + tile_bytes(64, self.head_dim))
+
+    @property
+    def threads(self) -> int:
+        return 128

@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..arrays import ITEM_SIZE, host_pointer
-from ..machine import forked
+from ..machine import forked, interrupt
 from ..problem.backward import GRADIENTS, BackwardProblem
 from . import backward_plan as at
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
@@ -29,7 +29,7 @@ from .vectors.build import Shape, call, load, store
 
 
 @njit(error_model="numpy", inline="always")
-def set_up(launch, shared, pointers):
+def set_up(launch, shared, stop, pointers):
     """Fill a call's frame, which begins the shared memory; returns its address."""
     frame = (shared + 63) // 64 * 64
     for n in range(17):
@@ -41,6 +41,7 @@ def set_up(launch, shared, pointers):
     store(frame, at.DONE, done)
     store(frame, at.SUMS_K, sums_k)
     store(frame, at.SUMS_V, sums_k + load(launch, at.SUMS_K_BYTES, INT))
+    store(frame, at.STOP, stop)
     store(frame, at.GIVE_WAY, load(launch, at.ADDRESS_OF_GIVE_WAY, INT))
     return frame
 
@@ -56,7 +57,7 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(
-    launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias,
+    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias,
     dalibi_slopes,
 ):  # fmt: skip
     """All passes on this thread."""
@@ -65,7 +66,7 @@ def run_serial(
     pointers = (
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
     )  # fmt: skip
-    frame = set_up(launch, shared, pointers)
+    frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
         call(kernel, frame, phase, scratch)
@@ -75,7 +76,7 @@ def run_serial(
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(
-    workers, launch, shared, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv,
+    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv,
     dbias, dalibi_slopes,
 ):  # fmt: skip
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
@@ -85,7 +86,7 @@ def run_parallel(
     pointers = (
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
     )  # fmt: skip
-    frame = set_up(launch, shared, pointers)
+    frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
         for worker in prange(workers):
@@ -122,16 +123,23 @@ class Ready(NamedTuple):
     address: int
     shared: int  # int64 numbers of memory that the tasks share, all 0 to begin with
     serial: bool
+    long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
 
     def run(self, pointers: Sequence[int]) -> None:
         """Write the gradients wanted; addresses in the order of arrays.GradientOperands, 0 = none."""
+        if self.long:
+            interrupt.stoppable(lambda stop: self._run(stop, pointers))
+        else:
+            self._run(interrupt.NEVER, pointers)
+
+    def _run(self, stop: int, pointers: Sequence[int]) -> None:
         shared = np.zeros(self.shared, np.int64)
         if self.serial or forked.threads_lost:
-            run_serial(self.address, host_pointer(shared), *pointers)
+            run_serial(self.address, host_pointer(shared), stop, *pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), *pointers)
+            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, *pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,15 +164,16 @@ def ready(problem: BackwardProblem) -> Ready:
             add("sums", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
-    serial = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND < SERIAL_SECONDS
+    seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND
+    serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, plans)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 19)
+        run_serial.compile((numba.int64,) * 20)
     else:
-        run_parallel.compile((numba.int64,) * 20)
+        run_parallel.compile((numba.int64,) * 21)

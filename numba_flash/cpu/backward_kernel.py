@@ -110,6 +110,8 @@ def run_task(task, frame, scratch, zero):
     _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for key_tile in range(begin, end):
         key0, key_end = max(key_tile * tile_n, all_first), min((key_tile + 1) * tile_n, all_end)
+        if load(load(frame, at.STOP, INT), 0, INT):
+            panels, key_end = INT, key0  # nobody waits for the result any more, but other threads do for their turn
         gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
         gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
         k_guarded = not all_finite(k, head_dim * size, head_dim, key_end - key0, zero)
@@ -143,7 +145,7 @@ def run_task(task, frame, scratch, zero):
             continue
         if before_begin <= key_tile and key_tile < before_end:
             wait_for(done + key_tile * 8, turn - 1, load(frame, at.GIVE_WAY, INT))
-        at_once = panels if whole else 1  # panels that see the same keys
+        at_once = max(panels, 1) if whole else 1  # panels that see the same keys
         for panel in range(0, panels, at_once):
             panel_rows = min(at_once * across, rows - panel * across)
             first, last, _ = keys_of(
@@ -207,12 +209,14 @@ def run_phase(frame, phase, scratch, zero):
     tasks = load(plan, slot.TASKS, INT)
     if phase == RESULTS:
         tasks = load(plan, slot.BATCH, INT) * load(plan, slot.HEADS_KV, INT) * load(plan, at.KEY_TILES, INT)
-    task = fetch_add(counter)
+    task = fetch_add(counter)  # a task that was fetched is run, for others wait for it
     while task < tasks:
         if phase == RESULTS:
             write_sums(task, frame, zero)
         else:
             run_task(task, frame, scratch, zero)
+        if load(load(frame, at.STOP, INT), 0, INT):
+            break
         task = fetch_add(counter)
 
 

@@ -25,7 +25,7 @@ NUMBERS = slot.NUMBERS + 39
 # A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
-COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY = range(18, 23)
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(18, 24)
 FRAME_NUMBERS = 24  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.

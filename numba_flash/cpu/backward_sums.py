@@ -117,6 +117,8 @@ def run_task(task, frame, scratch, zero):
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     for part in range((batch1 - batch0) * (head1 - head0) * (tile1 - tile0)):
+        if load(load(frame, at.STOP, INT), 0, INT):
+            break  # nobody waits for the result any more
         tile = tile0 + part % (tile1 - tile0)
         kv_head = head0 + part // (tile1 - tile0) % (head1 - head0)
         b = batch0 + part // ((tile1 - tile0) * (head1 - head0))
@@ -165,6 +167,8 @@ def run_tasks(frame, scratch, zero):
     task = fetch_add(counter)
     while task < load(plan, slot.TASKS, INT):
         run_task(task, frame, scratch, zero)
+        if load(load(frame, at.STOP, INT), 0, INT):
+            break
         task = fetch_add(counter)
 
 

@@ -24,7 +24,8 @@ from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
-from ..machine.cache_folder import cache_folder
+from ..machine.announce import announce
+from ..machine.cache_folder import cache_folder, complain
 
 # What is compiled into the CPU's kernels.
 SOURCES = ("cpu/**/*.py", "problem/ranges.py")
@@ -110,13 +111,19 @@ class Cache(FunctionCache):
         found = None
         with contextlib.suppress(Exception):
             found = super().load_overload(sig, target_context)
-        if found is None and self._announcement and sys.stderr is not None and sys.stderr.isatty():
-            print(self._announcement, file=sys.stderr, flush=True)
+        if found is None and self._announcement:
+            announce(self._announcement)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        failed: OSError | None = None
         with contextlib.suppress(Exception):
-            super().save_overload(sig, data)
+            try:
+                super().save_overload(sig, data)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            complain(failed)
 
 
 def cached(dispatcher: Any) -> Any:

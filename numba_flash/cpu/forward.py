@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..arrays import ITEM_SIZE
-from ..machine import forked
+from ..machine import forked, interrupt
 from ..problem.forward import Problem
 from . import plan as slot
 from .cache import c_function, cached
@@ -26,9 +26,10 @@ from .vectors.build import Shape, call, load, store
 
 
 @njit(error_model="numpy", inline="always")
-def set_up(frame, plan, pointers, shared):
+def set_up(frame, plan, pointers, shared, stop):
     """Fill a call's frame; the shared memory begins with the counters."""
     store(frame, slot.PLAN, plan)
+    store(frame, slot.STOP, stop)
     for n in range(10):
         store(frame, slot.POINTERS + n, pointers[n])
     count = 1 + load(plan, slot.TASKS, INT)
@@ -40,13 +41,13 @@ def set_up(frame, plan, pointers, shared):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on this thread."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at, stop)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
     memory[0] = 0  # keeps it alive until here
@@ -54,13 +55,13 @@ def run_serial(kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, plan, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at, stop)
     store(at, 0, workers)
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
@@ -88,17 +89,24 @@ class Ready(NamedTuple):
     address: int  # of the numbers
     kernel: int
     serial: bool
+    long: bool
     nothing: bool
 
     def run(self, pointers: Sequence[int]) -> None:
         """Write o, and lse where the problem wants it; addresses in the order of arrays.Operands, 0 = none."""
         if self.nothing:
             return
+        if self.long:
+            interrupt.stoppable(lambda stop: self._run(stop, pointers))
+        else:
+            self._run(interrupt.NEVER, pointers)
+
+    def _run(self, stop: int, pointers: Sequence[int]) -> None:
         if self.serial or forked.threads_lost:
-            run_serial(self.kernel, self.address, *pointers)
+            run_serial(self.kernel, self.address, stop, *pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.kernel, self.address, *pointers)
+            run_parallel(numba.get_num_threads(), self.kernel, self.address, stop, *pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,9 +117,10 @@ def ready(problem: Problem) -> Ready:
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
     operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
-    serial = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND < SERIAL_SECONDS
+    seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
+    serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     nothing = p.batch * p.heads * p.seqlen_q == 0
-    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, nothing)
+    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing)
 
 
 def warm_up(problem: Problem) -> None:
@@ -120,6 +129,6 @@ def warm_up(problem: Problem) -> None:
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 12)
+        run_serial.compile((numba.int64,) * 13)
     else:
-        run_parallel.compile((numba.int64,) * 13)
+        run_parallel.compile((numba.int64,) * 14)

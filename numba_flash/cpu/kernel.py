@@ -100,6 +100,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     all_first, _ = row_keys(row0 // group + offset, left, right, valid)
     _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for tile in range(tile_first, tile_end):
+        if load(load(pointers, slot.STOP - slot.POINTERS, INT), 0, INT):
+            break  # nobody waits for the result any more
         key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
         if copy_k:
@@ -289,7 +291,7 @@ def run_task(task, frame, scratch, zero):
 def run_tasks_float32(frame, first, scratch):
     """Run task `first`, then as many as the shared counter hands out."""
     task, tasks = first, load(load(frame, slot.PLAN, INT), slot.TASKS, INT)
-    while task < tasks:
+    while task < tasks and not load(load(frame, slot.STOP, INT), 0, INT):
         run_task(task, frame, scratch, np.float32(0))
         task = fetch_add(load(frame, slot.COUNTERS, INT))
 
@@ -297,6 +299,6 @@ def run_tasks_float32(frame, first, scratch):
 def run_tasks_float64(frame, first, scratch):
     """The same in double precision."""
     task, tasks = first, load(load(frame, slot.PLAN, INT), slot.TASKS, INT)
-    while task < tasks:
+    while task < tasks and not load(load(frame, slot.STOP, INT), 0, INT):
         run_task(task, frame, scratch, np.float64(0))
         task = fetch_add(load(frame, slot.COUNTERS, INT))

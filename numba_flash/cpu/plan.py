@@ -36,7 +36,7 @@ ARRAY_SLOTS = {
 }
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
-PLAN, POINTERS, PARTS, COUNTERS = 0, 1, 11, 12
+PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 11, 12, 13  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = 16
 
 ABSENT = -1  # stands for the dtype of what is not there

@@ -176,4 +176,8 @@ def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:
     given = dict(sinks=sinks, seed=seed)
     wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
     wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
-    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet")
+    # docs/contract.md says the same
+    meanwhile = ["for a sink, scale o by 1 / (1 + e^(sink - lse)), with return_lse=True"] * (sinks is not None)
+    meanwhile += ["dropout can be on the output"] * (not no_dropout)
+    instead = f". Meanwhile: {'; '.join(meanwhile)}" if meanwhile else ""
+    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet{instead}")

@@ -11,7 +11,7 @@ from ..arrays import GradientOperands
 from ..config.backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
-from ..config.wgmma_backward import WgmmaDkdvConfig
+from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..select.arguments import (
@@ -51,6 +51,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
+    if isinstance(config, WgmmaRoundConfig):
+        return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
         return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
@@ -59,21 +61,26 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
 
 
-def workspace(problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each of BACKWARD_WORKSPACE."""
+def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of those of BACKWARD_WORKSPACE that these kernels may take."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
-    made = dict.fromkeys(BACKWARD_WORKSPACE, rows) | dict(row_facts=((facts,), "float32"))
     of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
-    return made | {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
+    made = dict(delta=rows, slope_rows=rows, row_facts=((facts,), "float32"))
+    made |= {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
+    for config in configs:
+        if isinstance(config, WgmmaFusedConfig):
+            tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
+            made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
+            made["dq_sums"] = (tiles * config.tile_m * config.depth,), "float32"
+    return made
 
 
 def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
     """What these kernels allocate beside the gradients."""
     used = {name for config in configs for name in PARAMETERS[config.kernel].arrays}
-    return sum(
-        math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in workspace(problem).items() if name in used
-    )
+    made = workspace(configs, problem).items()
+    return sum(math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in made if name in used)
 
 
 PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
@@ -99,8 +106,8 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
         if blocks
     ]
     used = {number for _, taken in steps for number in taken}
-    shapes = workspace(problem)
-    made = [shapes[name] if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
+    shapes = workspace(choice.configs, problem)
+    made = [shapes.get(name) if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
     return KernelSequence(steps, made)
 
 

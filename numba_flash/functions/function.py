@@ -129,6 +129,10 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
         return ("tuple", *(_read(x, name, callers) for x in value))
     if value is math:
         return ("module",)
+    if kind is types.ModuleType:
+        used = sorted({attribute for owner, attribute in _attributes_of(callers[-1]) if owner == name})
+        if used and all(hasattr(value, attribute) for attribute in used):
+            return ("namespace", *((x, _read(getattr(value, x), f"{name}.{x}", callers)) for x in used))
     try:
         if value in _BUILTINS:
             return ("builtin", _BUILTINS[value])
@@ -143,9 +147,9 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
 
 
 def _cannot_capture(value: Any, name: str, code: types.CodeType) -> str:
-    where = _place(code, _line_of(code, name))
+    where = _place(code, _line_of(code, name.partition(".")[0]))
     if isinstance(value, types.ModuleType):
-        return f"{where} uses the module {name}: of modules a kernel knows math alone"
+        return f"{where} uses the module {name}: a kernel knows math, and what is a function or a number in others"
     if hasattr(value, "shape"):
         return f"{where} captures the array {name}: pass it in aux=, and take it as an argument"
     what = f"{name}, a {type(value).__name__}" if not callable(value) else f"{name}()"
@@ -171,15 +175,16 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
         if name in known or name in builtin:
             captured.append((name, _read(known[name] if name in known else builtin[name], name, within)))
         else:
-            raise TypeError(f"{code.co_name} ({code.co_filename}) uses {name}, which is not defined")
+            raise TypeError(f"{_place(code, _line_of(code, name))} uses {name}, which is not defined")
     cells: tuple[Tree, ...] = ()
     if function.__closure__:
         cells = tuple(
             _read(cell.cell_contents, name, within)
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
         )
+    owners = [name for name, tree in (*captured, *zip(code.co_freevars, cells, strict=True)) if tree == ("module",)]
     for owner, attribute in _attributes_of(code):
-        if (owner, ("module",)) in captured and attribute not in (*rules.FUNCTIONS, *rules.CONSTANTS):
+        if owner in owners and attribute not in (*rules.FUNCTIONS, *rules.CONSTANTS):
             raise TypeError(_not_in_math(attribute, code))
     defaults = tuple(_read(x, "a default", within) for x in function.__defaults__ or ())
     named = tuple((name, _read(x, name, within)) for name, x in sorted((function.__kwdefaults__ or {}).items()))
@@ -188,10 +193,16 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
 
 def _line_of(code: types.CodeType, name: str) -> int:
     """The line on which a function reads `name`."""
-    for x in dis.get_instructions(code):
-        if x.argval == name and x.positions and x.positions.lineno:
-            return x.positions.lineno
-    return code.co_firstlineno
+    return next((line for x, line in _instructions(code) if x.argval == name), code.co_firstlineno)
+
+
+def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    """Each with its line."""
+    lines = {start: line for start, _, line in code.co_lines() if line}
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset, line)
+        yield instruction, line
 
 
 @functools.lru_cache(maxsize=1000)
@@ -206,12 +217,16 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1000)
 def _attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """(global name, its attribute), as often as a function reads one."""
+    """(captured name, its attribute), as often as a function reads one."""
     instructions = list(dis.get_instructions(code))
-    return tuple(
-        (one.argval, two.argval)
-        for one, two in itertools.pairwise(instructions)
-        if one.opname == "LOAD_GLOBAL" and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    inside = [pair for x in code.co_consts if isinstance(x, types.CodeType) for pair in _attributes_of(x)]
+    return (
+        *(
+            (one.argval, two.argval)
+            for one, two in itertools.pairwise(instructions)
+            if one.opname in ("LOAD_GLOBAL", "LOAD_DEREF") and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        ),
+        *inside,
     )
 
 
@@ -224,9 +239,9 @@ def _text(tree: Any) -> str:
     if isinstance(tree, types.CodeType):
         code = tree
         return _text((
-            "code", code.co_code.hex(), code.co_exceptiontable.hex(), code.co_argcount, code.co_posonlyargcount,
-            code.co_kwonlyargcount, code.co_flags, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
-            code.co_consts,
+            "code", code.co_code.hex(), getattr(code, "co_exceptiontable", b"").hex(), code.co_argcount,
+            code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, code.co_varnames,
+            code.co_freevars, code.co_cellvars, code.co_consts,
         ))  # fmt: skip
     if isinstance(tree, tuple):
         return f"({','.join(map(_text, tree))})"
@@ -248,6 +263,12 @@ def _build(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any
         return float.fromhex(tree[1])
     if kind == "module":
         return _math_of(stand_ins)
+    if kind == "namespace":
+        made = types.ModuleType("namespace")
+        for name, x in tree[1:]:
+            value = _build(x, stand_ins, helper)
+            setattr(made, name, helper(value) if x[0] in ("function", "partial") else value)
+        return made
     if kind == "builtin":
         return stand_ins.get(tree[1], getattr(builtins, tree[1]))
     if kind == "math":
@@ -333,7 +354,11 @@ def _first_words(text: str) -> str:
 _REFUSED = {
     "RAISE_VARARGS": "it raises, and a kernel cannot",
     "LOAD_ASSERTION_ERROR": "it asserts, and a kernel cannot",
+    "LOAD_COMMON_CONSTANT": "it asserts, and a kernel cannot",
     "PUSH_EXC_INFO": "it catches exceptions, and a kernel raises none",
+    "SETUP_FINALLY": "it catches exceptions, and a kernel raises none",
+    "SETUP_WITH": "it uses with, which a kernel does not know",
+    "GEN_START": "it is a generator or a coroutine; it is to return a number",
     "BEFORE_WITH": "it uses with, which a kernel does not know",
     "IMPORT_NAME": "it imports; do so outside of it",
     "STORE_SUBSCR": "it writes to an array; it is to return what it computes",
@@ -350,9 +375,8 @@ _REFUSED = {
 @functools.lru_cache(maxsize=1000)
 def _wrong_in(code: types.CodeType) -> str | None:
     """What a kernel cannot do in this function, with the line, or None."""
-    line, before, text = code.co_firstlineno, None, None
-    for instruction in dis.get_instructions(code):
-        line = (instruction.positions and instruction.positions.lineno) or line
+    before, text = None, None
+    for instruction, line in _instructions(code):
         why = _REFUSED.get(instruction.opname)
         loads = instruction.opname in ("LOAD_CONST", "RETURN_CONST")
         if loads and isinstance(instruction.argval, str | bytes):

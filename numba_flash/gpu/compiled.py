@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ..config.forward import MaskBitsConfig, SoftmaxConfig
 from ..functions.function import Function, explain_failure
 from ..machine import toolchain
-from ..machine.cache_folder import cache_folder
+from ..machine.announce import announce
+from ..machine.cache_folder import cache_folder, complain
 from ..select import tensor_maps
 from ..select.arguments import types as parameter_types
 from .assembler import assemble
@@ -51,6 +51,8 @@ MODULES = {
     "mma_dq": "mma.backward_dq",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",
+    "wgmma_fused": "wgmma.backward_fused",
+    "wgmma_round": "wgmma.backward_round",
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",
@@ -84,17 +86,10 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
         with contextlib.suppress(Exception):
             return _opt_in(_loaded(config, cached), config, device)
     started = time.perf_counter()
-    if sys.stderr.isatty():
-        print(
-            f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+    announce(f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...", end="")
     code = to_code(config, cc)
     kernel = _opt_in(_loaded(config, code), config, device)
-    if sys.stderr.isatty():
-        print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    announce(f" {time.perf_counter() - started:.1f} s")
     write_cache(config, arch, code)
     return kernel
 
@@ -281,7 +276,7 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     try:
         entry = _store().get(_key(config, arch))
     except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
-        _complain(error)
+        complain(error)
         return None
     if not entry or _sha256(entry[:-32]) != entry[-32:]:
         return None  # absent, cut short or overwritten
@@ -292,13 +287,4 @@ def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
     try:
         _store(512 * 2**20).update({_key(config, arch): code + _sha256(code)})
     except Exception as error:
-        _complain(error)
-
-
-def _complain(error: Exception) -> None:
-    warnings.warn(
-        f"numba_flash cannot use its cache folder {cache_folder()} ({error}); kernels are compiled anew in every "
-        "process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+        complain(error)

@@ -1,6 +1,7 @@
 """Where compiled kernels are kept between processes."""
 
 import os
+import warnings
 from pathlib import Path
 
 
@@ -12,3 +13,20 @@ def cache_folder() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("numba_flash", False))
+
+
+_complained_of: set[Path] = set()
+
+
+def complain(error: Exception) -> None:
+    """Say once for each folder that nothing can be kept there, which costs every process seconds."""
+    folder = cache_folder()
+    if folder in _complained_of:
+        return
+    _complained_of.add(folder)
+    warnings.warn(
+        f"numba_flash cannot use its cache folder {folder} ({type(error).__name__}: {error}); kernels are "
+        "compiled anew in every process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written.",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -58,6 +58,14 @@ def simulated() -> bool:
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 
 
+def jit_disabled() -> bool:
+    """Whether Numba's njit compiles nothing (NUMBA_DISABLE_JIT=1). GPU kernels and the simulator do not mind."""
+    numba_config = getattr(sys.modules.get("numba"), "config", None)
+    if numba_config is not None:
+        return bool(numba_config.DISABLE_JIT)
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
 @functools.cache
 def cuda() -> ModuleType:
     """The module `numba.cuda`, ready to compile. Raises ImportError with the remedy."""

@@ -27,20 +27,12 @@ class Option(NamedTuple):
 
 OPTIONS = (
     Option("scale", "score"),
-    Option(
-        "score_mod",
-        "score",
-        function=True,
-        derivative=True,
-        on_tensor_cores=False,
-        on_cpu=False,
-        instead="softcap= or alibi_slopes=",
-    ),  # fmt: skip
+    Option("score_mod", "score", function=True, derivative=True, on_cpu=False),
     Option("softcap", "score", derivative=True),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
     Option("bias", "score", "scores", FLOATS, gradient="dbias"),
     Option("mask", "mask", "scores", ("bool",)),
-    Option("mask_mod", "mask", function=True, on_tensor_cores=False, on_cpu=False, instead="causal= or window="),
+    Option("mask_mod", "mask", function=True, on_cpu=False),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number

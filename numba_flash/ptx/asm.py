@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.np import arrayobj
 
-f32, i32, i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-LETTERS = {f32: "f", i32: "r", i64: "l"}  # PTX register classes, as LLVM's constraints name them
+f32, f64, i32, i64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
+LETTERS = {f32: "f", f64: "d", i32: "r", i64: "l"}  # PTX register classes, as LLVM's constraints name them
 
 
 def scalars(text, signature, effect=True):

@@ -20,3 +20,9 @@ def proxy_async(typingctx):
 def mbarrier_init(typingctx):
     """fence.mbarrier_init.release.cluster: this thread's mbarrier.init is known to the asynchronous proxy. cc 9.0"""
     return asm.scalars("fence.mbarrier_init.release.cluster;", types.void())
+
+
+@intrinsic
+def proxy_async_global(typingctx):
+    """fence.proxy.async.global: likewise for global memory, in both directions. cc 9.0."""
+    return asm.scalars("fence.proxy.async.global;", types.void())

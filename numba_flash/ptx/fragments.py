@@ -11,6 +11,16 @@ For mma.m16n8k16 (PTX ISA 9.7.14.5.8) and, a warp of 16 rows at a time, wgmma.m6
 
 and C of 16 x 8 * n is n of those side by side. So what a lane holds of C, rounded to 16 bits in pairs, is what it
 must hold of A: a product's result becomes the next product's operand without leaving its lane.
+
+Of 32- and 64-bit elements a register holds one (mma.m16n8k8 of tf32, m16n8k16 and m8n8k4 of float64; 9.7.14.5.6 and
+before), C as above:
+
+    A  (16 x 4 * n)  register r: row lane // 4 + 8 * (r % 2), column lane % 4 + 4 * (r // 2)
+    B  (4 * n x 8)   register r: row lane % 4 + 4 * r, column lane // 4
+
+So what a lane holds of C are the elements of A but for the order of columns: what it holds of C's columns
+2 * (lane % 4) and the next it must hold of A's columns lane % 4 and lane % 4 + 4. A sum has no order: the next product
+takes C's columns in the order of A's, and the rows of B in the same.
 """
 
 LANES = 32
@@ -36,6 +46,16 @@ def b_element(lane, index):
     """(row, column) in B (16 x 8) of half `index` (0 to 3) of a lane."""
     register, half = divmod(index, 2)
     return column(lane) + 8 * register + half, row(lane)
+
+
+def a_word(lane, register):
+    """(row, column) in A (16 x 4 * n) of a 32- or 64-bit element."""
+    return row(lane) + 8 * (register % 2), (lane & 3) + 4 * (register // 2)
+
+
+def b_word(lane, register):
+    """(row, column) in B (4 * n x 8) of a 32- or 64-bit element."""
+    return (lane & 3) + 4 * register, row(lane)
 
 
 def c_element(lane, index):

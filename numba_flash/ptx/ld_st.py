@@ -45,3 +45,27 @@ def store_v4(typingctx, address, values, at):
         return context.get_dummy_value()
 
     return types.void(types.int32, values, types.int32), codegen
+
+
+@intrinsic
+def store_v2_f64(typingctx, address, values, at):
+    """st.shared.v2.f64: 16 bytes at a shared address, a multiple of 16, = values[at : at + 2] (local float64)."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        asm.emit(builder, f"st.shared.v2.f64 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int32, values, types.int32), codegen
+
+
+@intrinsic
+def load_v2_f64(typingctx, values, at, address):
+    """ld.shared.v2.f64: values[at : at + 2] (local float64) = 16 bytes at a shared address, a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 2)
+        asm.emit(builder, f"ld.shared.v2.f64 {asm.braces(0, 2)}, [$2];", [values], [args[2]])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int32, types.int32), codegen

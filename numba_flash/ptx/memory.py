@@ -1,7 +1,7 @@
-"""Addresses in global memory, and the accesses that go by address: ld, st, atom (PTX ISA 9.7.9.8, 9.7.9.11, 9.7.13.5).
+"""Addresses in global memory, and what goes by address (PTX ISA 9.7.9.8, 9.7.9.11, 9.7.13.5, 9.7.13.6).
 
 An access by address moves up to 16 bytes at once, whatever the pointer's elements are. Any compute
-capability; any thread; no ordering beyond what a plain load or store has.
+capability; any thread; no ordering beyond what a plain load or store has, unless the name says so.
 """
 
 from llvmlite import ir
@@ -97,6 +97,18 @@ def store_v4(typingctx, address, values, at):
 
 
 @intrinsic
+def store_v2_f64(typingctx, address, values, at):
+    """st.global.v2.f64 [address], values[at : at + 2]: 16 bytes of a local float64 array. address: a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        asm.emit(builder, f"st.global.v2.f64 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values, types.int32), codegen
+
+
+@intrinsic
 def add(typingctx, address, value):
     """atom.global.add.u32: memory += value, -> what was there before. One thread; atomic on the whole GPU, unordered.
 
@@ -109,3 +121,17 @@ def add(typingctx, address, value):
 def exchange(typingctx, address, value):
     """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
     return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """ld.acquire.gpu.global.b32: 4 bytes. What the thread that released this value (add_release) had done before comes
+    before what this one does next. cc 7.0. Twin: sim.memory.load_acquire.
+    """
+    return asm.scalars("ld.acquire.gpu.global.b32 $0, [$1];", types.uint32(types.int64))
+
+
+@intrinsic
+def add_release(typingctx, address, value):
+    """red.release.gpu.global.add.u32: memory += value, behind all that this thread has done or waited for. cc 7.0."""
+    return asm.scalars("red.release.gpu.global.add.u32 [$0], $1;", types.void(types.int64, types.uint32))

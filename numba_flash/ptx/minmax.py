@@ -1,4 +1,7 @@
-"""max.f32: one machine instruction (PTX ISA 9.7.3.12). Any compute capability, any thread, no ordering."""
+"""max.f32, one machine instruction, and max.f64, a few (PTX ISA 9.7.3.12).
+
+Any compute capability, any thread, no ordering.
+"""
 
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -10,3 +13,9 @@ from . import asm
 def maximum(typingctx, x, y):
     """max.f32: the larger one; of a number and NaN the number. Python's max() is a comparison and a choice."""
     return asm.scalars("max.f32 $0, $1, $2;", types.float32(types.float32, types.float32), effect=False)
+
+
+@intrinsic
+def maximum_f64(typingctx, x, y):
+    """max.f64: the larger one; of a number and NaN the number. Twin: sim.minmax.maximum_f64."""
+    return asm.scalars("max.f64 $0, $1, $2;", types.float64(types.float64, types.float64), effect=False)

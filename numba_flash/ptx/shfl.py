@@ -17,6 +17,16 @@ def bfly_f32(typingctx, value, lane_mask):
 
 
 @intrinsic
+def bfly_f64(typingctx, value, lane_mask):
+    """Two shfl.sync.bfly.b32, one for each half of a float64. Twin: sim.shfl.bfly_f64."""
+    text = (
+        "{ .reg .b32 low, high; mov.b64 {low, high}, $1; shfl.sync.bfly.b32 low, low, $2, 0x1f, 0xffffffff; "
+        "shfl.sync.bfly.b32 high, high, $2, 0x1f, 0xffffffff; mov.b64 $0, {low, high}; }"
+    )
+    return asm.scalars(text, types.float64(types.float64, types.int32))
+
+
+@intrinsic
 def bfly_b32(typingctx, value, lane_mask):
     """shfl.sync.bfly.b32 of a uint32. Twin: sim.shfl.bfly_b32."""
     text = "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;"

@@ -62,6 +62,26 @@ def load_bytes(typingctx, target, source, barrier, count):
 
 
 @intrinsic
+def store_bytes(typingctx, target, source, count):
+    """cp.async.bulk: `count` bytes at shared address `source` -> global address `target`; of the thread's open group.
+
+    Both addresses and count: multiples of 16 (PTX ISA 9.7.9.25.4.1).
+    """
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    return asm.scalars(text, _void(_i64, _i32, _i32))
+
+
+@intrinsic
+def add_bytes(typingctx, target, source, count):
+    """cp.reduce.async.bulk: float32 numbers at global address `target` += those at shared address `source`, one by one.
+
+    Otherwise as store_bytes (PTX ISA 9.7.9.25.4.2). Each addition is atomic; those of several copies have no order.
+    """
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    return asm.scalars(text, _void(_i64, _i32, _i32))
+
+
+@intrinsic
 def multicast_4d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, blocks):
     """Box at (c0, c1, c2, c3) -> shared address `target` of each block of the cluster whose bit is set in `blocks`.
 
@@ -108,6 +128,17 @@ def wait_group_read(newest):
     @intrinsic
     def wait(typingctx):
         return asm.scalars(f"cp.async.bulk.wait_group.read {newest};", types.void())
+
+    return wait
+
+
+@functools.cache
+def wait_group(newest):
+    """-> a function that waits until all but this thread's `newest` newest groups are done and their writes made."""
+
+    @intrinsic
+    def wait(typingctx):
+        return asm.scalars(f"cp.async.bulk.wait_group {newest};", types.void())
 
     return wait
 

@@ -62,10 +62,14 @@ def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Pa
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, NUMBERS)
 
 
+def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
+    return parameters._replace(arrays=(*parameters.arrays, *names))
+
+
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = (*_words("delta slope_rows row_facts"), MASK_BITS, MASK_BITS_OF_KEYS)
+BACKWARD_WORKSPACE = (*_words("delta slope_rows row_facts turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 
 PARAMETERS: dict[str, Parameters] = {
@@ -79,11 +83,13 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
-    "mma_rows": Parameters(_words("do o lse dlse row_facts"), **_OF_ROWS),
+    "mma_rows": Parameters(_words("do o lse dlse row_facts turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OPTIONS, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OPTIONS)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
     "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
+    "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
+    "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
 GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
@@ -162,7 +168,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
-    if name in _BITS:
+    if name in (*_BITS, COUNTERS, "turns"):
         return "uint32"
     if name in aux_names(len(config.aux)):
         dtype = config.aux[int(name.removeprefix("aux"))][0]
@@ -173,7 +179,7 @@ def element_type(config: Any, name: str) -> str:
     if option in BY_NAME:
         given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
         return "uint8" if given == "bool" else given
-    return "uint32" if name == COUNTERS else config.dtype
+    return config.dtype
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,5 +1,6 @@
 """BackwardProblem x Target -> which kernels compute the gradients, with which Configs; and why others do not."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,13 @@ from typing import Any
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from ..config.forward import Config, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SeedBackwardConfig
-from ..config.wgmma_backward import WgmmaBackwardConfig, WgmmaDkdvConfig, WgmmaDqConfig
+from ..config.wgmma_backward import (
+    WgmmaBackwardConfig,
+    WgmmaDkdvConfig,
+    WgmmaDqConfig,
+    WgmmaFusedConfig,
+    WgmmaRoundConfig,
+)
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import changes_scores
@@ -76,11 +83,15 @@ def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[Backw
 def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of "mma" or "wgmma" do not take the problem, apart from shared memory."""
     forward = problem.forward
+    if forward.dtype not in ("float16", "bfloat16"):
+        return f"its gradients are of float16 and bfloat16, not {forward.dtype}"
     if not forward.aligned:
         return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    for option, _ in forward.functions:
+        return f"its backward takes no {option} yet"
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
@@ -143,11 +154,59 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
-    made: list[BackwardConfig] = [_mma_rows(problem, target)]
+    if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
+        return _wgmma_fused(problem, target)
+    forward, made = problem.forward, list[WgmmaBackwardConfig]()
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
-    return tuple(made)
+    rows = [
+        forward.heads_kv * forward.seqlen_k if isinstance(config, WgmmaDkdvConfig) else forward.heads * forward.seqlen_q
+        for config in made
+    ]
+    parts = [_halved(config, forward.batch * n, target) for config, n in zip(made, rows, strict=True)]
+    return (_mma_rows(problem, target), *parts)
+
+
+def _halved(config: WgmmaBackwardConfig, rows: int, target: Target) -> WgmmaBackwardConfig:
+    """With blocks that own 64 rows where those of 128 leave half of the multiprocessors without any.
+
+    The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
+    with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
+    """
+    if config.own_rows != 128 or 2 * -(-rows // 128) > target.multiprocessors:
+        return config
+    if isinstance(config, WgmmaDkdvConfig):
+        return dataclasses.replace(config, tile_n=64, stages_b=2)
+    return dataclasses.replace(config, tile_m=64, stages_b=2)
+
+
+def _can_be_one_kernel(problem: BackwardProblem) -> bool:
+    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
+    forward = problem.forward
+    plain = not changes_scores(forward.uses)
+    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
+
+
+def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
+    """Whether it is the faster form.
+
+    Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes little time as long as key
+    tiles of a head are no more than its query tiles, and a batch entry has work enough for the line to pass. The number
+    of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
+    """
+    forward = problem.forward
+    if target.simulated or max(forward.head_dim, forward.head_dim_v) <= 96 or forward.seqlen_k > forward.seqlen_q:
+        return False
+    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+
+
+def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    features = _features(problem) | columns(rows_for("wgmma_fused", target)[0])
+    fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
+    of_round = {name: value for name, value in features.items() if not name.startswith("stages")}
+    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", depth=fused.depth)
+    return (dataclasses.replace(_mma_rows(problem, target), turns_of=fused.tile_m), fused, rounds)
 
 
 def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
@@ -170,7 +229,8 @@ def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardC
 
 
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
-    return [MmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="mma_dq")]
+    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dq")
+    return [MmaDqConfig(**features)]
 
 
 def _pairs(problem: BackwardProblem) -> dict[str, bool]:

@@ -12,12 +12,15 @@ from typing import Any
 from ..config.forward import ITEM_SIZE, Config, MmaConfig, SeedConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem, Strides
-from ..problem.options import BY_NAME, changes_scores
+from ..problem.options import BY_NAME, FUNCTIONS, changes_scores
 from .arguments import tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import TENSOR, check_request, choose, no_gpu
 from .tensor_maps import fits
-from .tiles import READING_KEYS, TILE_COST, columns, rows_for
+from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
+
+FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at full speed
+LARGE_FLOAT64_SINCE = (9, 0)  # m16n8k16
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,27 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores multiply float16 and bfloat16 here, not {problem.dtype}"
+    taken = (WgmmaConfig if name == "wgmma" else MmaConfig).DTYPES
+    if problem.dtype not in taken:
+        return f"it takes {', '.join(taken)}, not {problem.dtype}"
+    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
+        return (
+            f"it takes float64 where tensor cores have it at full speed, on compute capability 8.0, 9.0 and 10.0, and "
+            f"{gpu} has {cc[0]}.{cc[1]}"
+        )
     for option, _ in problem.uses:
         if not BY_NAME[option].on_tensor_cores:
             return f"it takes no {option} yet"
-    widest = max(row.head_dim for row in rows_for(name, target))
+        if option in ("bias", "mask", *FUNCTIONS) and ITEM_SIZE[problem.dtype] > 2:
+            return f"it takes no {option} in {problem.dtype} yet"
+    widest = max(row.head_dim for row in rows_for(table_of(name, problem.dtype), target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
     if not problem.aligned:
         return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
     for operand, strides in _strides_that_matter(problem):
-        reason = no_wide_rows(operand, strides, problem.head_dim_v if operand == "v" else problem.head_dim)
+        wide = problem.head_dim_v if operand == "v" else problem.head_dim
+        reason = no_wide_rows(operand, strides, wide, problem.dtype)
         if reason is not None:
             return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
@@ -99,11 +111,11 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def no_wide_rows(operand: str, strides: Strides, columns: int) -> str | None:
+def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str = "float16") -> str | None:
     """Why the rows of an array cannot be copied 16 bytes at a time, or None."""
     if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
         return f"{operand} is not contiguous along dim"
-    if any(stride % 8 for stride in strides[:3]):
+    if any(stride * ITEM_SIZE[dtype] % 16 for stride in strides[:3]):
         return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
     return None
 
@@ -140,10 +152,12 @@ def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
 
 
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
-    for row in _wide_enough("mma", problem, target):
+    large_f64 = problem.dtype == "float64" and (target.cc or (0, 0)) >= LARGE_FLOAT64_SINCE
+    for row in _wide_enough(table_of("mma", problem.dtype), problem, target):
         group = _group(problem, row.tile_m)
         features = _features("mma", problem) | _tensor_features(problem, group) | columns(row)
-        yield MmaConfig(**features | dict(tile_m=_rows(problem, group, row.tile_m, row.warp_rows)))
+        features |= dict(tile_m=_rows(problem, group, row.tile_m, row.warp_rows), large_f64=large_f64)
+        yield MmaConfig(**features)
 
 
 def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
@@ -158,26 +172,28 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
             yield WgmmaConfig(**features, o_buffer=o_buffer)
 
 
-def _wide_enough(name: str, problem: Problem, target: Target) -> list[Any]:
+def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     reads = _reads_scores(problem)
-    return [row for row in rows_for(name, target) if head_dim <= row.head_dim and (name != "mma" or row.reads == reads)]
+    rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
+    return [row for row in rows if getattr(row, "reads", reads) == reads]
 
 
 def _reads_scores(problem: Problem) -> bool:
-    """Whether there is something to read for each score."""
-    return any(problem.array(option) is not None for option in ("bias", "mask"))
+    """Whether there is something to read for each score, or to ask a function about its position."""
+    return bool(problem.functions) or any(problem.array(option) is not None for option in ("bias", "mask"))
 
 
 def _most_keys(problem: Problem) -> int:
     """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+    bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
+    if problem.functions:
+        return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
     if not _reads_scores(problem):
         return WgmmaConfig.MOST_KEYS
-    bias = problem.array("bias")
     read = "mask" if bias is None else "bias"
     alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
     rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
-    head_dim = max(problem.head_dim, problem.head_dim_v)
     return next(keys for widest, keys in rows if head_dim <= widest)
 
 
@@ -250,11 +266,11 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
-    bias = problem.array("bias")
-    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride % 8 for stride in problem.o_strides[:3])
+    bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
+    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
     return dict(
         group=group,
         scaled=changes_scores(problem.uses) or problem.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,
-        wide_o=problem.head_dim_v % 8 == 0 and rows_of_16_bytes,
+        wide_o=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
     )

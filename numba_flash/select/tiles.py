@@ -32,6 +32,19 @@ class Mma(NamedTuple):
     gpu: str = MEASURED
 
 
+class MmaWide(NamedTuple):
+    """Of mma in float32 and float64."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    lag: int
+    gpu: str = MEASURED
+
+
 class Wgmma(NamedTuple):
     head_dim: int
     tile_m: int  # at most; TILE_COST decides
@@ -90,6 +103,15 @@ class WgmmaDq(NamedTuple):
     gpu: str = MEASURED
 
 
+class WgmmaFused(NamedTuple):
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    gpu: str = MEASURED
+
+
 _SIMULATED = tuple(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4)))
 _SIMT = tuple(
     Simt(m, n) for m, n in ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -112,6 +134,22 @@ TABLES: dict[str, tuple[Any, ...]] = {
         Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
         Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
         Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
+    ),
+    "mma_float32": (
+        MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
+        MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
+        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+    ),
+    "mma_float64": (
+        MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, lag=8),
+        MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, lag=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
     ),
     "wgmma": (
         Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, lag=8),
@@ -157,7 +195,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
     "wgmma_dkdv": (
-        WgmmaDkdv(64, True, 112, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(64, True, 128, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(96, True, 80, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(128, True, 64, 128, stages_a=3, stages_b=3),
@@ -177,6 +215,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
+    "wgmma_fused": (WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),),  # backward.gains_by_one_kernel: for what
 }
 
 # What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is
@@ -193,6 +232,11 @@ READING_KEYS = {
     (4, True): ((64, 128), (128, 112), (256, 64)),
     (4, False): ((128, 96), (256, 32)),
 }
+
+
+def table_of(kernel: str, dtype: str) -> str:
+    """The table of a kernel of the forward: mma's tiles depend on the size of elements."""
+    return f"{kernel}_{dtype}" if kernel == "mma" and dtype in ("float32", "float64") else kernel
 
 
 def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:

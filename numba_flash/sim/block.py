@@ -26,7 +26,7 @@ class Thread(numba_kernel.BlockThread):
         self.ended = False
         self.waits_for = self.result = None
         self.copies, self.copy_groups = [], deque()  # cp.async
-        self.stores, self.store_groups = [], deque()  # TMA
+        self.stores, self.store_groups, self.landing = [], deque(), deque()  # TMA
         self.unfenced = []  # shared memory that it wrote and the asynchronous proxy may not see
 
     def run(self):
@@ -48,6 +48,8 @@ class Thread(numba_kernel.BlockThread):
     def _check_end(self):
         if self.stores or self.store_groups:
             raise Misuse("leaves the kernel without tma.wait_group_read for what it stores", self)
+        if any(self.landing):
+            raise Misuse("leaves the kernel without tma.wait_group for bytes that it stores", self)
         if self.warpgroup.products or self.warpgroup.product_groups:
             raise Misuse("leaves the kernel without wgmma.wait_group for all products", self)
 

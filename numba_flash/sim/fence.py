@@ -13,3 +13,7 @@ def mbarrier_init():
     for mbarrier in thread.block.mbarriers.values():
         if mbarrier.maker is thread:
             mbarrier.fenced = True
+
+
+def proxy_async_global():
+    """Blocks run one behind the other here, so nothing is out of order between them."""

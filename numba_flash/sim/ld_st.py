@@ -18,6 +18,14 @@ def load_v4(values, at, address):
     values.view(np.uint32)[at : at + 4] = _loaded(address, 16)
 
 
+def store_v2_f64(address, values, at):
+    _store(address, values[at : at + 2].view(np.uint32))
+
+
+def load_v2_f64(values, at, address):
+    values[at : at + 2] = _loaded(address, 16).view(np.float64)
+
+
 def store_v4(address, values, at):
     _store(address, values[at : at + 4].view(np.uint32))
 

@@ -38,6 +38,10 @@ def store_v4(address, values, at):
     _at(address, 16, 16).view(np.uint32)[:] = values[at : at + 4].view(np.uint32)
 
 
+def store_v2_f64(address, values, at):
+    _at(address, 16, 16).view(np.float64)[:] = values[at : at + 2]
+
+
 def add(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
@@ -52,6 +56,16 @@ def exchange(address, value):
     place[0] = u32(value)
     _let_others_run()
     return before
+
+
+def load_acquire(address):
+    value = _at(address, 4, 4, writing=False).view(np.uint32)[0]
+    _let_others_run()  # kernels ask in a loop
+    return value
+
+
+def add_release(address, value):
+    add(address, value)
 
 
 def _at(address, count, alignment, writing=True, atomic=False):

@@ -1,4 +1,6 @@
-"""Twins of ptx.mma. Sums in float64, rounded once."""
+"""Twins of ptx.mma. Sums in float64, rounded once; those of tf32 are cut off, as GPUs do."""
+
+import functools
 
 import numpy as np
 
@@ -7,6 +9,7 @@ from .registers import check, halves, table
 from .warp import together
 
 _A, _B, _C = table(fragments.a_element, 8), table(fragments.b_element, 4), table(fragments.c_element, 4)
+_A_WORDS, _B_WORDS = table(fragments.a_word, 8), table(fragments.b_word, 4)
 
 
 def m16n8k16(acc, a, b, kind):
@@ -16,17 +19,45 @@ def m16n8k16(acc, a, b, kind):
     return (c + a_matrix @ b_matrix)[_C].astype(np.float32)
 
 
-def _m16n8k16(kind):
-    name = f"mma.m16n8k16_{kind}"
+def words(acc, a, b):
+    """acc (32, c), a (32, n) and b (32, m) in float64, an element a register -> acc + A . B in float64.
+
+    A has 16 rows, or 8 where a lane has one element of it.
+    """
+    depth = 4 * b.shape[1]
+    a_matrix, b_matrix, c = np.zeros((16, depth)), np.empty((depth, 8)), np.zeros((16, 8))
+    a_matrix[tuple(x[:, : a.shape[1]] for x in _A_WORDS)] = a
+    b_matrix[tuple(x[:, : b.shape[1]] for x in _B_WORDS)] = b
+    places = tuple(x[:, : acc.shape[1]] for x in _C)
+    c[places] = acc
+    return (c + a_matrix @ b_matrix)[places]
+
+
+def tf32(acc, a, b):
+    """acc (32, 4) float32, a (32, 4) and b (32, 2) uint32 -> acc + A . B."""
+    a, b = ((x & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64) for x in (a, b))
+    return cut_off(words(acc.astype(np.float64), a, b))
+
+
+def cut_off(x):
+    """float64 -> float32, rounded towards zero."""
+    near = x.astype(np.float32)
+    too_large = np.isfinite(near) & (np.abs(near.astype(np.float64)) > np.abs(x))
+    return np.where(too_large, np.nextafter(near, np.float32(0)), near)
+
+
+def _instruction(name, product, c_count, a_count, b_count):
+    name = f"mma.{name}"
 
     def compute(warp, given):
-        acc = np.stack([x[0][x[1] : x[1] + 4] for x in given])
-        a = np.stack([x[2][x[3] : x[3] + 4] for x in given])
-        b = np.stack([x[4][x[5] : x[5] + 2] for x in given])
+        acc = np.stack([x[0][x[1] : x[1] + c_count] for x in given])
+        a = np.stack([x[2][x[3] : x[3] + a_count] for x in given])
+        b = np.stack([x[4][x[5] : x[5] + b_count] for x in given])
         for values in (acc, a, b):
-            check(values)
-        for (registers, at, *_), values in zip(given, m16n8k16(acc, a, b, kind), strict=True):
-            registers[at : at + 4] = values
+            if values.itemsize == 4:
+                check(values)
+        for (registers, at, *_), values in zip(given, product(acc, a, b), strict=True):
+            registers[at : at + c_count] = values
 
     def mma(acc, acc_at, a, a_at, b, b_at):
         together((name, acc_at, a_at, b_at), compute, (acc, acc_at, a, a_at, b, b_at))
@@ -34,5 +65,8 @@ def _m16n8k16(kind):
     return mma
 
 
-m16n8k16_f16 = _m16n8k16("f16")
-m16n8k16_bf16 = _m16n8k16("bf16")
+m16n8k16_f16 = _instruction("m16n8k16_f16", functools.partial(m16n8k16, kind="f16"), 4, 4, 2)
+m16n8k16_bf16 = _instruction("m16n8k16_bf16", functools.partial(m16n8k16, kind="bf16"), 4, 4, 2)
+m16n8k8_tf32 = _instruction("m16n8k8_tf32", tf32, 4, 4, 2)
+m16n8k16_f64 = _instruction("m16n8k16_f64", words, 4, 8, 4)
+m8n8k4_f64 = _instruction("m8n8k4_f64", words, 2, 1, 1)

@@ -22,6 +22,10 @@ def bfly_f32(value, lane_mask):
     return together(("shfl.bfly_f32",), _bfly, (check_float(value), lane_mask))
 
 
+def bfly_f64(value, lane_mask):
+    return together(("shfl.bfly_f64",), _bfly, (np.float64(value), lane_mask))
+
+
 def bfly_b32(value, lane_mask):
     return together(("shfl.bfly_b32",), _bfly, (u32(value), lane_mask))
 

@@ -15,3 +15,7 @@ def block_index():
 
 def block_count():
     return np.int32(current().block.grid[0])
+
+
+def opaque(number):
+    return number

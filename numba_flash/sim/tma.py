@@ -1,7 +1,7 @@
 """Twins of ptx.tma. A load arrives as late as it can: when no thread can go on without it.
 
 A store takes its data when it is issued, and until its wait_group_read nobody may overwrite them; the
-tensor gets them at the wait.
+tensor gets them at the wait. Bytes that are stored or added land as late as they can, at wait_group.
 """
 
 import functools
@@ -16,6 +16,7 @@ from .mbarrier import find
 from .warp import current
 
 Store = namedtuple("Store", "tensor box coordinates values words")
+Landing = namedtuple("Landing", "target values words adds")
 
 
 def overlap(shape, box, coordinates):
@@ -141,6 +142,26 @@ def load_bytes(target, source, barrier, count):
     block.transfers.append(_BytesArrival(block, target, data, words, mbarrier))
 
 
+def _leave(target, source, count, adds):
+    thread, source, count = current(), int(source), int(count)
+    block = thread.block
+    if count <= 0 or count % 16:
+        raise Misuse(f"tma moves a multiple of 16 bytes, not {count}")
+    words = block.shared.words(source, count, 16)
+    block.shared.read(words, thread.number, asynchronous=True)
+    block.shared.reading[words] += 1
+    to = block.memory.bytes_at(target, count, 16, writing=True, atomic=True)  # who takes turns may write there
+    thread.stores.append(Landing(to, block.shared.data[source : source + count].copy(), words, adds))
+
+
+def store_bytes(target, source, count):
+    _leave(target, source, count, False)
+
+
+def add_bytes(target, source, count):
+    _leave(target, source, count, True)
+
+
 def _check_known(mbarrier):
     if not mbarrier.fenced:
         raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
@@ -181,9 +202,29 @@ def wait_group_read(newest):
     def wait():
         thread = current()
         while len(thread.store_groups) > newest:
-            for store in thread.store_groups.popleft():
+            group = thread.store_groups.popleft()
+            for store in group:
                 thread.block.shared.reading[store.words] -= 1
-                stored(store.tensor, store.values, store.coordinates)
+                if isinstance(store, Store):
+                    stored(store.tensor, store.values, store.coordinates)
+            thread.landing.append([store for store in group if isinstance(store, Landing)])
+
+    return wait
+
+
+@functools.cache
+def wait_group(newest):
+    read = wait_group_read(newest)
+
+    def wait():
+        read()
+        landing = current().landing
+        while len(landing) + len(current().store_groups) > newest:
+            for target, values, _, adds in landing.popleft():
+                if adds:
+                    target.view(np.float32)[...] += values.view(np.float32)
+                else:
+                    target[...] = values
 
     return wait
 

@@ -193,15 +193,16 @@ def strided(values: np.ndarray, dtype: str, how: str) -> np.ndarray:
 
 
 def rows_padded(x: np.ndarray) -> np.ndarray:
-    """What tensor cores take: a 16-bit array with rows that begin at multiples of 16 bytes, and NaN between them.
+    """What tensor cores take: an array with rows that begin at multiples of 16 bytes, and NaN between them.
 
     The same elements in the same order of axes; arrays that lie well, or not contiguous along dim, stay as they are.
     """
-    sixteen = x.ndim == 4 and x.dtype.name in ("float16", "bfloat16") and x.size
-    if not sixteen or x.strides[3] != 2 or not any(s % 16 for s in x.strides[:3]):
+    size = x.itemsize
+    if x.ndim != 4 or not x.size or x.strides[3] != size or not any(s % 16 for s in x.strides[:3]):
         return x
     axes = [int(axis) for axis in np.argsort([-abs(s) for s in x.strides[:3]], kind="stable")]
-    larger = np.full([*(x.shape[axis] for axis in axes), (x.shape[3] + 7) // 8 * 8], np.nan, x.dtype)
+    columns = -(-x.shape[3] * size // 16) * 16 // size
+    larger = np.full([*(x.shape[axis] for axis in axes), columns], np.nan, x.dtype)
     view = larger.transpose(*np.argsort(axes), 3)[..., : x.shape[3]]
     view[...] = x
     return view

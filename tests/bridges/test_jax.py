@@ -2,6 +2,7 @@
 
 import functools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ jax = pytest.importorskip("jax", reason="needs JAX")
 pytest.importorskip("jax.experimental.buffer_callback", reason="needs a JAX with jax.experimental.buffer_callback")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.experimental import jet  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import numba_flash  # noqa: E402
@@ -327,6 +329,72 @@ def test_forward_mode_and_second_derivatives_are_refused(name):
         jax.block_until_ready(REFUSED[name](lambda q: numba_flash.attention(q, k, v), q))
 
 
+TAYLOR = {
+    "jet": lambda f, q: jet.jet(f, (q,), ((q, q),)),
+    "jet of jit": lambda f, q: jet.jet(jax.jit(f), (q,), ((q, q),)),
+    "jit of jet": lambda f, q: jax.jit(lambda q: jet.jet(f, (q,), ((q, q),)))(q),
+}
+
+
+@pytest.mark.parametrize("name", TAYLOR)
+def test_taylor_mode_is_refused(name):
+    q, k, v = arrays(Q, K, V)
+    with pytest.raises(NotImplementedError, match=r"Taylor mode.*of attention is not there.*jax\.grad"):
+        TAYLOR[name](lambda q: numba_flash.attention(q, k, v), q)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.vmap], ids=["forward", "grad", "vmap"])
+def test_export_is_refused(transform):
+    q, k, v = arrays((3, *Q) if transform is jax.vmap else Q, K, V)
+    function = jax.jit(transform(lambda q: numba_flash.attention(q, k, v).sum()))
+    with pytest.raises(NotImplementedError, match=r"jax\.export cannot write down.*dot_product_attention"):
+        jax.export.export(function)(q)
+    assert jax.block_until_ready(function(q)) is not None  # after the refusal
+
+
+# Two devices, over which the batch is split; the bias is whole on both, so its gradient is summed over them. Results
+# and gradients are those of one device, inside and outside of the map, and JAX knows what differs where.
+ON_TWO_DEVICES = """
+import jax, numpy as np, numba_flash
+from functools import partial
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_enable_x64", True)
+mesh = jax.make_mesh((2,), ("batch",))
+specs = (P("batch"), P("batch"), P("batch"), P())
+generator = np.random.default_rng(0)
+values = [generator.standard_normal(shape) for shape in ((4, 2, 5, 3), (4, 2, 6, 3), (4, 2, 6, 3), (1, 2, 1, 6))]
+given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs)]
+split = lambda f, out: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=True)
+numbers = tuple(range(4))
+
+def attention(q, k, v, bias):
+    o, lse = numba_flash.attention(q, k, v, bias=bias, causal=True, q_offset=1, return_lse=True)
+    return o * lse[..., None]
+
+loss = lambda *x: (attention(*x) ** 2).sum()
+expected = jax.grad(loss, numbers)(*map(jax.numpy.asarray, values))
+outside = jax.jit(jax.grad(lambda *x: (split(attention, P("batch"))(*x) ** 2).sum(), numbers))(*given)
+inside = jax.jit(split(jax.grad(loss, numbers), specs))(*given)
+for found in (outside, inside):
+    for ours, theirs in zip(found, expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+np.testing.assert_allclose(jax.jit(split(attention, P("batch")))(*given), attention(*values), rtol=1e-12, atol=1e-12)
+try:
+    jax.jit(split(attention, P()))(*given)
+except ValueError as error:
+    assert "out_specs" in str(error), error
+else:
+    raise AssertionError("o of one device passed for that of both")
+"""
+
+
+def test_what_differs_over_devices_is_known():
+    environment = os.environ | dict(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    run = subprocess.run([sys.executable, "-c", ON_TWO_DEVICES], env=environment, capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+
+
 def test_a_gradient_may_be_a_constant_of_the_next():
     """First-order meta-learning: jax.grad passes by a gradient that stop_gradient holds."""
     q, k, v = arrays(Q, K, V)
@@ -346,6 +414,7 @@ def test_a_callback_of_the_users_own():
 
 def test_a_jax_without_buffer_callback_is_told_so(monkeypatch):
     q, k, v = arrays(Q, K, V)
+    numba_flash.api.forward.bridge.cache_clear()
     monkeypatch.setitem(sys.modules, "jax.experimental.buffer_callback", None)
     monkeypatch.delitem(sys.modules, "numba_flash.bridges.jax", raising=False)
     monkeypatch.delattr("numba_flash.bridges.jax", raising=False)

@@ -32,12 +32,17 @@ def missing():
     return None if reason is None else f"needs a GPU: {reason}"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Where there is no GPU, one test says so for all of them: a line each, and a process each, would tell no more."""
     mine = [item for item in items if HERE in item.path.parents]
     reason = missing() if mine else None
-    if reason is not None:
-        for item in mine:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if reason is None:
+        return
+    first, *others = mine
+    first.add_marker(pytest.mark.skip(reason=f"{reason} (and {len(others)} other tests with it)"))
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 def to_cupy(x):
@@ -80,18 +85,22 @@ class InLargeTiles(contract.Rung):
 # Every attention kernel that is written for GPUs; a kernel for another GPU is skipped.
 @pytest.fixture(
     scope="session",
-    params=[*(name for name in rungs.KERNELS if name not in ("reference", "cpu")), "wgmma in large tiles"],
-)
+    params=[
+        *(name for name in rungs.KERNELS if name not in ("reference", "cpu")),
+        "wgmma in large tiles", "mma in float32", "mma in float64",
+    ],
+)  # fmt: skip
 def rung(request):
-    name, _, large = request.param.partition(" in ")
+    name, _, how = request.param.partition(" in ")
     if name not in rungs.TENSOR:
         return contract.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
-        numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), np.float16))] * 3, kernel=name)
+        usual = how if how.startswith("float") else "float16"
+        numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), usual))] * 3, kernel=name)
     except NotImplementedError as refused:
         pytest.skip(str(refused))
-    made = InLargeTiles if large else contract.Rung
-    return made(name, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
+    made, limits = InLargeTiles if how == "large tiles" else contract.Rung, TENSOR | dict(dtypes=(usual,))
+    return made(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, usual=usual, tile=64)
 
 
 # Likewise for gradients; a kernel for another GPU is skipped.

@@ -7,8 +7,7 @@ from numba_flash.select import rungs
 
 
 @pytest.fixture(autouse=True)
-def takes_functions(rung, backward_rung):
-    """Rungs that take none yet are left out."""
-    for each in (rung, backward_rung):
-        if each.kernel in rungs.TENSOR:
-            pytest.skip(f"{each.kernel} takes no functions yet")
+def takes_functions(backward_rung):
+    """The backward on tensor cores takes none yet."""
+    if backward_rung.kernel in rungs.TENSOR:
+        pytest.skip(f"{backward_rung.kernel}'s backward takes no functions yet")

@@ -5,14 +5,36 @@ import contract_backward
 import pytest
 from contract_functions import *  # noqa: F403
 
+from numba_flash import testing
+from numba_flash.select import rungs
+
+TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False)
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
 
 
-@pytest.fixture(scope="session", params=["v1", "v2"])
+@pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
+    if request.param in rungs.TENSOR:
+        return contract.Rung(request.param, testing.rows_padded, tensor=True, tile=64, slow=True, limits=TENSOR)
     return contract.Rung(request.param, limits=SMALL)
 
 
 @pytest.fixture(scope="session")
 def backward_rung():
     return contract_backward.Rung("v2", limits=SMALL)
+
+
+# What says most about a fragment, which takes the simulator seconds: positions, arrays, masks, rows computed again.
+ON_FRAGMENTS = (
+    "test_a_function_is_the_option_that_it_describes", "test_what_mask_mod_hides_never_reaches_o",
+    "test_arrays_without_dimensions_and_parts_of_arrays", "test_documents_are_separate_calls",
+    "test_a_row_that_mask_mod_empties_is_zero",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_seconds(request):
+    """Rungs on tensor cores run some of the tests here, and all of them on a GPU."""
+    if "rung" in request.fixturenames and request.getfixturevalue("rung").slow:
+        if not request.node.name.startswith(ON_FRAGMENTS):
+            pytest.skip("minutes in the simulator; runs on a GPU")

@@ -13,7 +13,7 @@ from numba_flash import testing
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config.forward import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
 from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
@@ -90,6 +90,8 @@ def test_every_kernel_can_be_made():
         MmaRowsConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
+        WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
+        WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

@@ -226,6 +226,81 @@ def test_mma(kind):
     np.testing.assert_allclose(out, c + wide(a) @ wide(b), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "depth", "dtype"), [("m16n8k8_tf32", 8, np.float32), ("m16n8k16_f64", 16, np.float64)]
+)
+def test_mma_of_larger_elements(name, depth, dtype):
+    a, b, c = (rng.standard_normal(shape).astype(dtype) for shape in ((16, depth), (depth, 8), (16, 8)))
+    if dtype == np.float32:  # of which the hardware sees the first 11 bits
+        a, b = ((x.view(np.uint32) | 0x1FFF).view(np.float32) for x in (a, b))
+
+    def kernel(a, b, c, out):
+        lane = cuda.threadIdx.x
+        row, column = lane // 4, lane % 4
+        kind = np.dtype(np.uint32 if dtype == np.float32 else np.float64)
+        acc, a_frag = cuda.local.array(6, np.dtype(dtype)), cuda.local.array(9, kind)
+        b_frag = cuda.local.array(5, kind)
+        for i in range(4):
+            acc[2 + i] = c[(row + 8 * (i // 2)) * 8 + 2 * column + i % 2]
+        for i in range(depth // 2):
+            a_frag[1 + i] = a[(row + 8 * (i % 2)) * depth + column + 4 * (i // 2)]
+        for i in range(depth // 4):
+            b_frag[1 + i] = b[(column + 4 * i) * 8 + row]
+        getattr(mma, name)(acc, 2, a_frag, 1, b_frag, 1)
+        for i in range(4):
+            out[(row + 8 * (i // 2)) * 8 + 2 * column + i % 2] = acc[2 + i]
+
+    out = np.zeros_like(c)
+    as_given = (x.view(np.uint32) if dtype == np.float32 else x for x in (a, b))
+    launch(kernel, 32, *as_given, c, out)
+    if dtype == np.float32:
+        a, b = ((x.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b))
+        exact = c + a @ b
+        eps = 2.0**-23 * np.abs(exact)
+        assert (np.abs(out) <= np.abs(exact)).all() and (np.abs(out - exact) < eps).all()  # cut off
+        assert (np.abs(out - exact) > eps / 2).any()
+    else:
+        np.testing.assert_allclose(out, c + a @ b, rtol=1e-14, atol=1e-14)
+
+
+def test_mma_of_8_rows():
+    a, b, c = (rng.standard_normal(shape) for shape in ((8, 4), (4, 8), (8, 8)))
+
+    def kernel(a, b, c, out):
+        lane = cuda.threadIdx.x
+        row, column = lane // 4, lane % 4
+        values = cuda.local.array(5, np.dtype(np.float64))
+        values[0], values[1] = a[row * 4 + column], b[column * 8 + row]
+        for i in range(2):
+            values[3 + i] = c[row * 8 + 2 * column + i]
+        mma.m8n8k4_f64(values, 3, values, 0, values, 1)
+        for i in range(2):
+            out[row * 8 + 2 * column + i] = values[3 + i]
+
+    out = np.zeros_like(c)
+    launch(kernel, 32, a, b, c, out)
+    np.testing.assert_allclose(out, c + a @ b, rtol=1e-14, atol=1e-14)
+
+
+def test_float64_between_lanes_and_in_memory():
+    x = rng.standard_normal(64)
+
+    def kernel(x, out):
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.float64))
+        values = cuda.local.array(3, np.dtype(np.float64))
+        smem[2 * i], smem[2 * i + 1] = x[2 * i], x[2 * i + 1]
+        ld_st.load_v2_f64(values, 1, shared.address(smem) + 16 * i)
+        values[1] = shfl.bfly_f64(values[1], 1)
+        values[2] = minmax.maximum_f64(values[2], 0.5)
+        memory.store_v2_f64(memory.address(out, 2 * i), values, 1)
+
+    out = np.zeros(64)
+    launch(kernel, 32, x, out, shared_bytes=512)
+    np.testing.assert_array_equal(out[0::2], x[0::2][np.arange(32) ^ 1])
+    np.testing.assert_array_equal(out[1::2], np.maximum(x[1::2], 0.5))
+
+
 # Memory by address.
 
 

@@ -12,7 +12,7 @@ from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
 from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
@@ -259,8 +259,9 @@ def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim
     assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
     assert plan.own_b - plan.own_a == 64 * 128 * panels and plan.stream_a - plan.own_b == 64 * 128
     assert plan.stream_b - plan.stream_a == 3 * 64 * 128 * panels and plan.row_facts - plan.stream_b == 64 * 128
+    assert plan.ds == plan.dq == plan.row_facts, "these are wgmma_fused's"
     assert plan.state - plan.row_facts == (3 * 8 * 64 if kind is WgmmaDkdvConfig else 0)
-    assert plan.end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1)
+    assert config.barriers().end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1) <= plan.end - plan.barriers
 
 
 def wgmma_tiles(head_dim, **options):
@@ -279,6 +280,32 @@ def test_the_kernels_of_the_hopper_backward():
     assert wgmma_tiles(128, wanted=("dv",)) == [("wgmma_dkdv", 64, 128, "dv")]
     assert [words for *_, words in wgmma_tiles(256)] == ["dk", "dv", "dq"], "both sums do not fit into registers"
     assert wgmma_tiles(200) == wgmma_tiles(256)
+
+
+def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
+    config = WgmmaFusedConfig("wgmma_fused", "float16", 100, 40, 64, 128, stages_a=3, stages_b=2)
+    plan = config.shared_plan()
+    assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes <= HOPPER.shared_bytes
+    assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
+    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.row_facts - plan.dq == 2 * 64 * 64 * 4
+    assert config.barriers().end <= plan.end
+
+
+def test_when_one_kernel_takes_all_gradients():
+    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, **options):
+        of_q, of_k = ((batch, heads, seqlen, head_dim) for seqlen in (seqlen_q, seqlen_k))
+        given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
+            lse=empty(*of_q[:3], dtype="float32")
+        )
+        choice = select_backward(problem(head_dim, dtype="float16", **given, **options), HOPPER, "wgmma", "cupy")
+        return [config.kernel for config in choice.configs]
+
+    one, two = ["mma_rows", "wgmma_fused", "wgmma_round"], ["mma_rows", "wgmma_dkdv", "wgmma_dq"]
+    assert kernels() == kernels(head_dim=112) == kernels(seqlen_k=77) == one
+    assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
+    assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
+    assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
 
 
 # One each of what TMA and the table do not take.
@@ -337,6 +364,8 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, uses=uses(mask="bool")), "takes no mask"),
         (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 128, 128), "64 queries and 128 keys, not 128"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128, not 128 and 136"),
     ],
 )
 def test_a_config_checks_itself(make, word):

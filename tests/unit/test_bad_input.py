@@ -175,6 +175,8 @@ WRONG = [
     # what the signature holds for later versions
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
       for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
+    (dict(sinks=array(4)), NotImplementedError, ["Meanwhile: for a sink, scale o by 1 / (1 + e^(sink - lse))"]),
+    (dict(dropout_p=0.1), NotImplementedError, ["Meanwhile: dropout can be on the output"]),
     # functions of the caller's own; what is wrong inside of them is in contract_functions.py
     *[({name: x}, TypeError, [name, "plain Python function", repr(x)])
       for name in ("score_mod", "mask_mod") for x in (abs, 3, int, [].append)],
@@ -184,7 +186,7 @@ WRONG = [
      ["mask_mod is called with (b, h, q_pos, k_pos, aux[0])", "too many"]),
     (dict(score_mod=lambda s, b, h, q, k, x: s), TypeError, ["score_mod is called with", "missing", "'x'"]),
     (dict(score_mod=lambda s, b, h, q, k: s + Q[0, 0, 0, 0]), TypeError, ["array Q", "aux=", "line"]),
-    (dict(score_mod=lambda s, b, h, q, k: np.exp(s)), TypeError, ["module np", "math"]),
+    (dict(score_mod=lambda s, b, h, q, k: np.exp(s)), TypeError, ["np.exp()", "math.*", "line"]),
     (dict(score_mod=lambda s, b, h, q, k: print(s)), TypeError, ["print()", "aux[...]"]),
     (dict(score_mod=lambda s, b, h, q, k: undefined), TypeError, ["undefined", "not defined"]),  # noqa: F821
     (dict(score_mod=lambda s, b, h, q, k: math.gamma(s)), TypeError, ["math.gamma", "tanh"]),

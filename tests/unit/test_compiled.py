@@ -173,7 +173,6 @@ def test_a_folder_that_cannot_be_used_is_said_and_survived(tmp_path, monkeypatch
     try:
         with pytest.warns(RuntimeWarning, match="cannot use its cache folder .*Set NUMBA_FLASH_CACHE_DIR"):
             assert compiled.read_cache(PLAIN, "sm_90a") is None
-        with pytest.warns(RuntimeWarning, match="cannot use its cache folder"):
-            compiled.write_cache(PLAIN, "sm_90a", b"code")
+        compiled.write_cache(PLAIN, "sm_90a", b"code")  # said once is enough: a warning would be an error here
     finally:
         compiled._store.cache_clear()

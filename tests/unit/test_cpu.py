@@ -24,6 +24,7 @@ from numba_flash.cpu.plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, til
 from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, lanes, load
 from numba_flash.cpu.vectors.panel import softmax_panel
 from numba_flash.cpu.vectors.scores import cap_scores
+from numba_flash.machine.announce import announce
 from numba_flash.testing import Case
 
 LANES = {np.float32: Shape(numba.float32).lanes, np.float64: Shape(numba.float64).lanes}
@@ -328,7 +329,9 @@ def test_a_damaged_entry_is_compiled_anew(folder, damage):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert compiled_anew() and compiled_anew()
+    with pytest.warns(RuntimeWarning, match="cannot use its cache folder .*Set NUMBA_FLASH_CACHE_DIR"):
+        assert compiled_anew()
+    assert compiled_anew(), "and said once: a second warning would be an error here"
 
 
 def test_other_sources_are_another_entry(folder, monkeypatch):
@@ -351,6 +354,28 @@ def test_compiling_is_announced_on_a_terminal(folder, monkeypatch, terminal):
     for _ in range(2):
         cpu_cache.c_function(add, "int64(int64, int64)", "compiling")
     assert stream.getvalue() == ("compiling\n" if terminal else "")
+
+
+@pytest.mark.parametrize(("quiet", "text"), [("1", ""), ("0", "compiling\n"), ("", "compiling\n")])
+def test_announcements_can_be_silenced(monkeypatch, quiet, text):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("NUMBA_FLASH_QUIET", quiet)
+    announce("compiling")
+    assert stream.getvalue() == text
+
+
+def test_without_numbas_compiler_it_says_so():
+    code = (
+        "import numpy as np, numba_flash; x = np.ones((1, 1, 2, 4))\n"
+        "print(numba_flash.attention(x, x, x, kernel='reference').shape)\n"
+        "try: numba_flash.attention(x, x, x)\n"
+        "except NotImplementedError as error: print(error)"
+    )
+    environment = os.environ | dict(NUMBA_DISABLE_JIT="1")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "(1, 1, 2, 4)" in done.stdout and "NUMBA_DISABLE_JIT is set: unset it, or take kernel='ref" in done.stdout
 
 
 def test_the_kernels_are_cached(folder):

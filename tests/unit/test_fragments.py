@@ -16,6 +16,11 @@ LANES = range(fragments.LANES)
         (fragments.b_element, 4, (16, 8)),
         (fragments.c_element, 4, (16, 8)),
         (fragments.c_element, 32, (16, 64)),
+        (fragments.a_word, 4, (16, 8)),
+        (fragments.a_word, 8, (16, 16)),
+        (fragments.a_word, 1, (8, 4)),
+        (fragments.b_word, 1, (4, 8)),
+        (fragments.b_word, 4, (16, 8)),
     ],
 )
 def test_every_element_is_held_once(element, count, shape):
@@ -29,6 +34,31 @@ def test_a_result_is_the_next_products_operand():
         of_c = {fragments.c_element(lane, i): i for i in range(8)}
         pairs = [[of_c[fragments.a_element(lane, 2 * register + half)] for half in (0, 1)] for register in range(4)]
         assert pairs == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_of_larger_elements_it_is_too_but_for_the_order_of_columns():
+    """The columns of C that a lane holds, in the order in which it must hold them of A; one order for all its rows."""
+    for lane in LANES:
+        for register in range(4):
+            row, column = fragments.a_word(lane, register)
+            taken = (register % 2) * 2 + register // 2  # element of C
+            assert fragments.c_element(lane, taken) == (row, 2 * (column % 4) + column // 4)
+
+
+# What the lanes of a quarter of a warp read at a time, 16 bytes each, has to lie in 8 different places of 16 bytes: V
+# for float32 and float64, and Q and K for float64 (kernels/mma/products_float32.py and products_float64.py).
+@pytest.mark.parametrize("step", [0, 16, 128 + 16])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda lane: fragments.panel_offset((lane & 3) << 1, lane >> 2, 32),
+        lambda lane: fragments.panel_offset(lane >> 2, (lane & 3) << 1, 32),
+    ],
+)
+def test_lanes_that_read_together_use_different_banks(place, step):
+    for first in range(0, 32, 8):
+        places = [(place(lane) ^ (step & 16)) + (step & 128) for lane in range(first, first + 8)]
+        assert len({at // 16 % 8 for at in places}) == 8
 
 
 def test_row_and_column_are_those_of_the_tables():

@@ -168,6 +168,21 @@ def test_njit_and_partial():
     assert numbers.score_of(function, np.float64, 2.0, (0, 0, 0, 0), (), True) == (3.0, 1.5)
 
 
+def test_functions_and_numbers_of_modules(monkeypatch):
+    import types
+
+    lengths = types.ModuleType("lengths")
+    lengths.FACTOR, lengths.twice = 3.0, lambda x: 2 * x
+
+    def reads(s, b, h, i, j):
+        return lengths.twice(s) * lengths.FACTOR
+
+    function = Function.of("score_mod", reads)
+    assert numbers.score_of(function, np.float64, 1.0, (0, 0, 0, 0), (), True) == (6.0, 6.0)
+    lengths.FACTOR = 4.0
+    assert Function.of("score_mod", reads) != function
+
+
 def key_of(source):
     code = f"from numba_flash.functions.function import Function as F\nns = {{}}\nexec({source!r}, ns)\n"
     code += "print(F.of('f', ns['f']).key)"

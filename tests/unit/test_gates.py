@@ -21,7 +21,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
 from numba_flash.select import forward as select
@@ -31,7 +31,7 @@ pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
-MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq"), (HOPPER,))
+MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -40,8 +40,15 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
-for kernel in ("wgmma_dkdv", "wgmma_dq"):
+for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
+IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
+IN_PTX["wgmma_round"], IN_SASS["wgmma_round"] = ("ld.global.v4.b32",), ("LDG.E.128",)
+WIDE = {  # mma in other dtypes, and the instructions of its products
+    "float32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "HMMA.1688.F32.TF32"),
+    "float64": ("mma.sync.aligned.m8n8k4.row.col.f64", "DMMA"),
+    "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
+}
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 REGISTERS = 65536  # of a multiprocessor
 
@@ -61,6 +68,38 @@ DEPENDS = {
     "mma-512-bfloat16-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
     "mma-512-float32-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
 }
+
+
+def intended(config):
+    """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
+    kernel, dtype = config.kernel, config.dtype
+    if dtype not in WIDE:
+        return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
+    machines = SINCE_AMPERE
+    if dtype == "float64":
+        dtype, machines = ("float64, sm_90", (HOPPER, B200)) if config.large_f64 else (dtype, (A100,))
+    in_ptx, in_sass = WIDE[dtype]
+    return (in_ptx, "cp.async.cg.shared"), (in_sass, "LDGSTS"), machines
+
+
+def wide_gates():
+    """mma's rows for float32 and float64, plain and with everything that it takes."""
+    used = dict(
+        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32"), q_offset_source="array",
+        scaled=True, wide_o=False,
+    )  # fmt: skip
+    for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
+        key = tiles.table_of("mma", dtype)
+        table = tiles.TABLES[key]
+        for row in table:
+            with mock.patch.dict(tiles.TABLES, {key: (row,)}):
+                (config,) = select._candidates("mma", problem(row.head_dim, dtype=dtype), target)
+            if config.shared_bytes > target.shared_bytes:
+                continue
+            name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
+            yield name, config
+            if row in (table[0], next(x for x in table if x.head_dim == 128)):
+                yield f"{name}-rich", dataclasses.replace(config, **used)
 
 
 def of_row(kernel, row):
@@ -143,19 +182,35 @@ def backward_gates():
                 name = f"{kernel}-{row.head_dim}-{size}{words}"
                 if kind in (MmaDqConfig, WgmmaDqConfig):
                     yield name, kind(**features, **tiles.columns(row))
+                    if kind is WgmmaDqConfig:  # what becomes of it where there are few blocks
+                        yield f"{name}-halved", kind(**features, **tiles.columns(row) | dict(tile_m=64, stages_b=2))
                     continue
                 for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
                     columns = tiles.columns(row)
                     if kind is WgmmaDkdvConfig and not dk:
                         columns["stages_b"] = 2
-                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, of_dk=dk, of_dv=dv)
+                    gradients = dict(of_dk=dk, of_dv=dv)
+                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, **gradients)
+                    if kind is WgmmaDkdvConfig:
+                        halved = columns | dict(tile_n=64, stages_b=2)
+                        yield f"{name}-{'dk' * dk}{'dv' * dv}-halved", kind(**features, **halved, **gradients)
+    plain = dict(dtype="float16", head_dim=128, head_dim_v=128)
+    of_64 = tiles.columns(tiles.rows_for("wgmma_fused", HOPPER)[0])
+    for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
+        fused = WgmmaFusedConfig(**features, **of_64, kernel="wgmma_fused")
+        yield f"wgmma_fused-128-{name}", fused
+        yield (
+            f"wgmma_round-128-{name}",
+            WgmmaRoundConfig(**features, kernel="wgmma_round", tile_m=64, tile_n=128, depth=fused.depth),
+        )
+    yield "mma_rows-64-turns", MmaRowsConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     for dtype in ("float16", "bfloat16"):
         yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
 
 
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
-    configs = dict(backward_gates()) | dict(reading_gates())
+    configs = dict(backward_gates()) | dict(reading_gates()) | dict(wide_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
@@ -217,18 +272,18 @@ def complaints(config, made, target, arch):
 def targets_of(config):
     """The GPUs that the row fits. As select asks: one block of the forward, all of a backward's blocks_per_sm."""
     blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
-    return [target for target in MACHINES[config.kernel] if config.shared_bytes * blocks <= target.shared_bytes]
+    return [target for target in intended(config)[2] if config.shared_bytes * blocks <= target.shared_bytes]
 
 
 def measured(name, config, folder):
     """(a line of what was found, what is wrong)"""
     started = time.perf_counter()
     targets = targets_of(config)
+    in_ptx, in_sass, machines = intended(config)
     assert targets, "this row fits no GPU"
-    ptx = compiled.to_ptx(config, MACHINES[config.kernel][0].cc)  # that of the first serves the others
+    ptx = compiled.to_ptx(config, machines[0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
-    intended = IN_PTX[config.kernel] + IN_PAIRS * (config.cluster > 1)
-    wrong = [f"PTX: no {word}" for word in intended if word not in ptx]
+    wrong = [f"PTX: no {word}" for word in in_ptx + IN_PAIRS * (config.cluster > 1) if word not in ptx]
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
@@ -241,7 +296,7 @@ def measured(name, config, folder):
             (folder / "made.cubin").write_bytes(made.cubin)
             command = [tool("nvdisasm"), "-c", str(folder / "made.cubin")]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            wrong += [f"SASS: no {word}" for word in IN_SASS[config.kernel] if word not in sass]
+            wrong += [f"SASS: no {word}" for word in in_sass if word not in sass]
     line = (
         f"{name:34} {min(registers):4} to {max(registers):3} {max(spills):8} {max(stack):8} "
         f"{config.shared_bytes:8} {seconds:7.1f}"
@@ -252,7 +307,7 @@ def measured(name, config, folder):
 @pytest.mark.parametrize("config", list(gates()))
 def test_gate(config, request, record_property, tmp_path):
     name = request.node.callspec.id
-    asked = [targets_of(config), IN_PTX[config.kernel], IN_SASS[config.kernel], IN_PAIRS, REGISTERS]
+    asked = [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS]
     result = dict(key=gate_results.key(config, asked + [bool(tool("nvdisasm"))]))
     before = gate_results.kept().get(name, {})
     if before.get("key") == result["key"]:

@@ -17,7 +17,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # its folder.
 FLOORS = (
     ("__main__", "demo", "debug"),
-    ("compat", "testing"),
+    ("compat", "testing", "mods"),
     ("api",),
     ("bridges",),
     ("dispatch",),

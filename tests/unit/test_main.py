@@ -92,7 +92,7 @@ def test_explain_for_another_machine_and_a_problem_larger_than_memory(capsys):
     [
         (("--cc", "9.0"), "wgmma"), (("--cc", "9.0", "--layout", "bshd", "--heads-kv", "2"), "wgmma"),
         (("--cc", "8.0"), "mma"), (("--cc", "12.0", "--dtype", "bfloat16"), "mma"), (("--cc", "7.5"), "v2"),
-        (("--cc", "9.0", "--dtype", "float32"), "v2"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
+        (("--cc", "9.0", "--dtype", "float32"), "mma"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
     ],
 )  # fmt: skip
 def test_explain_names_what_contiguous_arrays_get(capsys, options, kernel):
@@ -232,6 +232,8 @@ def test_cache(monkeypatch, tmp_path):
         (folder / name).write_bytes(bytes(1_500_000))
     rows = dict(command._cache())
     assert rows["holds"] == "2 files, 3.0 MB" and rows["can be written"] == "yes" and str(folder) in rows["folder"]
+    (folder / "cpu").write_text("in the way of a folder")
+    assert re.match("no: .*cpu.*; kernels are compiled anew", dict(command._cache())["can be written"])
     monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(folder / "one"))  # a file
     assert dict(command._cache())["can be written"].startswith("no: ")
 

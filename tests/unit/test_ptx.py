@@ -81,6 +81,8 @@ USES = {
     "ld_st.load_b32": ("ld.shared.b32", "u[0] = ld_st.load_b32(at)"),
     "ld_st.store_b32": ("st.shared.b32", "ld_st.store_b32(at, uint32(i))"),
     "ld_st.load_v4": ("ld.shared.v4.b32", "ld_st.load_v4(u, 0, at)"),
+    "ld_st.store_v2_f64": ("st.shared.v2.f64", "ld_st.store_v2_f64(at, d, 0)"),
+    "ld_st.load_v2_f64": ("ld.shared.v2.f64", "ld_st.load_v2_f64(d, 0, at)"),
     "ld_st.store_v4": ("st.shared.v4.b32", "ld_st.store_v4(at, u, 0)"),
     "mbarrier.init": ("mbarrier.init.shared::cta.b64", "mbarrier.init(at, 1)"),
     "mbarrier.arrive": ("mbarrier.arrive.shared::cta.b64", "mbarrier.arrive(at)"),
@@ -96,18 +98,25 @@ USES = {
     "memory.store_b16": ("st.global.b16", "memory.store_b16(g, uint32(i))"),
     "memory.store_b32": ("st.global.b32", "memory.store_b32(g, uint32(i))"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
+    "memory.store_v2_f64": ("st.global.v2.f64", "memory.store_v2_f64(g, d, 0)"),
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
     "memory.exchange": ("atom.global.exch.b32", "u[0] = memory.exchange(g, uint32(1))"),
     "minmax.maximum": ("max.f32", "f[0] = minmax.maximum(x, x)"),
+    "minmax.maximum_f64": ("max.f64", "d[0] = minmax.maximum_f64(d[0], d[1])"),
+    "mma.m16n8k8_tf32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "mma.m16n8k8_tf32(f, 0, u, 0, u, 2)"),
+    "mma.m16n8k16_f64": ("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64", "mma.m16n8k16_f64(d, 0, d, 4, d, 12)"),
+    "mma.m8n8k4_f64": ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "mma.m8n8k4_f64(d, 0, d, 2, d, 3)"),
     "setmaxnreg.increase": ("setmaxnreg.inc.sync.aligned.u32 240", "made()", (240,)),
     "setmaxnreg.decrease": ("setmaxnreg.dec.sync.aligned.u32 24", "made()", (24,)),
     "shared.pointer": ("ld.shared", "u[0] = shared.pointer(smem, i)[0]"),
     "shared.address": ("cvta.to.shared|mov.u32|mov.b32", "u[0] = shared.address(smem)"),
     "shfl.bfly_f32": ("shfl.sync.bfly.b32", "f[0] = shfl.bfly_f32(x, 1)"),
+    "shfl.bfly_f64": ("shfl.sync.bfly.b32", "d[0] = shfl.bfly_f64(d[1], 1)"),
     "shfl.bfly_b32": ("shfl.sync.bfly.b32", "u[0] = shfl.bfly_b32(uint32(i), 1)"),
     "shfl.idx_b32": ("shfl.sync.idx.b32", "u[0] = shfl.idx_b32(uint32(i), 0)"),
     "special.thread_index": ("%tid.x", "u[0] = special.thread_index()"),
     "special.block_index": ("%ctaid.x", "u[0] = special.block_index()"),
+    "special.opaque": ("mov.b32", "u[0] = special.opaque(i)"),
     "special.block_count": ("%nctaid.x", "u[0] = special.block_count()"),
     "tma.commit_group": ("cp.async.bulk.commit_group", "tma.commit_group()"),
     "tma.wait_group_read": ("cp.async.bulk.wait_group.read 1", "made()", (1,)),
@@ -155,13 +164,15 @@ for rank in (2, 3, 4, 5):
 KERNEL = """
 def kernel(out, x, i):
     smem = cuda.shared.array(0, uint32)
-    f, u = cuda.local.array(4, float32), cuda.local.array(4, uint32)
+    f, u, d = cuda.local.array(4, float32), cuda.local.array(4, uint32), cuda.local.array(16, float64)
     for n in range(4):
         f[n], u[n] = x, uint32(i)
+    for n in range(16):
+        d[n] = x
     at, g = shared.address(smem), memory.address(out, 0)
     {}
     for n in range(4):
-        out[n] = uint32(f[n]) + u[n]
+        out[n] = uint32(f[n]) + u[n] + uint32(d[n])
 """
 
 
@@ -173,7 +184,10 @@ def ptx(statement, factory, arguments):
 
     from numba_flash import ptx as package
 
-    names = {"cuda": cuda, **{name: getattr(types, name) for name in ("float32", "int32", "uint32", "uint64")}}
+    names = {
+        "cuda": cuda,
+        **{name: getattr(types, name) for name in ("float32", "float64", "int32", "uint32", "uint64")},
+    }
     names |= {name: getattr(package, name) for name in FAMILIES}
     if arguments:
         family, name = factory.split(".")

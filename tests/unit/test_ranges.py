@@ -74,6 +74,24 @@ def test_query_tiles_of_a_key_tile(q_offset, first_key, keys, left, right, seqle
         assert len(visible) == keys or not free <= i // tile_m < cut
 
 
+@given(POSITIONS, st.integers(0, 60), st.integers(1, 60), st.integers(1, 16), st.integers(1, 16), SIDES, SIDES)
+def test_turns_of_key_tiles(q_offset, keys, seqlen_q, tile_m, tile_n, left, right):
+    """The key tiles that visit a query tile, as each finds it on its own, are just those that the query tile finds; so
+    what is before a key tile in line can be counted from the first one (wgmma_backward_fused)."""
+    visitors = {}
+    for first_key in range(0, keys, tile_n):
+        last_key = min(first_key + tile_n, keys) - 1
+        ends = (key_queries(k_pos, q_offset, left, right, seqlen_q) for k_pos in (first_key, last_key))
+        begin, _, _, end = key_tiles(*next(ends), *next(ends), tile_m)
+        for i in range(begin, end):
+            visitors.setdefault(i, []).append(first_key // tile_n)
+    for i in range(-(-seqlen_q // tile_m)):
+        last = min((i + 1) * tile_m, seqlen_q) - 1
+        ends = (row_keys(row + q_offset, left, right, keys) for row in (i * tile_m, last))
+        begin, _, _, end = key_tiles(*next(ends), *next(ends), tile_n)
+        assert visitors.get(i, []) == list(range(begin, end))
+
+
 # Positions as far out as an offset may be, with every combination of bounds: an int64 must hold all sums.
 @pytest.mark.parametrize("q_pos", [2**31 - 1, -(2**31) + 1, 2**32])
 @pytest.mark.parametrize("left", [0, 2**31 - 1, UNBOUNDED])

@@ -12,9 +12,9 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
 from numba_flash.select import forward as select_module
-from numba_flash.select.forward import _candidates, refusal, select
+from numba_flash.select.forward import FLOAT64_CORES, _candidates, refusal, select
 from numba_flash.select.rungs import KERNELS, TENSOR
-from numba_flash.select.tiles import MEASURED, TABLES, Mma, columns, rows_for
+from numba_flash.select.tiles import MEASURED, TABLES, Mma, columns, rows_for, table_of
 
 MMA = TABLES["mma"]
 
@@ -68,12 +68,14 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(dtype="float32"), "not float32"),
-        (dict(dtype="float64"), "not float64"),
+        (dict(bias=empty(4096, dtype="float32"), dtype="float32"), "no bias in float32 yet"),
+        (dict(mask=empty(4096, dtype="bool"), dtype="float64"), "no mask in float64 yet"),
         (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
         (dict(head_dim=60), "q has rows"),
+        (dict(head_dim=62, dtype="float32"), "q has rows"),
+        (dict(head_dim=61, dtype="float64"), "q has rows"),
         (dict(head_dim_v=60), "v has rows"),
         (dict(k=strided(2**20, 2**19, 65, 1)), "k has rows"),
         (dict(k=strided(2**20, 2**19 + 1, 64, 1)), "k has rows, heads"),
@@ -107,6 +109,29 @@ def test_what_tensor_cores_do_not_take_goes_to_v2(made, reason):
 def test_what_tensor_cores_do_take(made):
     assert select(problem(**made), A100, "auto").kernel == "mma"
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
+
+
+# Rows that begin at multiples of 16 bytes are other multiples of elements in each dtype.
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 60), ("float64", 62)])
+def test_larger_elements_go_to_tensor_cores_too(dtype, head_dim):
+    for target in (A100, HOPPER, B200):
+        choice = select(problem(head_dim, dtype=dtype), target, "auto")
+        assert choice.kernel == "mma" and choice.config.large_f64 == (dtype == "float64" and target is not A100)
+        out = empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**20, 2**19, head_dim + 1, 1))
+        assert choice.config.wide_o and not select(problem(head_dim, dtype=dtype, out=out), target, "mma").config.wide_o
+        assert ("3xTF32" in str(Explanation.of(problem(head_dim, dtype=dtype), target, choice))) == (dtype == "float32")
+
+
+def test_float64_goes_where_tensor_cores_have_it_at_full_speed():
+    for target in (AMPERE, ADA, RTX_5090):
+        choice = select(problem(dtype="float64"), target, "auto")
+        assert choice.kernel == "v2" and "8.0, 9.0 and 10.0" in dict(choice.refused)["mma"]
+        assert select(problem(dtype="float32"), target, "auto").kernel == "mma"
+
+
+def test_wgmma_is_for_16_bits():
+    for dtype in ("float32", "float64"):
+        assert f"not {dtype}" in refusal("wgmma", problem(dtype=dtype), HOPPER)
 
 
 # What is read for each score takes registers, of which a tile of this size has as many as there are.
@@ -171,30 +196,43 @@ def test_what_wgmma_does_not_take_goes_to_mma(made, reason):
 
 
 # For every GPU, up to the largest head_dim: the first row whose tiles fit.
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("target", TENSOR_MACHINES, ids=lambda target: target.name)
-def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target):
+def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
+    if dtype == "float64" and target.cc not in FLOAT64_CORES:
+        pytest.skip("v2 serves")
     for head_dim in (1, 8, 64, 65, 128, 129, 256, 257, 512):
-        made = problem(head_dim, q=empty(1, 2, 4096, head_dim, strides=(2**22, 2**21, 512, 1)))
+        made = problem(
+            head_dim, dtype=dtype, q=empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**22, 2**21, 512, 1))
+        )
         made = dataclasses.replace(made, k_strides=made.q_strides, v_strides=made.q_strides)
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
-        rows = [row for row in MMA if row.head_dim >= head_dim and not row.reads]
+        rows = [row for row in TABLES[table_of("mma", dtype)] if row.head_dim >= head_dim]
+        rows = [row for row in rows if not getattr(row, "reads", False)]
         candidates = list(_candidates("mma", made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
 
 
-def test_the_tables_rows_are_in_the_order_in_which_they_are_tried():
-    for reads in (False, True):
-        widest = [row.head_dim for row in MMA if row.reads == reads]
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
+    table = TABLES[table_of("mma", dtype)]
+
+    def reads(row):
+        return getattr(row, "reads", False)
+
+    for reading in (False, True) if dtype == "float16" else (False,):
+        widest = [row.head_dim for row in table if reads(row) == reading]
         assert widest == sorted(widest) and widest[-1] == 512
-    for before, row in zip(MMA, MMA[1:], strict=False):
-        if (before.head_dim, before.reads) == (row.head_dim, row.reads):  # for GPUs with less shared memory
-            one, other = (mma(row=x).shared_bytes for x in (before, row))
+    for before, row in zip(table, table[1:], strict=False):
+        if (before.head_dim, reads(before)) == (row.head_dim, reads(row)):  # for GPUs with less shared memory
+            one, other = (mma(row=x, dtype=dtype).shared_bytes for x in (before, row))
             assert other < one, "a row behind one that needs less is never taken"
 
 
-def mma(row=MMA[0], **others):
+def mma(row=None, **others):
+    row = row or TABLES[table_of("mma", others.get("dtype", "float16"))][0]
     head_dims = dict(head_dim=row.head_dim, head_dim_v=row.head_dim)
     return MmaConfig(**dict(kernel="mma", dtype="float16") | head_dims | columns(row) | others)
 
@@ -390,7 +428,11 @@ def test_a_config_checks_itself(wrong):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (dict(dtype="float32"), "float16 and bfloat16, not float32"),
+        (dict(dtype="int32"), "float32, float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
+        (dict(dtype="float32", q_registers=True, tile_n=64), "q_registers is for 16-bit"),
+        (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
+        (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
+        (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
         (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
@@ -411,7 +453,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
     [
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
-        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "float16 and bfloat16"),
+        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16, bfloat16"),
         (dict(o_buffer=True, wide_o=False), "o_buffer needs wide_o"),
     ],
     ids=str,
@@ -429,12 +471,17 @@ def test_a_wgmma_config_checks_itself(wrong, word):
 
 # Whole, with tails, wider than registers allow, head_dim_v apart.
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "depth", "width", "parts"),
-    [(64, 64, 64, 64, 1), (1, 1, 16, 16, 1), (17, 31, 32, 32, 1), (512, 256, 512, 256, 1), (8, 257, 16, 144, 2),
-     (512, 512, 512, 256, 2), (64, 500, 64, 256, 2)],
+    ("head_dim", "head_dim_v", "depth", "width", "parts", "dtype"),
+    [(*found, "float16") for found in (
+        (64, 64, 64, 64, 1), (1, 1, 16, 16, 1), (17, 31, 32, 32, 1), (512, 256, 512, 256, 1), (8, 257, 16, 144, 2),
+        (512, 512, 512, 256, 2), (64, 500, 64, 256, 2))]
+    + [(40, 40, 48, 64, 1, "float32"), (8, 300, 16, 160, 2, "float32"),
+     (40, 40, 48, 48, 1, "float64"), (256, 256, 256, 128, 2, "float64"), (64, 264, 64, 96, 3, "float64")],
 )  # fmt: skip
-def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts):
-    config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, warp_rows=16)
+def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, dtype):
+    config = mma(
+        head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, tile_n=32, warp_rows=16, dtype=dtype
+    )  # fmt: skip
     assert (config.depth, config.width, config.v_parts) == (depth, width, parts)
     assert config.width * config.v_parts >= head_dim_v > config.width * (config.v_parts - 1)
 

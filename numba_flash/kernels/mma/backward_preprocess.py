@@ -3,6 +3,7 @@
     delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
 
 A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/row_facts.py says what is written where.
+Before wgmma_backward_fused it also sets the ticket and the counts of its turns to zero.
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole pieces of 16 queries.
 """
@@ -17,6 +18,7 @@ from ..score.stage import LOG2_E
 from ..steps import elements, row_facts
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.row_facts import TURNS_AT
 from ..steps.tiles import row_base
 
 
@@ -31,6 +33,7 @@ def make(config):
     thread_index, block_index = special.thread_index, special.block_index
     pieces, place, piece = row_facts.pieces, row_facts.place, row_facts.PIECE
     minus_delta_at = row_facts.MINUS_DELTA
+    turns_of, turns_at = config.turns_of, TURNS_AT
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @inlined
@@ -70,6 +73,13 @@ def make(config):
                         part += from_do * load(arrays.o, o_base + column * strides.o[3])
         for distance in distances:
             part += bfly(part, distance)
+        if turns_of:
+            if block == 0 and thread == 0:
+                arrays.turns[0] = uint32(0)
+            if lane == 0 and query < seqlen_q and query % turns_of == 0:
+                tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
+                arrays.turns[turns_at + 2 * tile] = uint32(0)
+                arrays.turns[turns_at + 2 * tile + 1] = uint32(0)
         if lane == 0 and query < head_pieces * 16:
             lse = inf
             if query < seqlen_q:

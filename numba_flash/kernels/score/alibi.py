@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -26,8 +26,9 @@ def make(config: Any) -> Stage | None:
 def on_fragments(config: Any) -> FragmentStage | None:
     if not config.has("alibi_slopes"):
         return None
-    load, one = elements.loader(config.dtype_of("alibi_slopes"), float32), float32(1)
-    unit = float32(exponent_unit(config))
+    real = elements.COMPUTE_TYPES[config.dtype]
+    load, one = elements.loader(config.dtype_of("alibi_slopes"), real), real(1)
+    unit = real(exponent_unit(config))
 
     @inlined
     def value(s, factor, at, score):

@@ -1,4 +1,4 @@
-"""Scores of one tile in a warp's accumulators: the chain of stages in float32, finished, weighed and masked.
+"""Scores of one tile in a warp's accumulators: the chain of stages, finished, weighed and masked.
 
 acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane holds the rows lane // 4 and 8 below of
 each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, uint32
 
-from ...ptx import approx
+from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import STAGES, reads
@@ -27,14 +27,15 @@ class Chain(NamedTuple):
 
     value: Callable[..., Any]  # (product, at, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product, in natural units)
-    row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a float32
+    row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a number
     has_row_term: bool  # else the term is 0
 
 
 @functools.cache
 def chain(config: Any) -> Chain:
     """The stages that the problem uses, one behind the other."""
-    one, zero = float32(1), float32(0)
+    real = elements.COMPUTE_TYPES[config.dtype]
+    one, zero = real(1), real(0)
 
     @inlined
     def product_alone(product, at, score):
@@ -86,7 +87,8 @@ def _then(before: Any, stage: Any) -> Any:
 @functools.cache
 def exponential_of(config: Any) -> Any:
     """e^x of a difference of scores, in their units."""
-    ex2, log2_e = approx.ex2, float32(LOG2_E)
+    made = numbers.of(config.compute_dtype)
+    ex2, log2_e = made.exp2, made.real(LOG2_E)
 
     @inlined
     def natural(x):
@@ -172,7 +174,8 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
     tile_n, group = columns or config.tile_n, config.group
     blocks = tile_n // 8
     words = -(-blocks // 16)
-    minus_inf, value = float32(-math.inf), chain(config).value
+    real = elements.COMPUTE_TYPES[config.dtype]
+    minus_inf, value = real(-math.inf), chain(config).value
     added = reads.make(config, strips, columns).added
 
     @inlined
@@ -193,7 +196,7 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
             end = int32(min(int32(highest + query), keys_left) - column)
             for word in range(words):
                 mask_bits[r * words + word] = columns_within(first, end, word)
-            distance[r] = float32(tile_pos + query - tile_key - column)
+            distance[r] = real(tile_pos + query - tile_key - column)
 
     @inlined
     def finish(acc_s, terms, distance, loaded, score):
@@ -204,7 +207,7 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
                 for i in range(4):
                     at = (strip * blocks + n) * 4 + i
                     r = strip * 2 + i // 2
-                    here = FragmentAt(terms[r], distance[r] - float32(n * 8 + i % 2), added(loaded, r, n, i % 2))
+                    here = FragmentAt(terms[r], distance[r] - real(n * 8 + i % 2), added(loaded, r, n, i % 2))
                     acc_s[at] = value(acc_s[at], here, score)
 
     @inlined

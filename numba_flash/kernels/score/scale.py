@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -20,10 +20,14 @@ def make(config: Any) -> Stage:
 
 
 def on_fragments(config: Any) -> FragmentStage:
-    unit = float32(exponent_unit(config))
+    unit = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
 
     @inlined
     def value(s, factor, at, score):
         return s, factor * (score.scale * unit)
 
-    return FragmentStage(value)
+    @inlined
+    def scaled_before(s, factor, at, score):
+        return s, factor * unit
+
+    return FragmentStage(scaled_before if config.has("score_mod") else value)  # which took the scaled product

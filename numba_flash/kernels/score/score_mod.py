@@ -25,5 +25,4 @@ def make(config: Any) -> Stage | None:
 
 
 def on_fragments(config: Any) -> None:
-    """The tensor-core kernels take no score_mod yet."""
-    assert not config.has("score_mod")
+    """In fragments it comes before the chain (fragment_functions.py): it asks for a position, and stages do not."""

@@ -31,7 +31,13 @@ def make(config: Any) -> Stage | None:
 
 
 @inlined
-def tanh(x):
+def exact_tanh(x):
+    return math.tanh(x)
+
+
+@inlined
+def quick_tanh(x):
+    """To what 16-bit elements need: a few units of float32's last place."""
     square = x * x
     odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
     large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))
@@ -41,7 +47,9 @@ def tanh(x):
 def on_fragments(config: Any) -> FragmentStage | None:
     if not config.has("softcap"):
         return None
-    unit = float32(exponent_unit(config))
+    real = elements.COMPUTE_TYPES[config.dtype]
+    unit = real(exponent_unit(config))
+    tanh = exact_tanh if config.dtype in ("float32", "float64") else quick_tanh
 
     @inlined
     def value(s, factor, at, score):
@@ -50,6 +58,6 @@ def on_fragments(config: Any) -> FragmentStage | None:
 
     @inlined
     def derivative(t):
-        return float32(1) - t * t
+        return real(1) - t * t
 
     return FragmentStage(value, derivative)

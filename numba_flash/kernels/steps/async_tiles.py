@@ -1,4 +1,4 @@
-"""Tiles of 16-bit elements from global to shared memory with cp.async, 16 bytes a copy."""
+"""Tiles from global to shared memory with cp.async, 16 bytes a copy."""
 
 import functools
 
@@ -10,14 +10,14 @@ from .plain import panel_offset
 
 
 @functools.cache
-def loader(rows, columns, threads, group=1):
+def loader(rows, columns, threads, group=1, size=2):
     """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).
 
-    The tile is rows x columns (multiples of 8) at shared address `target`, a multiple of 1024, in panels
-    (ptx/fragments.py).
+    The tile is rows (a multiple of 8) x columns (16 bytes or several times that) of elements of `size` bytes at shared
+    address `target`, a multiple of 1024, in panels (ptx/fragments.py).
     group: rows are that many heads of one query, head_stride bytes apart; queries are row_stride bytes apart.
     """
-    chunks = columns // 8
+    chunks = columns * size // 16
     total = rows * chunks
     steps = -(-total // threads)
     # Where a thread keeps its column from step to step, one addition a step finds the next row: offsets of their own
@@ -42,7 +42,7 @@ def loader(rows, columns, threads, group=1):
             place = source + int64(row) * row_stride + int64(chunk * 16)
             to = int32(target + panel_offset(row, chunk, rows))
             left = int32(int32(rows_left) - row)
-            count = min(max(2 * columns_left - 16 * chunk, 0), 16)
+            count = min(max(size * columns_left - 16 * chunk, 0), 16)
             for step in range(steps):
                 # The target is a multiple of 1024, so the swizzle's bits in `to` are its own.
                 first = step * rows_a_step
@@ -59,7 +59,7 @@ def loader(rows, columns, threads, group=1):
                 query = int32(uint32(row) // uint32(group))
                 place = source + int64(query) * row_stride + int64(row - query * group) * head_stride
                 if total % threads == 0 or row < rows:
-                    count = min(max(2 * columns_left - 16 * chunk, 0), 16)
+                    count = min(max(size * columns_left - 16 * chunk, 0), 16)
                     to = target + panel_offset(row, chunk, rows)
                     copy16(to, place + chunk * 16, count if query < rows_left else 0)
 

@@ -1,4 +1,4 @@
-"""The online softmax on a warp's accumulators: one FFMA and one ex2 a score, row sums kept per lane.
+"""The online softmax on a warp's accumulators: one FFMA and one ex2 a score, row sums kept per lane. In float64 alike.
 
 A row's scores lie in the four lanes of a quad; only its maximum has to be the same in all of them in every
 tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
@@ -10,37 +10,33 @@ almost every tile leaves m as it is, and needs neither an exchange between lanes
 thought of FlashAttention-4's).
 """
 
-import math
+from numba import cuda, uint32
 
-import numpy as np
-from numba import cuda, float32, uint32
-
-from ...ptx import approx, cvt, minmax, shfl, vote
+from ...ptx import cvt, vote
 from ..score.fragments import exponential_of
 from ..score.stage import exponent_unit
+from . import numbers
 from .inlined import inlined
 
 LN_2 = 0.6931471805599453
 
 
 def make(config, strips):
-    """-> (start, update, to_p, finish), device functions. Rows as in steps/fragment_scores."""
+    """-> (start, update, finish), device functions. Rows as in steps/fragment_scores."""
     blocks = config.tile_n // 8
     rows = 2 * strips
     scaled = config.scaled  # then the scores are in their own units already (score/stage.py)
     natural = exponent_unit(config) == 1.0  # those of lag and of lse, too
-    lag = float32(config.lag * LN_2 if natural else config.lag)
-    exponential, of_log2 = exponential_of(config), float32(LN_2 if natural else 1.0)
-    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    lg2, rcp = approx.lg2, approx.rcp
-    maximum, bfly, any_lane = minmax.maximum, shfl.bfly_f32, vote.any_lane
-    minus_inf, lowest = float32(-math.inf), float32(np.finfo(np.float32).min)
+    real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
+    lag = real(config.lag * LN_2 if natural else config.lag)
+    exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
+    any_lane = vote.any_lane
 
     @inlined
     def start(m, l):
         for r in range(rows):
             m[r] = lowest  # not -inf: of a row that has seen no score but -inf yet, -inf - m is to be -inf, not NaN
-            l[r] = float32(0)
+            l[r] = real(0)
 
     @inlined
     def in_units(s, scale_log2):
@@ -86,12 +82,12 @@ def make(config, strips):
 
         -> whether some alpha of the warp's is not 1.
         """
-        top = cuda.local.array(rows, float32)
+        top = cuda.local.array(rows, real)
         tops(acc_s, top)
         moved = uint32(1)
         if lag > 0:
             for r in range(rows):
-                alpha[r] = float32(1)
+                alpha[r] = real(1)
             some = uint32(0)
             for r in range(rows):
                 some |= uint32(1) if in_units(top[r], scale_log2) - m[r] > lag else uint32(0)
@@ -101,7 +97,7 @@ def make(config, strips):
             move(top, m, l, alpha, scale_log2)
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
-            even, odd = l[r], float32(0)
+            even, odd = l[r], real(0)
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
@@ -112,12 +108,6 @@ def make(config, strips):
                     even += acc_s[at] + acc_s[at + 1]
             l[r] = even + odd
         return moved
-
-    @inlined
-    def to_p(acc_s, p_frag):
-        """p_frag (strips, tile_n / 8, 2) <- acc_s in 16 bits: the A operand of P . V."""
-        for i in range(strips * blocks * 2):
-            p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
 
     @inlined
     def finish(m, l, alpha, lse):
@@ -131,8 +121,22 @@ def make(config, strips):
         for r in range(rows):
             l[r] += bfly(l[r], 2)
         for r in range(rows):
-            empty = l[r] == float32(0)
-            alpha[r] = float32(0) if empty else rcp(l[r])
+            empty = l[r] == real(0)
+            alpha[r] = real(0) if empty else rcp(l[r])
             lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
-    return start, update, to_p, finish
+    return start, update, finish
+
+
+def in_16_bits(config, strips):
+    """-> to_p, a device function."""
+    count = strips * (config.tile_n // 8) * 2
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 2) <- acc_s in 16 bits: the A operand of P . V."""
+        for i in range(count):
+            p_frag[i] = pack(acc_s[2 * i], acc_s[2 * i + 1])
+
+    return to_p

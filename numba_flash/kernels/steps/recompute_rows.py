@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ...ptx import ld_st, shfl
-from ..score import at_scores, fragments
+from ..score import At, at_scores, fragment_functions, fragments
 from ..score.stage import FragmentAt
 from . import elements
 from .inlined import inlined
@@ -32,6 +32,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
+    apply_functions = fragment_functions.make(config).apply_alone
     bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
@@ -62,9 +63,13 @@ def make(config, warp_rows):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
+                    seen = visible(tile.b, head, index, key, arrays, strides)
+                    if seen:
+                        at = At(tile.b, head, index, key, q_pos)
+                        product, seen = apply_functions(product, at, arrays, strides, score)
                     bias = added(tile.b, head, index, key, arrays, strides)
                     p = exponential(value(product, FragmentAt(term, float32(q_pos - key), bias), score) - lse)
-                    if p != 0 and visible(tile.b, head, index, key, arrays, strides):
+                    if p != 0 and seen:
                         for c in range(columns):
                             x = int64(lane + 32 * c)
                             if x < columns_left:

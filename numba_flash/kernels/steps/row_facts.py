@@ -13,6 +13,7 @@ from .inlined import inlined
 
 PIECE = 32
 MINUS_DELTA = 16  # where those begin in a piece
+TURNS_AT = 32  # where wgmma_backward_fused's counts of turns begin, in words: apart from the ticket
 
 
 @inlined

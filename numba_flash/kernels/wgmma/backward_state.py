@@ -36,6 +36,8 @@ def make(config):
     load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
     init = mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
+    exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
+    a_readers = 32 * consumer_warps if config.row_facts_bytes else consumer_warps  # who reads what comes with a tile
 
     @inlined
     def set_up(base):
@@ -43,10 +45,15 @@ def make(config):
         init(base + at.own_full, 1)
         for stage in range(stages_a):
             init(base + at.a_full + 8 * stage, 1)
-            init(base + at.a_empty + 8 * stage, consumer_warps)
+            init(base + at.a_empty + 8 * stage, a_readers)
         for stage in range(stages_b):
             init(base + at.b_full + 8 * stage, 1)
             init(base + at.b_empty + 8 * stage, consumer_warps)
+        if exchanges:
+            init(base + at.ds_full, 128 * consumers)
+            for part in range(dq_stages * consumers):
+                init(base + at.dq_full + 8 * part, 128)
+                init(base + at.dq_empty + 8 * part, 1)
 
     @inlined
     def put(base, which, value):

@@ -28,7 +28,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments
+from ..score import fragment_functions, fragments
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -43,7 +43,7 @@ from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW
 
 
 def make(config):
-    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
+    tile_n, queries, consumers, q_buffers = config.tile_n, config.queries, config.consumers, config.q_buffers
     depth, width = config.depth, config.width
     group, note_bytes, alignment = config.group, config.NOTE_BYTES, config.ALIGNMENT
     _, k_at, v_at, o_at, notes_at, _, _ = config.shared_offsets()
@@ -92,7 +92,10 @@ def make(config):
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, origin_of, load_reads, hide, some_hidden = read.reads, read.origin, read.load, read.hide, read.some_hidden
-    start, softmax, to_p, finish = fragment_softmax.make(config, 1)
+    functions = fragment_functions.make(config)
+    has_functions, apply_functions = functions.present, functions.apply
+    start, softmax, finish = fragment_softmax.make(config, 1)
+    to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     recompute_rows = recompute.make(config, 16)
@@ -240,6 +243,16 @@ def make(config):
         return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
 
     @inlined
+    def apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score):
+        """The caller's own functions on the scores of key tile j."""
+        first_row, lane = rows_of_lane()
+        tile = tile_of(notice)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        apply_functions(
+            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(notice), queries_left, arrays, strides, score
+        )  # fmt: skip
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
@@ -291,13 +304,15 @@ def make(config):
                 mask_bits[i] = uint32(0)
             if reads:
                 load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, FALSE)
-            if scaled or has_mask or masked:
+            if scaled or has_mask or masked or has_functions:
                 look(j, notice, sizes, mask_bits, distance)
             hide(mask_bits, shown_bits, TRUE)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
-            if scaled or has_mask or masked:
+            if scaled or has_mask or masked or has_functions:
+                if has_functions:
+                    apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                 if scaled:
                     finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
@@ -321,6 +336,8 @@ def make(config):
                     look(j, notice, sizes, mask_bits, distance)
                     hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if has_functions:
+                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                     if scaled:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
@@ -331,12 +348,18 @@ def make(config):
                     if reads:
                         load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, TRUE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    if scaled:
+                    if scaled or has_functions:
                         look(j, notice, sizes, mask_bits, distance)
+                    if has_functions:
+                        hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
+                    if has_functions:
+                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
                     if scaled:
                         finish_scores(acc_s, terms, distance, loaded, score)
-                    if has_mask:
+                    if has_functions:
+                        mask_scores(acc_s, mask_bits)
+                    elif has_mask:
                         mask_some(acc_s, mask_bits, shown_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
                     taken = int32(taken + 1)

@@ -1,0 +1,33 @@
+"""Over which axes of a mesh a value differs, inside jax.shard_map(check_vma=True).
+
+JAX knows it of every value, and demands it of results and gradients. A callback's results come without it. So operands
+that differ over fewer axes than others are first said to differ over all of them, whose transpose sums their gradients
+over these axes; and results differ where the operands do.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+Axes = frozenset[Any]
+
+
+def axes_of(values: Iterable[Any]) -> Axes:
+    return frozenset().union(*(_axes(value) for value in values))
+
+
+def varying(x: Any, axes: Axes) -> Any:
+    """x, said to differ over all of these axes."""
+    missing = tuple(sorted(axes - _axes(x), key=str))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # its name before JAX 0.9
+
+
+def _axes(value: Any) -> Axes:
+    facts = jax.typeof(value)
+    known = getattr(facts, "manual_axis_type", None)  # since JAX 0.10
+    return getattr(facts, "vma", frozenset()) if known is None else known.varying

@@ -1,0 +1,186 @@
+"""The products of a forward tile in float32, as exact as float32 arithmetic, on tensor cores that take tf32.
+
+tf32 has 11 significant bits of float32's 24. So each number is the sum of two, big = tf32(x) and small = x - big, and
+
+    a . b = small_a . big_b + big_a . small_b + big_a . big_b        (Markidis et al., 2018)
+
+What is left out, small_a * small_b, is at most 2^-22 of a * b, and as big is rounded to nearest its sign is as often
+one as the other. The tensor core sees 11 of the at most 12 bits of a small part, which is at most 2^-23 of x.
+
+A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts
+(Ootomo and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added
+up by ordinary additions, which round to nearest.
+
+Inf, and what tf32 rounds up to it, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
+without tensor cores (kernels/steps/recompute_whole_rows.py).
+
+The accumulators of S are P but for the order of keys (ptx/fragments.py): of 8 keys a lane holds 2 * (lane % 4) and the
+next, and takes just these rows of V. Their number is even for one fragment and odd for the other, so the swizzle, which
+goes by the row's number, puts the rows of a quad into different banks. A lane reads 16 bytes of a row at a time, 4
+neighbouring columns, which are column lane // 4 of 4 products. So acc_o has 32 columns like this: element i of
+block j is column 4 * (2 * (lane % 4) + i % 2) + j.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import ld_st, ldmatrix, mma, special
+from ..steps.inlined import inlined
+from ..steps.plain import panel_offset
+from . import exchanged_scores
+from .products import Products
+
+FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python's own: see inlined.py
+
+
+@inlined
+def rounded_to_tf32(bits):
+    """A float32, as 32 bits, with 10 bits behind the point; ties go away from zero.
+
+    Two instructions, where cvt.rna.tf32 is four (seen in the SASS for sm_90a): of NaN something else may come out, but
+    what is left of it is NaN.
+    """
+    return uint32(uint32(bits + uint32(0x1000)) & uint32(0xFFFFE000))
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, depth, width = (
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.group_columns,
+    )  # fmt: skip
+    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
+    s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    panels = width // 32
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    own_count = strips * own_blocks * 4
+    place, exchange = exchanged_scores.make(config)
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
+
+    @inlined
+    def group_of(warp):
+        return warp & (groups - 1)
+
+    @inlined
+    def lanes(lane, warp, q_smem, k_smem, v_smem):
+        return (
+            q_smem + panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, tile_m),
+            k_smem + panel_offset(lane & 7, lane >> 3, tile_n) + group_of(warp) * (own_blocks * 1024),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (panels * kv_panel),
+            place(lane, warp, q_smem),
+        )
+
+    @inlined
+    def load_q(q_frag, q_lane):
+        pass
+
+    @inlined
+    def split(x, at, count, big, small):
+        """big, small (count,) <- the parts of x[at : at + count]."""
+        for i in range(count):
+            big[i] = rounded_to_tf32(x[at + i])
+            small[i] = float32(x[at + i].view(np.float32) - big[i].view(np.float32)).view(np.uint32)
+
+    @inlined
+    def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
+        """acc[acc_at : +4] += a . b over 16 columns; parts of a from a on, 8 of each, and 4 of b."""
+        part = cuda.local.array(4, float32)
+        for i in range(4):
+            part[i] = float32(0)
+        for k in range(2):
+            mma.m16n8k8_tf32(part, 0, a_small, a + 4 * k, b_big, 2 * k)
+            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_small, 2 * k)
+        for k in range(2):
+            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_big, 2 * k)
+        for i in range(4):
+            acc[acc_at + i] += part[i]
+
+    @inlined
+    def add_columns(acc_s, q_frag, k_frag, q_at, k_at):
+        """acc_s (strips, own_blocks, 4) += Q . K^T over 16 columns, at these addresses of Q and K."""
+        q_big, q_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        k_big, k_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        for strip in range(strips):
+            for half in range(2):
+                ldmatrix.x4(q_frag, strip * 8 + half * 4, (q_at ^ int32(half << 5)) + strip * 2048)  # (16, 8)
+        split(q_frag, 0, a_count, q_big, q_small)
+        for n in range(own_blocks):
+            ldmatrix.x4(k_frag, 0, k_at + n * 1024)  # (8 keys, 16)
+            split(k_frag, 0, 4, k_big, k_small)
+            for strip in range(strips):
+                add_product(acc_s, (strip * own_blocks + n) * 4, q_big, q_small, strip * 8, k_big, k_small)
+
+    @inlined
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+        for i in range(own_count):
+            acc_s[i] = float32(0)
+        q_at, k_at = q_lane, k_lane
+        for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
+            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+            # The other half of the panel is a bit of the address away.
+            q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
+            k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
+        if groups == 1:
+            add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
+        else:
+            own = cuda.local.array(own_count, float32)
+            add_scores(own, q_frag, k_frag, q_lane, k_lane)
+            exchange(acc_s, own, s_lane)
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
+        for block in range(strips * s_blocks):
+            for i in range(4):
+                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
+
+    @inlined
+    def add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane):
+        """32 columns of acc_o += 16 keys of P . V."""
+        column = cuda.local.array(4, uint32)
+        v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+            at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+            ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel + y * 2048)
+        for j in range(4):
+            for key in range(4):
+                column[key] = v_frag[4 * key + j]
+            split(column, 0, 4, v_big, v_small)
+            for strip in range(strips):
+                add_product(acc_o, (strip * o_blocks + 4 * n + j) * 4, p_big, p_small, strip * 8, v_big, v_small)
+
+    @inlined
+    def add_panels(first, y, acc_o, p_big, p_small, v_frag, v_lane):
+        for n in range(first, min(first + 2, panels)):
+            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+
+    @inlined
+    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
+        """acc_o += 16 keys of P . V."""
+        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        p_strip = cuda.local.array(a_count, uint32)
+        for strip in range(strips):
+            for i in range(8):
+                p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
+        split(p_strip, 0, a_count, p_big, p_small)
+        # Two panels a loop, because LLVM writes out only so much of one, and else acc_o would be indexed.
+        add_panels(FIRST, y, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 2:
+            add_panels(THIRD, y, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 4:
+            add_panels(FIFTH, y, acc_o, p_big, p_small, v_frag, v_lane)
+            add_panels(SEVENTH, y, acc_o, p_big, p_small, v_frag, v_lane)
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 16:
+            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 32:
+            add_keys(THIRD, acc_o, p_frag, v_frag, v_lane)
+            add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
+
+    return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)

@@ -1,0 +1,126 @@
+"""The products of a forward tile in float64: the tensor cores of GPUs for computing centres take it as it is.
+
+Sums over head_dim have no order, so a lane takes the columns that lie together: of 16 it reads 4 * (lane % 4) and the
+next three, 32 bytes of a row, and register i of an operand is column 4 * (lane % 4) + i for Q and K alike. With chunks
+of 16 bytes 2 * (lane % 4) first and then the odd ones, the two rows that are read at a time lie in different banks.
+
+The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). Of V a lane reads 16 bytes
+of a row, 2 neighbouring columns, which are column lane // 4 of 2 products. So acc_o has 16 columns like this: element
+i of block j is column 2 * (2 * (lane % 4) + i % 2) + j.
+"""
+
+import numpy as np
+from numba import cuda, float64, int32
+
+from ...ptx import ld_st, mma, special
+from ..steps.inlined import inlined
+from ..steps.plain import panel_offset
+from . import exchanged_scores
+from .products import Products
+
+FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, depth, width = (
+        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.group_columns,
+    )  # fmt: skip
+    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
+    s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    own_count = strips * own_blocks * 4
+    place, exchange = exchanged_scores.make(config)
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
+
+    @inlined
+    def group_of(warp):
+        return warp & (groups - 1)
+
+    @inlined
+    def lanes(lane, warp, q_smem, k_smem, v_smem):
+        return (
+            q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
+            k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n) + group_of(warp) * (own_blocks * 1024),
+            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (o_blocks // 2 * kv_panel),
+            place(lane, warp, q_smem),
+        )
+
+    @inlined
+    def load_q(q_frag, q_lane):
+        pass
+
+    @inlined
+    def large_product(acc, acc_at, a, a_at, b, b_at):
+        mma.m16n8k16_f64(acc, acc_at, a, a_at, b, b_at)
+
+    @inlined
+    def small_products(acc, acc_at, a, a_at, b, b_at):
+        for i in range(4):
+            for half in range(2):
+                mma.m8n8k4_f64(acc, acc_at + 2 * half, a, a_at + 2 * i + half, b, b_at + i)
+
+    add_product = large_product if config.large_f64 else small_products
+
+    @inlined
+    def load_row(values, at):
+        """values (4,) <- 32 bytes of a row."""
+        ld_st.load_v2_f64(values, 0, at)
+        ld_st.load_v2_f64(values, 2, at ^ int32(16))
+
+    @inlined
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+        for i in range(own_count):
+            acc_s[i] = float64(0)
+        q_at, k_at = q_lane, k_lane
+        for _ in range(special.opaque(steps)):  # a panel each; written out, it would take too many registers
+            for strip in range(strips):
+                for half in range(2):
+                    load_row(k_frag, q_at + strip * 2048 + half * 1024)
+                    for i in range(4):
+                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+            for n in range(own_blocks):
+                load_row(k_frag, k_at + n * 1024)
+                for strip in range(strips):
+                    add_product(acc_s, (strip * own_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
+
+    @inlined
+    def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
+        if groups == 1:
+            add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
+        else:
+            own = cuda.local.array(own_count, float64)
+            add_scores(own, q_frag, k_frag, q_lane, k_lane)
+            exchange(acc_s, own, s_lane)
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
+        for block in range(strips * s_blocks):
+            for i in range(4):
+                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
+
+    @inlined
+    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
+        """acc_o += 16 keys of P . V."""
+        column = cuda.local.array(4, float64)
+        for n in range(o_blocks // 2):
+            for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+                at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
+            for j in range(2):
+                for key in range(4):
+                    column[key] = v_frag[2 * key + j]
+                for strip in range(strips):
+                    at_o = (strip * o_blocks + 2 * n + j) * 4
+                    add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+
+    @inlined
+    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
+        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        if tile_n > 16:
+            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
+
+    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)

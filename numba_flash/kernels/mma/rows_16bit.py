@@ -1,0 +1,57 @@
+"""O of a query tile in 16 bits, by way of shared memory."""
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import cvt, ld_st, shfl
+from ..score.stage import exponent_unit
+from ..steps import output_rows
+from ..steps.inlined import inlined
+from ..steps.plain import first_column_of, first_row_of, panel_offset
+
+
+def make(config):
+    """-> write_rows, a device function."""
+    tile_m, warp_rows, width, group = config.tile_m, config.warp_rows, config.width, config.group
+    rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    store_rows, to_natural = output_rows.make(config, warp_rows, width), float32(1 / exponent_unit(config))
+
+    @inlined
+    def note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes):
+        """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
+        is not finite."""
+        lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
+        some = uint32(0)
+        for r in range(rows):
+            strip, below = r // 2, r % 2
+            tile_row = lane_row + r * 8
+            nonfinite = float32(0)
+            for n in range(o_blocks):
+                at = (strip * o_blocks + n) * 4 + below * 2
+                low, high = acc_o[at] * inverse_l[r], acc_o[at + 1] * inverse_l[r]
+                nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
+                ld_st.store_b32(o_smem + panel_offset(tile_row, n, tile_m) + 2 * lane_column, pack(low, high))
+            nonfinite += shfl.bfly_f32(nonfinite, 1)
+            nonfinite += shfl.bfly_f32(nonfinite, 2)
+            flag = uint32(0) if nonfinite == 0 else uint32(1)
+            some |= flag
+            if lane & 3 == 0:
+                ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
+                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse[r].view(np.uint32))
+                query = tile.first_query + tile_row // group
+                if write_lse and tile.part == 0 and query < sizes.seqlen_q:
+                    head = tile.b * sizes.heads + tile.h + tile_row % group
+                    arrays.lse[head * sizes.seqlen_q + query] = lse[r] * to_natural
+        return some
+
+    @inlined
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_notes: where
+        there is room for a note on each row (kernels/steps/recompute_rows.py)."""
+        some = note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes)
+        cuda.syncthreads()
+        store_rows(warp * warp_rows, lane, o_smem, row_notes, tile, arrays, strides, sizes)
+        return some
+
+    return write_rows

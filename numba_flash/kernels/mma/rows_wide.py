@@ -1,0 +1,99 @@
+"""O of a query tile in 32 or 64 bits, straight from the accumulators: a lane has 32 bytes of each panel of its rows.
+
+Which columns those are: products_float32.py and products_float64.py.
+"""
+
+import numpy as np
+from numba import cuda, int32, uint32
+
+from ...ptx import bar, ld_st, memory
+from ..steps import elements, fragment_softmax, numbers
+from ..steps.inlined import inlined
+from ..steps.plain import first_row_of
+
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+
+
+def make(config):
+    """-> write_rows, a device function like that of rows_16bit."""
+    warp_rows, width, group, queries = config.warp_rows, config.group_columns, config.group, config.queries
+    rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
+    head_dim_v, wide_o, double = config.head_dim_v, config.wide_o, config.dtype == "float64"
+    chunk = 16 // config.item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
+    store = elements.storer(config.dtype)
+    real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
+    ln_2 = real(fragment_softmax.LN_2)
+
+    @inlined
+    def store_16_bytes(values, to):
+        if double:
+            memory.store_v2_f64(to, values, 0)
+        else:
+            words = cuda.local.array(4, uint32)
+            for j in range(4):
+                words[j] = values[j].view(np.uint32)
+            memory.store_v4(to, words, 0)
+
+    @inlined
+    def write_row(acc_o, r, lane, row_at, columns_left, arrays, strides):
+        """Row r of the lane's, which begins at element row_at."""
+        values = cuda.local.array(chunk, real)
+        first_column = int32((lane & 3) * (2 * chunk))
+        to = memory.address(arrays.o, row_at + first_column * strides.o[3])
+        for panel in range(o_blocks // chunk):
+            for half in range(2):
+                for j in range(chunk):
+                    values[j] = acc_o[((r // 2) * o_blocks + panel * chunk + j) * 4 + (r % 2) * 2 + half]
+                column = int32(first_column + (8 * panel + half) * chunk)
+                if wide_o:
+                    if column < columns_left:
+                        store_16_bytes(values, to + 128 * panel + 16 * half)
+                else:
+                    for j in range(chunk):
+                        if int32(column + j) < columns_left:
+                            store(arrays.o, row_at + int32(column + j) * strides.o[3], values[j])
+
+    @inlined
+    def divide_row(acc_o, r, inverse):
+        """Row r of the lane's, by its sum. -> whether it is finite; the same in all lanes of a quad."""
+        nonfinite = real(0)
+        for n in range(o_blocks):
+            for i in range(2):
+                at = ((r // 2) * o_blocks + n) * 4 + (r % 2) * 2 + i
+                acc_o[at] *= inverse
+                nonfinite += acc_o[at] * real(0)  # NaN when it is NaN or Inf
+        nonfinite += bfly(nonfinite, 1)
+        nonfinite += bfly(nonfinite, 2)
+        return nonfinite == real(0)
+
+    @inlined
+    def finish_row(r, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes):
+        """-> 1 where the row is not finite."""
+        tile_row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        query, head = tile_row // group, tile.h + tile_row % group
+        flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
+        if lane & 3 == 0:
+            ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
+            if write_lse and tile.part == 0 and query < queries_left:
+                row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
+                arrays.lse[row] = lse_log2[r] * ln_2
+        if flag == 0 and query < queries_left:
+            columns_left = int32(min(head_dim_v - tile.part * width, width))
+            row_at = tile.b * strides.o[0] + tile.part * width * strides.o[3]
+            row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
+            write_row(acc_o, r, lane, row_at, columns_left, arrays, strides)
+        return flag
+
+    @inlined
+    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+        # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
+        some = finish_row(FIRST, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        some |= finish_row(SECOND, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        if rows > 2:
+            some |= finish_row(THIRD, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(FOURTH, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        bar.warp_sync()  # the flags are read by the whole warp
+        return some
+
+    return write_rows

@@ -1,0 +1,100 @@
+"""The caller's own functions on a tile of scores in a warp's accumulators: the layout is that of fragments.py.
+
+A general stage: element by element, each with its position. A function is asked only about scores that count, because
+elsewhere it might read past the end of an array; so every tile has its mask bits, and mask_mod takes bits away.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32, int64, uint32
+
+from ..steps.inlined import inlined
+from ..steps.plain import first_column_of, first_row_of
+from . import At, user
+
+
+class FragmentFunctions(NamedTuple):
+    present: bool
+    apply: Callable[..., Any]  # to a tile
+    apply_alone: Callable[
+        ..., Any
+    ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
+
+
+@functools.cache
+def make(config: Any, strips: int = 1) -> FragmentFunctions:
+    """Of a tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
+    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    group, tile_n = config.group, config.tile_n
+    blocks = tile_n // 8
+    words = -(-blocks // 16)
+
+    @inlined
+    def unchanged(s, at, arrays, strides):
+        return s
+
+    @inlined
+    def all_visible(at, arrays, strides):
+        return True
+
+    value = user.make(config, "score_mod") if has_score_mod else unchanged
+    visible = user.make(config, "mask_mod") if has_mask_mod else all_visible
+
+    @inlined
+    def apply_alone(product, at, arrays, strides, score):
+        seen = True
+        if has_mask_mod:
+            seen = visible(at, arrays, strides)
+        if has_score_mod:
+            if seen:
+                product = value(product * score.scale, at, arrays, strides)
+        return product, seen
+
+    @inlined
+    def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
+        pass
+
+    def and_block(before: Any, n: int) -> Any:
+        """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
+        loop over all that a long function would make, and then the scores would lie in memory."""
+
+        @inlined
+        def block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
+            # Rows inside: the other way round the compiler would keep the positions of all columns.
+            for i in range(2):
+                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
+                for r in range(2 * strips):
+                    word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                    if mask_bits[word] & bit != 0:
+                        row = int32(first + r * 8)
+                        query = int32(uint32(row) // uint32(group))
+                        at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
+                        acc_s[place], seen = apply_alone(acc_s[place], at, arrays, strides, score)
+                        if has_mask_mod:
+                            if not seen:
+                                mask_bits[word] &= ~bit
+
+        return block
+
+    every_block = nothing
+    for n in range(blocks):
+        every_block = and_block(every_block, n)
+
+    @inlined
+    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, arrays, strides, score):
+        """acc_s <- what score_mod makes of scale * acc_s, where a score counts; mask_bits <- what mask_mod leaves.
+
+        first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
+        """
+        first = int32(first_row + first_row_of(lane))
+        for r in range(2 * strips):
+            if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+                for word in range(words):
+                    mask_bits[r * words + word] = uint32(0)
+        first_key = int32(j * tile_n + first_column_of(lane))
+        every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
+
+    return FragmentFunctions(has_score_mod or has_mask_mod, apply, apply_alone)

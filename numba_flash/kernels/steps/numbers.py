@@ -1,0 +1,45 @@
+"""What a tensor-core kernel computes scores with: float32 and the GPU's own functions, or float64 and ours for it."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, float64
+
+from ...ptx import approx, minmax, shfl
+from .exp2 import exp2
+from .inlined import inlined
+
+
+class Numbers(NamedTuple):
+    """A type and its device functions. exp2 gives 0 for what is too small, and for -inf."""
+
+    real: Any
+    exp2: Callable[..., Any]
+    log2: Callable[..., Any]
+    reciprocal: Callable[..., Any]
+    maximum: Callable[..., Any]  # of a number and NaN the number
+    bfly: Callable[..., Any]  # (value, mask) -> that of lane (own lane ^ mask)
+    minus_inf: Any
+    lowest: Any  # finite
+
+
+@inlined
+def _log2_f64(x):
+    return math.log2(x)
+
+
+@inlined
+def _reciprocal_f64(x):
+    return float64(1) / x
+
+
+@functools.cache
+def of(compute_dtype: str) -> Numbers:
+    if compute_dtype == "float64":
+        functions = exp2, _log2_f64, _reciprocal_f64, minmax.maximum_f64, shfl.bfly_f64
+        return Numbers(float64, *functions, float64(-math.inf), float64(np.finfo(np.float64).min))
+    functions = approx.ex2, approx.lg2, approx.rcp, minmax.maximum, shfl.bfly_f32
+    return Numbers(float32, *functions, float32(-math.inf), float32(np.finfo(np.float32).min))

@@ -1,0 +1,85 @@
+"""Rows of O that came out NaN or Inf, computed again from the beginning, with a maximum and a sum of their own.
+
+As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K
+or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
+"""
+
+from numba import cuda, int32, int64
+
+from ...ptx import ld_st
+from ..score import fragments
+from ..score.stage import FragmentAt
+from . import elements, fragment_softmax, numbers
+from .inlined import inlined
+from .plain import row_keys
+from .tiles import row_base
+
+
+def make(config, warp_rows):
+    """-> recompute_rows, a device function.
+
+    Of each row of the tile there is a uint32 in shared memory, config.NOTE_BYTES from the next, that is not 0 when the
+    row is not finite.
+    """
+    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.group_columns
+    group, queries, note_bytes, write_lse = config.group, config.queries, config.NOTE_BYTES, config.write_lse
+    columns = -(-width // 32)
+    real, exp2, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
+    load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
+    chain = fragments.chain(config)
+    value, row_term = chain.value, chain.row_term
+    load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
+
+    @inlined
+    def recompute_rows(first_row, lane, row_notes, tile, tile_keys, arrays, strides, sizes, score):
+        """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        first_column = tile.part * width
+        columns_left = int32(min(head_dim_v - first_column, width))  # what lies behind them is another block's
+        row_o = cuda.local.array(columns, real)
+        for row in range(first_row, first_row + warp_rows):
+            query, head = row // group, tile.h + row % group
+            if query < queries_left and load_b32(row_notes + row * note_bytes) != 0:
+                index = tile.first_query + query
+                term = row_term(tile.b, head, arrays, strides)
+                q_at = row_base(strides.q, tile.b, head, index)
+                k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
+                v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
+                q_pos = tile_keys.position + query
+                m, l = minus_inf, real(0)
+                for c in range(columns):
+                    row_o[c] = real(0)
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                for key in range(first_key, end_key):
+                    product = real(0)
+                    for x in range(lane, head_dim, 32):
+                        product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
+                    for distance in (1, 2, 4, 8, 16):
+                        product += bfly(product, distance)
+                    s = value(product, FragmentAt(term, real(q_pos - key), real(0)), score)
+                    if s > m:
+                        alpha = exp2(m - s)
+                        l *= alpha
+                        for c in range(columns):
+                            row_o[c] *= alpha
+                        m = s
+                    if s != minus_inf:
+                        p = exp2(s - m)
+                        l += p
+                        if p != 0:
+                            for c in range(columns):
+                                x = int64(lane + 32 * c)
+                                if x < columns_left:
+                                    row_o[c] += p * load(arrays.v, v_at + key * strides.v[2] + x)
+                empty = l == real(0)
+                inverse = real(0) if empty else real(1) / l
+                at = row_base(strides.o, tile.b, head, index) + first_column * strides.o[3]
+                for c in range(columns):
+                    x = int64(lane + 32 * c)
+                    if x < columns_left:
+                        store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
+                if write_lse and tile.part == 0 and lane == 0:
+                    row_lse = minus_inf if empty else (m + log2(l)) * ln_2
+                    arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = row_lse
+
+    return recompute_rows

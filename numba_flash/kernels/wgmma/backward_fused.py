@@ -1,0 +1,327 @@
+"""All three gradients in one kernel for Hopper (sm_90a): five products where two kernels take seven.
+
+Read wgmma_backward_dkdv first: a block owns a tile of keys of one KV head, walks over the tiles of queries that see it,
+and has the sums of dK and dV in registers. Here its dS serves dQ too,
+
+    dQ += dS K     with dS^T through shared memory, transposed on its way
+
+of which each key tile has a part. Parts are added up in float32 in global memory, by bulk copies that add; a kernel
+behind this one scales and rounds (backward_round).
+
+Order of the sums. Float addition is not associative, so parts of a query tile are added in the order of their key tiles
+and all runs give the same bits. A count for each query tile says how many are in; a block waits for its turn, and the
+first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a ticket: key tiles of a
+head in ascending order, many heads abreast. So who waits does so for a block that has begun before it, and since all
+walk over the queries in the same order, blocks of a head follow each other like runners in a line.
+
+Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
+they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK; of dQ it
+computes half of the columns, from the dS of both. S of the next tile and dQ of this one are issued behind dV and dK,
+and dP when half of the next exponentials are done:
+
+    S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
+
+FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
+
+Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory;
+tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles,
+2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4). dk and dv are contiguous.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, stmatrix, tma, wgmma
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.integers import divide
+from ..steps.row_facts import TURNS_AT
+from . import backward_keys, backward_state
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+
+
+def make(config):
+    tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
+    depth, plan, at = config.depth, config.shared_plan(), config.barriers()
+    facts_bytes, s_count, frag_count = config.row_facts_bytes, tile_m // 2, tile_m // 4
+    dk_count, dv_count, dq_columns = depth // 2, config.width // 2, 64
+    dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
+    turns_at, abreast = TURNS_AT, config.ABREAST
+    padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-depth // 64)
+
+    # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
+    kind = "f16" if config.dtype == "float16" else "bf16"
+    ds_panel, k_panel = tile_m * 128, tile_n * 128
+    ds_steps = tuple(((y % 4) * 32 + (y // 4) * ds_panel) >> 4 for y in range(tile_n // 16))
+    row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
+    multiply_ds_k = wgmma.product_shared(dq_columns, kind, ds_steps, row_steps, 1)
+    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
+    describe_columns = wgmma.descriptor(k_panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    wait_but_two = wgmma.wait_group(2)
+    pin_s, pin_dk, pin_dv, pin_dq = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count), wgmma.pin(dq_count)
+
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+    wait, arrive, bar_sync = mbarrier.wait, mbarrier.arrive, bar.sync
+    fence_init, fence_async, fence_global = fence.mbarrier_init, fence.proxy_async, fence.proxy_async_global
+    store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
+    store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
+    wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
+    address, add, load_acquire, add_release = memory.address, memory.add, memory.load_acquire, memory.add_release
+    thread_index, shared_address = special.thread_index, shared.address
+
+    keys = backward_keys.make(config)
+    note_work, produce_a, produce_b, of_word = keys.note_work, keys.produce_a, keys.produce_b, keys.of_word
+    issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
+    release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
+    to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
+    to_score_gradients, look, term_of = keys.to_score_gradients, keys.look, keys.term_of
+    has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
+    set_up, _, _, word, _ = backward_state.make(config)
+    a_stage_of, _ = backward_state.ring(config.stages_a)
+    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+    dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
+
+    @inlined
+    def work_of(ticket, batch, heads_kv, seqlen_k):
+        """-> (b, h_kv, first_key). Of so many heads abreast that they keep a GPU busy, all first key tiles come first,
+        then all second ones: so a tile's turn has come when it begins."""
+        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
+        lane_group = divide(ticket, int32(together * n_tiles))
+        first_head = int32(lane_group * together)
+        together = int32(min(together, int32(batch * heads_kv) - first_head))
+        within = int32(ticket - first_head * n_tiles)
+        j = divide(within, together)
+        head_of_all = int32(first_head + within - j * together)
+        b = divide(head_of_all, heads_kv)
+        return b, int32(head_of_all - b * heads_kv), int32(j * tile_n)
+
+    @inlined
+    def parts_before(base, i, left):
+        """How many key tiles of lower number see query tile i."""
+        # key_tiles' `begin`, from the tile's first query
+        first_key = int64(of_word(base, FIRST_ROW))
+        q_pos = int64(i) * tile_m + first_key - query_position(base)
+        first_seen = min(max(q_pos - left, int64(0)), int64(of_word(base, KEYS)))
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+
+    @inlined
+    def query_position(base):
+        """first_key - q_start, for one thread."""
+        high = of_word(base, backward_state.POS_HIGH)
+        return int64(high) << int64(32) | int64(uint32(of_word(base, backward_state.POS_LOW)))
+
+    @inlined
+    def add_dq(base, me, arrays, sizes):
+        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
+        begin, last = of_word(base, BEGIN), int32(of_word(base, STOP) - 1)
+        steps = int32(of_word(base, GROUP) * (last + 1 - begin))
+        n, member, i = int32(0), int32(0), last
+        part, before, seen = int64(0), uint32(0), uint32(0)
+        if steps > 0:
+            part = (heads_before * m_tiles + i) * 2 + me
+            before = parts_before(base, i, sizes.left)
+            seen = load_acquire(address(arrays.turns, turns_at + part))
+        while n < steps:
+            turn = address(arrays.turns, turns_at + part)
+            while seen != before:
+                seen = load_acquire(turn)
+            own = dq_stage_of(n) * 2 + me
+            wait(base + at.dq_full + 8 * own, dq_phase_of(n))
+            fence_global()
+            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + own * part_bytes
+            if before == 0:
+                store_bytes(target, staged, part_bytes)
+            else:
+                add_bytes(target, staged, part_bytes)
+            commit_bytes()
+            n, i = int32(n + 1), int32(i - 1)
+            if i < begin:
+                i, member = last, int32(member + 1)
+            if n < steps:  # the next turn is looked at while this copy is under way
+                part = ((heads_before + member) * m_tiles + i) * 2 + me
+                before = parts_before(base, i, sizes.left)
+                seen = load_acquire(address(arrays.turns, turns_at + part))
+            wait_read()
+            arrive(base + at.dq_empty + 8 * own)
+            wait_added()
+            fence_global()
+            add_release(turn, uint32(1))
+
+    @inlined
+    def zero_tail(base, rows, thread):
+        """All consumers: rows of K from `rows` on = 0. There may be NaN, and in dS K 0 * NaN is NaN."""
+        zeros = cuda.local.array(4, uint32)
+        for x in range(4):
+            zeros[x] = uint32(0)
+        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
+            for panel in range(k_panels):
+                store_v4(base + plan.own_a + panel * k_panel + index * 16, zeros, 0)
+        fence_async()
+        bar_sync(3, all_consumers)
+
+    @inlined
+    def store_ds(base, ds_frag, n):
+        """The warpgroup's dS^T (64, m) to its panel of dS (m, n): rows of it become columns."""
+        first_row, lane = rows_of_lane()
+        row, chunk = lane & 7, (first_row >> 3) + ((lane >> 3) & 1)  # of 8 keys
+        own = base + plan.ds + (n & 1) * ds_bytes + (chunk >> 3) * ds_panel
+        place = own + (row + ((lane >> 4) << 3)) * 128 + (((chunk & 7) ^ row) << 4)
+        for pair in range(tile_m // 16):
+            store_transposed(place + pair * (16 * 128), ds_frag, 4 * pair)
+        fence_async()
+        arrive(base + at.ds_full)
+
+    @inlined
+    def issue_dq(base, acc_dq, me, n):
+        """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
+        wait(base + at.ds_full, n & 1)
+        ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes)
+        multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * k_panel), 0)
+        commit()
+
+    @inlined
+    def store_dq(base, acc_dq, me, n):
+        """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
+        four = cuda.local.array(4, uint32)
+        own = dq_stage_of(n) * 2 + me
+        wait(base + at.dq_empty + 8 * own, dq_phase_of(n) ^ 1)
+        place = base + plan.dq + own * part_bytes + (thread_index() & int32(127)) * 16
+        for chunk in range(dq_columns // 8):
+            for x in range(4):
+                four[x] = acc_dq[4 * chunk + x].view(np.uint32)
+            store_v4(place + chunk * (128 * 16), four, 0)
+        fence_async()
+        arrive(base + at.dq_full + 8 * own)
+
+    @inlined
+    def consume(base, warpgroup, arrays, strides, sizes, score):
+        """A consumer warpgroup: 64 of the block's keys."""
+        acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dk = cuda.local.array(dk_count, float32)  # (depth / 8, 4)
+        acc_dv = cuda.local.array(dv_count, float32)  # (width / 8, 4)
+        acc_dq = cuda.local.array(dq_count, float32)  # (dq_columns / 8, 4)
+        p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        mask_bits = cuda.local.array(mask_words, uint32)
+        distance = cuda.local.array(2, float32)
+        me = int32(warpgroup - 1)  # which of the consumers
+        elected = thread_index() & int32(31) == 0
+        k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
+        v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
+        for x in range(s_count):
+            acc_s[x] = float32(0)
+            acc_dp[x] = float32(0)
+        for x in range(dk_count):
+            acc_dk[x] = float32(0)
+        for x in range(dv_count):
+            acc_dv[x] = float32(0)
+        for x in range(dq_count):
+            acc_dq[x] = float32(0)
+        for x in range(mask_words):
+            mask_bits[x] = uint32(0)
+        for r in range(2):
+            distance[r] = float32(0)
+        term = float32(0)
+
+        begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
+        steps = int32(word(base, GROUP) * (i + 1 - begin))
+        member = int32(0)
+        n = int32(0)
+        wait(base + at.own_full, 0)
+        if padded:
+            keys_left = int32(word(base, KEYS) - word(base, FIRST_ROW))
+            if steps > 0 and keys_left < tile_n:
+                zero_tail(base, keys_left, thread_index() - 128)
+        # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is being computed.
+        pin_s(acc_s)
+        pin_s(acc_dp)
+        pin_dk(acc_dk)
+        pin_dv(acc_dv)
+        pin_dq(acc_dq)
+        issue_s(base, acc_s, k_desc, n)
+        wait_all()
+        pin_s(acc_s)
+        while n < steps:
+            masked = i >= word(base, CUT) or i < word(base, FREE)
+            facts = base + plan.row_facts + a_stage_of(n) * facts_bytes
+            if has_row_term:
+                term = term_of(base, member, arrays, strides)
+            if has_row_term or masked:
+                look(base, i, sizes, mask_bits, distance)
+            if masked:
+                to_some_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
+            else:
+                to_some_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
+            wait_all()
+            pin_dq(acc_dq)
+            if n > 0:
+                store_dq(base, acc_dq, me, int32(n - 1))
+            stage_b = b_stage_of(n)
+            wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
+            issue_dp(base, acc_dp, v_desc, n)
+            if masked:
+                to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
+            else:
+                to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
+            wait_all()
+            pin_s(acc_dp)
+            if masked:
+                to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, TRUE)
+            else:
+                to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, FALSE)
+            store_ds(base, ds_frag, n)
+            issue_dv(base, acc_dv, p_frag, n)
+            issue_dk(base, acc_dk, ds_frag, n)
+            issue_s(base, acc_s, k_desc, int32(n + 1))
+            wait_but_two()
+            pin_dv(acc_dv)
+            release_do(base, n, elected)
+            wait_but_one()
+            pin_dk(acc_dk)
+            release_q(base, n)
+            issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
+            wait_but_one()
+            pin_s(acc_s)
+            n = int32(n + 1)
+            i = int32(i - 1)
+            if i < begin:
+                i, member = int32(word(base, STOP) - 1), int32(member + 1)
+        wait_all()
+        pin_dq(acc_dq)
+        if n > 0:
+            store_dq(base, acc_dq, me, int32(n - 1))
+
+        bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
+        write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score)
+
+    @cuda.jit
+    def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = thread_index()
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if thread == 0:
+            set_up(base)
+            fence_init()
+            ticket = int32(add(address(arrays.turns, 0), uint32(1)))
+            b, h_kv, first_key = work_of(ticket, sizes.batch, sizes.heads_kv, sizes.seqlen_k)
+            note_work(base, b, h_kv, first_key, arrays, strides, sizes)
+        cuda.syncthreads()
+        if warpgroup == 0:
+            give_registers()
+            if thread == 0:
+                produce_a(base, arrays.row_facts, sizes.heads, sizes.seqlen_q)
+            if thread == 32:
+                produce_b(base)
+            if thread == 64 or thread == 96:
+                add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
+        else:
+            take_registers()
+            consume(base, warpgroup, arrays, strides, sizes, score)
+
+    return flash_attention_wgmma_fused

@@ -1,0 +1,308 @@
+"""What a block that owns a tile of keys does, alike in wgmma_backward_dkdv and wgmma_backward_fused.
+
+It walks over the tiles of queries that see its keys, the last first, of each query head of the group in turn.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
+from ..score import fragments, positions
+from ..steps import gradient_rows, row_facts
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_queries, key_tiles
+from ..steps.tiles import row_base
+from . import backward_producer, backward_state
+from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+
+
+class KeyBlock(NamedTuple):
+    """Device functions."""
+
+    note_work: Any
+    of_word: Any
+    produce_a: Any
+    produce_b: Any
+    issue_s: Any
+    issue_dp: Any
+    issue_dv: Any
+    issue_dk: Any
+    release_q: Any
+    release_do: Any
+    rows_of_lane: Any
+    weights_of: Any
+    to_score_gradients: Any
+    look: Any
+    term_of: Any
+    has_row_term: bool
+    mask_words: int
+    write_gradients: Any
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
+    of_dk, of_dv = config.of_dk, config.of_dv
+    plan, at = config.shared_plan(), config.barriers()
+    dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
+    facts_bytes = config.row_facts_bytes
+    blocks, varies = tile_m // 8, config.derivative_varies
+
+    # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
+    kind = "f16" if config.dtype == "float16" else "bf16"
+    own_panel, stream_panel = tile_n * 128, tile_m * 128
+    own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
+    stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
+    row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_m // 16))
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
+    multiply_k_q = wgmma.product_shared(tile_m, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
+    multiply_v_do = wgmma.product_shared(tile_m, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
+    multiply_ds_q = wgmma.product_registers(depth, kind, row_steps, 1)
+    multiply_p_do = wgmma.product_registers(width, kind, row_steps, 1)
+    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
+    describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
+    commit = wgmma.commit_group
+
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
+    load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
+    thread_index, address = special.thread_index, memory.address
+    pieces, piece = row_facts.pieces, row_facts.PIECE
+
+    _, put, put_position, word, position = backward_state.make(config)
+    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
+    b_stage_of, _ = backward_state.ring(config.stages_b)
+    own_maps = (K_MAP, V_MAP if of_dk else None)
+    load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
+    keys_and_start = positions.make(config)
+    mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
+    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, 16, head_dim, head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, 16, head_dim_v, head_dim_v % 8 == 0)
+    recompute_keys = recompute.make(config)
+
+    @inlined
+    def note_work(base, b, h_kv, first_key, arrays, strides, sizes):
+        """What the block is to do, for all of its roles; by one thread."""
+        seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = min(keys - first_key, tile_n)
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        put(base, BATCH, b)
+        put(base, HEAD_KV, h_kv)
+        put(base, FIRST_ROW, first_key)
+        put(base, KEYS, keys)
+        put(base, BEGIN, begin)
+        put(base, FREE, free)
+        put(base, CUT, cut)
+        put(base, STOP, stop if keys_left > 0 else begin)
+        put(base, GROUP, divide(sizes.heads, sizes.heads_kv))
+        put_position(base, first_key - q_start)  # among the queries
+
+    @inlined
+    def of_word(base, which):
+        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
+        return int32(load_b32(int32(base + plan.state + which)))
+
+    @inlined
+    def produce_a(base, facts, heads, seqlen_q):
+        """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
+        comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
+        load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
+        tile_pieces = tile_m // 16
+        n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
+            h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
+            # past the last piece masks see to what is there
+            count = int32(min(int32(pieces(seqlen_q) - i * tile_pieces), int32(tile_pieces)) * int32(4 * piece))
+            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
+            first_piece = int64(of_word(base, BATCH) * heads + h) * pieces(seqlen_q) + i * tile_pieces
+            load_bytes(
+                base + plan.row_facts + stage * facts_bytes, address(facts, first_piece * piece),
+                base + at.a_full + 8 * stage, count,
+            )  # fmt: skip
+            n, i = int32(n + 1), int32(i - 1)
+            if i < of_word(base, BEGIN):
+                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+        load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
+
+    @inlined
+    def produce_b(base):
+        """Another thread, of another warp, so that neither waits for the other: dO."""
+        n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
+            h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
+            load_b(base, n, int32(i * tile_m), h, of_word(base, BATCH))
+            n, i = int32(n + 1), int32(i - 1)
+            if i < of_word(base, BEGIN):
+                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+
+    @inlined
+    def issue_s(base, acc_s, k_desc, n):
+        """S^T of the n-th query tile, once it has come."""
+        stage = a_stage_of(n)
+        wait(base + at.a_full + 8 * stage, a_phase_of(n))
+        multiply_k_q(acc_s, k_desc, describe_rows(base + plan.stream_a + stage * a_bytes), 0)
+        commit()
+
+    @inlined
+    def issue_dp(base, acc_dp, v_desc, n):
+        """dP^T of the n-th query tile; its dO has come."""
+        stage = b_stage_of(n)
+        multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + stage * b_bytes), 0)
+        commit()
+
+    @inlined
+    def issue_dv(base, acc_dv, p_frag, n):
+        """dV += P^T dO of the n-th query tile."""
+        stage = b_stage_of(n)
+        multiply_p_do(acc_dv, p_frag, describe_columns(base + plan.stream_b + stage * b_bytes), 1)
+        commit()
+
+    @inlined
+    def issue_dk(base, acc_dk, ds_frag, n):
+        """dK += dS^T Q of the n-th query tile."""
+        stage = a_stage_of(n)
+        multiply_ds_q(acc_dk, ds_frag, describe_columns(base + plan.stream_a + stage * a_bytes), 1)
+        commit()
+
+    @inlined
+    def release_q(base, n):
+        """A thread is done with the n-th Q, lse and delta."""
+        # lse and delta were read by ordinary loads, and the next ones come by a copy. Every lane arrives: it read them.
+        fence_async()
+        arrive(base + at.a_empty + 8 * a_stage_of(n))
+
+    @inlined
+    def release_do(base, n, elected):
+        """A warp is done with the n-th dO."""
+        arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
+
+    @inlined
+    def rows_of_lane():
+        """-> (the warp's first row in the key tile, lane), worked out anew: registers are dear."""
+        thread = thread_index() - 128
+        return (thread >> int32(5)) * 16, thread & int32(31)
+
+    @inlined
+    def is_seen(mask_bits, r, n, x):
+        return (mask_bits[r * (mask_words // 2) + n // 16] >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
+
+    def weights_of(first, end):
+        """-> to_weights for pairs [first, end) of 8 queries each."""
+
+        @inlined
+        def to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, masked):
+            """acc_s <- P^T; without dK, which needs it for dS, p_frag <- the same in 16 bits as well.
+
+            Where the derivative varies acc_s stays: it is needed again.
+            """
+            if varies and of_dk:
+                return
+            four = cuda.local.array(4, uint32)
+            p = cuda.local.array(2, float32)
+            place = facts + ((thread_index() & int32(3)) << 4)
+            for pair in range(first, end):
+                load_v4(four, 0, place + pair * 128)
+                for half in range(2):
+                    n = 2 * pair + half
+                    for r in range(2):
+                        for x in range(2):
+                            i = 4 * n + 2 * r + x
+                            lse_log2 = four[half * 2 + x].view(np.float32)
+                            away = distance[r] - float32(n * 8 + x)
+                            p[x], _ = weight(acc_s[i], term, away, score, lse_log2)
+                            if masked and not is_seen(mask_bits, r, n, x):
+                                p[x] = float32(0)
+                            if not varies:
+                                acc_s[i] = p[x]
+                        if not of_dk:
+                            p_frag[2 * n + r] = pack(p[0], p[1])
+
+        return to_weights
+
+    @inlined
+    def to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, masked):
+        """ds_frag <- dS^T in 16 bits, p_frag <- P^T: not before, so that fewer registers are in use at a time."""
+        four = cuda.local.array(4, uint32)
+        p = cuda.local.array(2, float32)
+        ds = cuda.local.array(2, float32)
+        place = facts + ((thread_index() & int32(3)) << 4)
+        for pair in range(blocks // 2):
+            if varies:
+                lse = cuda.local.array(4, uint32)
+                load_v4(lse, 0, place + pair * 128)
+            load_v4(four, 0, place + pair * 128 + 64)
+            for half in range(2):
+                n = 2 * pair + half
+                for r in range(2):
+                    for x in range(2):
+                        i = 4 * n + 2 * r + x
+                        minus_delta = four[half * 2 + x].view(np.float32)
+                        if varies:
+                            away = distance[r] - float32(n * 8 + x)
+                            lse_log2 = lse[half * 2 + x].view(np.float32)
+                            p[x], derivative = weight(acc_s[i], term, away, score, lse_log2)
+                            ds[x] = p[x] * (acc_dp[i] + minus_delta) * derivative
+                            if masked and not is_seen(mask_bits, r, n, x):
+                                p[x] = float32(0)
+                        else:
+                            p[x] = acc_s[i]
+                            ds[x] = p[x] * (acc_dp[i] + minus_delta)
+                        if masked and not is_seen(mask_bits, r, n, x):
+                            ds[x] = float32(0)  # dP may be NaN there
+                    if of_dv:
+                        p_frag[2 * n + r] = pack(p[0], p[1])
+                    ds_frag[2 * n + r] = pack(ds[0], ds[1])
+
+    @inlined
+    def look(base, i, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of query tile i count; distance: q_pos - k_pos."""
+        first_row, lane = rows_of_lane()
+        # seen from the keys, left and right change places
+        left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
+        visible(i, first_row, lane, position(base), left, right, seqlen_q, mask_bits, distance)
+
+    @inlined
+    def term_of(base, member, arrays, strides):
+        """What the scores of the head share (kernels/score/fragments.py)."""
+        head = word(base, HEAD_KV) * word(base, GROUP) + member
+        return row_term(word(base, BATCH), head, arrays, strides)
+
+    @inlined
+    def write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score):
+        """dK and dV to the place of the warpgroup's own rows of K and V, and from there to global memory.
+
+        Everyone who reads these rows must have done so.
+        """
+        first_row, lane = rows_of_lane()
+        b, h_kv, first_key, keys = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW), word(base, KEYS)
+        keys_left = int32(min(keys - first_key, tile_n))
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
+        nonfinite = uint32(0)
+        if of_dk:
+            nonfinite |= stage_dk(acc_dk, score.scale, base + plan.own_a, first_row, lane, keys_left)
+        if of_dv:
+            nonfinite |= stage_dv(acc_dv, float32(1), base + dv_at, first_row, lane, keys_left)
+        if of_dk:
+            to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
+            store_dk(base + plan.own_a, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)
+        if of_dv:
+            to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
+            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, head_dim_v, nonfinite)
+        if nonfinite != 0:
+            q_start = first_key - position(base)
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return KeyBlock(
+        note_work, of_word, produce_a, produce_b, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do,
+        rows_of_lane, weights_of, to_score_gradients, look, term_of, has_row_term, mask_words, write_gradients,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""dQ from its sums in float32, which wgmma_backward_fused leaves as they lay in registers: times scale, in 16 bits.
+
+Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. Each
+thread reads what was one thread's there. dq is contiguous.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import memory, shared, special
+from ..score import fragments, positions
+from ..steps import gradient_rows
+from ..steps import recompute_queries as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.tiles import row_base
+
+
+def make(config):
+    tile_m, tile_n, depth, head_dim = config.tile_m, config.tile_n, config.depth, config.head_dim
+    of_part, alignment = tile_m // 64, config.ALIGNMENT
+    columns, head_blocks = depth // 8, -(-head_dim // 16) * 2
+    dq_count = 4 * head_blocks
+    load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
+    thread_index, block_index = special.thread_index, special.block_index
+    keys_and_start = positions.make(config)
+    chain = fragments.chain(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, head_dim, head_dim % 8 == 0)
+    recompute_queries = recompute.make(config)
+
+    @inlined
+    def is_seen(first_query, q_start, keys, sizes):
+        """Whether any key tile has a part of the sums."""
+        first = first_query // tile_m * tile_m
+        last = min(sizes.seqlen_q, first + tile_m) - 1
+        top_first, top_end = row_keys(first + q_start, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(last + q_start, sizes.left, sizes.right, keys)
+        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        return begin < stop
+
+    @cuda.jit
+    def round_dq(arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        tile_at = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        acc_dq = cuda.local.array(dq_count, float32)  # (head_dim / 8, 4)
+        four = cuda.local.array(4, uint32)
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        thread, block = thread_index(), block_index()
+        tiles = divide(int32(seqlen_q) + int32(63), 64)
+        head_of_all = divide(block, tiles)
+        b = divide(head_of_all, heads)
+        h = int32(head_of_all - b * heads)
+        tile = int32(block - head_of_all * tiles)
+        first_query = int64(tile) * 64
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        tiles_padded = int64(divide(int32(seqlen_q) + int32(tile_m - 1), tile_m) * of_part)
+        at = ((head_of_all * tiles_padded + tile) * columns * 128 + thread) * 4
+        for x in range(dq_count):
+            acc_dq[x] = float32(0)
+        if is_seen(first_query, q_start, keys, sizes):
+            for block_of_8 in range(head_blocks):
+                load_v4(four, 0, address(arrays.dq_sums, at + block_of_8 * 512))
+                for x in range(4):
+                    acc_dq[4 * block_of_8 + x] = four[x].view(np.float32)
+        first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
+        queries_left = int32(min(seqlen_q - first_query, 64))
+        nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
+        to, row = row_base(strides.dq, b, h, first_query), strides.dq[2]
+        store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        if nonfinite != 0:
+            term = float32(0)
+            if has_row_term:
+                term = row_term(b, h, arrays, strides)
+            query_tile = QueryTile(b, h, first_query, int32(0))
+            tile_keys = TileKeys(divide(h, divide(heads, sizes.heads_kv)), keys, first_query + q_start)
+            recompute_queries(nonfinite, first_row, lane, query_tile, tile_keys, term, arrays, strides, sizes, score)
+
+    return round_dq

@@ -1,0 +1,108 @@
+"""The part of the contract that mma is run through in the simulator in float32 and float64; all of it runs on a GPU."""
+
+import dataclasses
+
+import contract
+import numpy as np
+import pytest
+from contract import (  # noqa: F401
+    test_any_strides,
+    test_head_dim_v_may_differ,
+    test_maxima_that_move,
+    test_nan_in_q_stays_in_its_row,
+    test_nothing_is_defined,
+    test_nothing_is_written_around_out,
+    test_query_head_h_reads_kv_head_h_over_group,
+    test_scale,
+    test_scores_of_minus_infinity_in_whole_tiles,
+)
+
+from numba_flash import testing
+from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
+from numba_flash.machine.target import Target
+from numba_flash.select import tiles
+
+
+@pytest.fixture(scope="session", params=["float32", "float64"])
+def rung(request):
+    return contract.Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True, usual=request.param)
+
+
+@pytest.fixture
+def float32(rung):
+    if rung.dtype != "float32":
+        pytest.skip("what float32 is made of two parts for")
+    return rung
+
+
+def test_all_options_and_a_group_in_one_tile(rung):
+    rung.check(
+        rung.problem(5, 70, heads=8, heads_kv=2, head_dim=20, head_dim_v=37),
+        causal=True, window=(60, 3), seqlens_k=np.array([70, 41], np.int32), q_offset=np.array([60, -2], np.int32),
+        softcap=3.0, scale=0.7, alibi_slopes=np.linspace(0.1, 0.8, 8).astype(np.float32),
+    )  # fmt: skip
+
+
+# Scores from products of numbers near both ends of float32, and of those that tf32 rounds up to Inf.
+@pytest.mark.parametrize(("of_q", "of_k"), [(1e18, 1e-18), (1e-30, 1e30), (3.4028e38, 1e-38)], ids=lambda x: f"{x:g}")
+def test_numbers_of_any_size(float32, of_q, of_k):
+    case = float32.problem(9, 40, batch=1, heads=1, head_dim=16, scale=0.25)
+    case.q[...] = (np.sign(case.q) * of_q).astype(np.float32)
+    case.k *= np.float32(of_k)
+    assert np.isfinite(case.q).all() and (case.q != 0).all()
+    float32.check(case)
+
+
+def test_terms_that_cancel(float32):
+    case = float32.problem(9, 40, batch=1, heads=1, head_dim=32, scale=1.0)
+    case.q[..., 16:], case.k[..., 16:] = 300 * case.q[..., :16], case.k[..., :16]
+    case.q[..., :16] *= -299
+    float32.check(case)
+
+
+# The tensor core cuts sums off: in one accumulator a long sum of equal signs would be too small by half a unit a step.
+def test_long_sums_do_not_drift(float32):
+    case = float32.problem(16, 800, batch=1, heads=1, head_dim=16, head_dim_v=32, scale=0.0)
+    case.v[...] = np.abs(case.v) + 1
+    o, _ = float32(case)
+    right, _ = testing.oracle(case)
+    assert abs((o.astype(np.float64) - right).mean()) < testing.EPS["float32"] * np.abs(right).max()
+
+
+# What tf32 rounds up to Inf, and Inf itself, have no small part; such rows are computed again, with a maximum and a
+# sum of their own, and their lse with them.
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 3.4e38])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_has_no_small_part(float32, where, value):
+    case = float32.problem(6, 20, batch=1, heads=1, head_dim=4, causal=True, q_offset=0, scale=1e-38)
+    case.q *= np.float32(0.1)  # so that no product is beyond float32
+    case.k *= np.float32(0.1)
+    getattr(case, where)[0, 0, 3, 1] = value
+    float32.check(case)
+
+
+# Warps of 32 rows; products of 8 rows, as sm_80 has them; columns of O that two blocks have between them, or two warps.
+@pytest.mark.parametrize(
+    ("dtype", "row", "cc", "head_dim_v"),
+    [
+        ("float32", (64, 32, 32, 1), (9, 0), 64),
+        ("float64", (32, 16, 32, 1), (8, 0), 24),
+        ("float64", (16, 32, 16, 1), (9, 0), 136),
+        ("float64", (32, 16, 16, 2), (9, 0), 136),
+        ("float32", (32, 32, 32, 2), (9, 0), 80),
+    ],
+)
+def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch):
+    machine = dataclasses.replace(Target.of(None), cc=cc)
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    monkeypatch.setattr(dispatch, "_plans", {})  # nothing remembered of the usual machine
+    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, lag=8),))
+    rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
+    case = rung.problem(40, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
+    config = api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
+    assert (config.warp_rows, config.large_f64) == (row[2], dtype == "float64" and cc == (9, 0))
+    assert config.v_parts == (2 if head_dim_v > 128 and row[3] == 1 else 1)
+    rung.check(case, causal=True)
+    case.v[0, 0, 39, 1] = np.inf  # in one half of the columns
+    rung.check(case)

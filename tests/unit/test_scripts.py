@@ -1,0 +1,78 @@
+"""Scripts of a fresh clone: they say what they need, and go on in .venv where it is there."""
+
+import importlib.util
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+NEEDS = runpy.run_path(str(SCRIPTS / "_clone.py"))["NEEDS"]
+PYTHON = [
+    p.name for p in sorted(SCRIPTS.iterdir()) if p.is_file() and p.read_bytes().startswith(b"#!/usr/bin/env python3")
+]
+WITH_NOTHING = {"results_to_docs", "drawings"}  # need Python only
+
+
+@pytest.fixture
+def clone(tmp_path):
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (tmp_path / "tests").mkdir()
+    return tmp_path
+
+
+def run(clone, script):
+    """With a Python that has nothing installed: -I -S leaves site-packages out. The script's folder is put back."""
+    path = clone / "scripts" / script
+    code = f"import runpy, sys; sys.path.insert(0, {str(path.parent)!r}); sys.argv = [{str(path)!r}]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_every_script_is_known():
+    assert set(NEEDS) | WITH_NOTHING == set(PYTHON)
+
+
+@pytest.mark.parametrize("script", sorted(NEEDS))
+def test_a_missing_package_is_named_with_the_command_that_brings_it(clone, script):
+    done = run(clone, script)
+    packages, extras = NEEDS[script]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"scripts/{script} needs {', '.join(packages)}." in done.stderr
+    assert f".venv/bin/python -m pip install -e '.[{extras}]'" in done.stderr
+
+
+def test_the_extras_are_there():
+    declared = re.findall(r"^(\w+) =", (ROOT / "setup.cfg").read_text().partition("extras_require]")[2], re.MULTILINE)
+    assert {extra for _, extras in NEEDS.values() for extra in extras.split(",")} <= set(declared)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script stands for .venv's Python")
+def test_it_goes_on_in_the_environment_of_the_clone(clone):
+    python = clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "in .venv: $*"\nexit 7\n')
+    python.chmod(0o755)
+    done = run(clone, "step")
+    assert done.returncode == 7 and done.stdout == f"in .venv: {clone / 'scripts' / 'step'}\n"
+
+
+def test_results_name_the_commit(clone):
+    commit = runpy.run_path(str(SCRIPTS / "_clone.py"))["commit"]()
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        assert re.fullmatch(r"[0-9a-f]{12}\+?", commit["commit"])
+    assert runpy.run_path(str(clone / "scripts" / "_clone.py"))["commit"]() == {}, "no repository is no error"
+
+
+def test_every_benchmark_records_it():
+    for script in PYTHON:
+        text = (SCRIPTS / script).read_text()
+        if "json.dump" in text:
+            assert "machine()" in text or "commit()" in text, script
+    assert "**commit()" in (SCRIPTS / "_gpu.py").read_text()
+    assert importlib.util.find_spec("numba_flash")
