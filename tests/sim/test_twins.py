@@ -156,6 +156,15 @@ def test_vote_and_elect():
     np.testing.assert_array_equal(out, [2] + [0] * 31 + [3] + [1] * 31)
 
 
+def test_a_ballot_is_that_of_a_warp():
+    def kernel(out):
+        i = cuda.threadIdx.x
+        out[i] = vote.ballot(i % 3 == 0)
+
+    bits = [sum(1 << lane for lane in range(32) if (32 * warp + lane) % 3 == 0) for warp in range(2)]
+    np.testing.assert_array_equal(lanes(kernel, threads=64), np.repeat(np.array(bits, np.uint32), 32))
+
+
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_and_stmatrix_are_each_others_inverse(count, trans):
@@ -318,6 +327,11 @@ def test_shared_and_global_accesses():
         memory.add(memory.address(atoms, 0), 2)
         memory.load_v4(values, 1, memory.address(two, 4))
         assert values[1:].tolist() == [4, 5, 6, 7]
+        memory.load_v2_if(values, 2, memory.address(two, 2), i < 4)
+        assert values[1:].tolist() == ([4, 2, 3, 7] if i < 4 else [4, 0, 0, 7])
+        # Behind the end nothing is read where the condition does not hold.
+        assert memory.load_b32_if(memory.address(two, i + 4), i < 4) == (i + 4 if i < 4 else 0)
+        assert memory.load_b16_if(memory.address(two, i), 1) == i
         if i == 7:
             values[0] = memory.exchange(memory.address(atoms, 1), 9)
             assert values[0] == 1
