@@ -31,8 +31,8 @@ class FragmentAt(NamedTuple):
 
 
 class FragmentStage(NamedTuple):
-    """Of a score in float32, for float64 in float64, which is s * factor in units of exponent_unit: a factor that is the
-    same for all scores can so wait until it is multiplied once."""
+    """Of a score in float32, for float64 in float64, which is s * factor in units of exponent_unit: a factor that is
+    the same for all scores can so wait until it is multiplied once."""
 
     value: Callable[..., Any]  # (s, factor, at, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1
