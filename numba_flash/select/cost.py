@@ -23,7 +23,7 @@ MEASURED_CC = (9, 0)
 
 def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:
     """About how long; None where nothing of the kind was measured."""
-    if problem.dtype == "float64" or target.simulated:
+    if problem.dtype == "float64" or target.simulated or (kernel in TENSOR and problem.dtype == "float32"):
         return None
     if kernel == "cpu":
         return _products(problem, problem.seqlen_q) / (CPU_GFLOPS * 1e9 * _threads())
