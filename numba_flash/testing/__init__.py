@@ -7,6 +7,8 @@
         gradients = my_backward(do, o=o, lse=lse, dlse=dlse, **case.arguments())
         check_gradients(case, gradients, do, o, lse, dlse)
 
+`check_kernel(my_attention)` does all of that for a forward, and prints what of the contract held.
+
 A case holds NumPy arrays; `cases()` is the same as a hypothesis strategy, which shrinks what fails.
 
 The tolerance: a kernel may be at most twice as far from the float64 result as a plain computation in
@@ -14,6 +16,7 @@ the same dtype is, plus what rounding the scores and the output once can do. Bot
 the case, so there is nothing to tune. (The rule is FlashAttention's own.)
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -531,3 +534,9 @@ def _visible(case: Case) -> np.ndarray:
 def bfloat16(values: Any) -> np.ndarray:
     """values as a bfloat16 NumPy array."""
     return np.asarray(values).astype(ml_dtypes.bfloat16)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check_kernel":  # is made of what is here
+        return importlib.import_module(f"{__name__}.kernels").check_kernel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

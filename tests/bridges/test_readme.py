@@ -26,3 +26,16 @@ def test_python_of_documents_runs(code):
 def test_each_framework_has_an_example():
     named = {framework for block in BLOCKS for framework in FRAMEWORK.findall(block.values[0])}
     assert named == {"torch", "jax", "transformers"}
+
+
+def test_the_report_of_the_page_is_what_is_printed(capsys):
+    """docs/testing_your_kernel.md: torch's own attention against the contract; not the notes, which name numbers."""
+    pytest.importorskip("torch", reason="needs torch")
+    page = (ROOT / "docs" / "testing_your_kernel.md").read_text()
+    code, shown = re.search(
+        r"^```python\n(import torch.*?)^```\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    ).groups()
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+    printed = [line[:56].rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line[:56].rstrip() for line in shown.splitlines() if line != "..."]
+    assert lines and [line for line in lines if line not in printed] == []

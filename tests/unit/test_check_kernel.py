@@ -1,0 +1,166 @@
+"""testing.check_kernel: what holds is said to hold, and each broken promise is found by its own line."""
+
+import numpy as np
+import pytest
+
+import numba_flash
+from numba_flash import testing
+from numba_flash.testing.kernels import FAILED, HELD, LEFT_OUT, RAISED, Report
+
+
+def ours(**arguments):
+    return numba_flash.attention(**arguments, kernel="reference", return_lse=True)
+
+
+def plain(q, k, v, causal=False):
+    """float32, (batch, heads, seqlen, dim), no grouped heads."""
+    s = q.shape[3] ** np.float32(-0.5) * np.einsum("bhid,bhjd->bhij", q, k)
+    if causal:
+        s = np.where(np.tri(*s.shape[2:], s.shape[3] - s.shape[2], dtype=bool), s, -np.inf)
+    m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(m == -np.inf, 0, m))
+    total = p.sum(axis=-1, keepdims=True)
+    p = np.divide(p, total, where=total != 0, out=np.zeros_like(p))
+    return np.einsum("bhij,bhjd->bhid", p, np.where(np.isfinite(v), v, 0)).astype(q.dtype)
+
+
+LIMITS = dict(layouts=("bhsd",), features=("causal",), grouped=False, strange_strides=False, count=4)
+
+
+def lines(function, **limits):
+    return {line.promise: line for line in testing.check_kernel(function, **LIMITS | limits).lines}
+
+
+def broken(function, **limits):
+    return {name for name, line in lines(function, **limits).items() if line.outcome in (FAILED, RAISED)}
+
+
+def test_ours_keeps_everything(capsys):
+    report = testing.check_kernel(ours, dtypes=testing.DTYPES, count=3)
+    assert report and {line.outcome for line in report.lines} == {HELD}
+    assert all(line.problems for line in report.lines)
+    printed = capsys.readouterr().out
+    assert str(report) in printed and printed.count("held") == len(report.lines) + 1
+    assert max(map(len, printed.splitlines())) < 180
+
+
+def test_a_function_with_limits(capsys):
+    found = lines(plain)
+    assert {line.outcome for line in found.values()} == {HELD, LEFT_OUT}
+    assert found["mask"].outcome == LEFT_OUT and "not among features" in capsys.readouterr().out
+    assert found["query heads share the heads of K and V"].note == "grouped=False"
+
+
+EXACT = "float32 is as exact as its formula"
+
+
+@pytest.mark.parametrize(
+    ("function", "promises"),
+    [
+        (lambda q, k, v, causal=False: plain(q, k, v), {"causal means what the contract says"}),
+        (lambda q, k, v, causal=False: plain(q, k, v, causal) * np.float32(1.001), {EXACT, "scores may be large"}),
+        (lambda q, k, v, causal=False: plain(q.astype(np.float16), k, v, causal), {EXACT}),  # and float16 comes out
+    ],
+)
+def test_what_is_wrong_is_found(function, promises):
+    assert promises <= broken(function)
+
+
+def top_left(q, k, v, causal=False):
+    n = min(q.shape[2], k.shape[2])
+    return np.concatenate([plain(q[:, :, :n], k[:, :, :n], v[:, :, :n], causal), plain(q[:, :, n:], k, v)], 2)
+
+
+def test_a_mask_from_the_other_corner_is_found():
+    def other(q, k, v, causal=False):
+        return top_left(q, k, v, causal) if causal else plain(q, k, v)
+
+    assert "causal means what the contract says" in broken(other)
+
+
+def overflows(q, k, v, causal=False):
+    s = q.shape[3] ** np.float32(-0.5) * np.einsum("bhid,bhjd->bhij", q, k)
+    with np.errstate(all="ignore"):
+        p = np.exp(np.where(np.tri(*s.shape[2:], s.shape[3] - s.shape[2], dtype=bool), s, -np.inf) if causal else s)
+        return np.einsum("bhij,bhjd->bhid", p / p.sum(-1, keepdims=True), v)
+
+
+def test_overflow_and_nan_are_found():
+    assert {"scores may be large", "NaN that causal removes reaches no result"} <= broken(overflows)
+
+
+def test_a_wrong_rescaling_is_found_where_the_maximum_moves():
+    def forgets(q, k, v, causal=False):
+        """The first tile's maximum stands for all of them, and what is above it is cut off."""
+        if k.shape[2] <= 64 or causal:
+            return plain(q, k, v, causal)
+        s = q.shape[3] ** np.float32(-0.5) * np.einsum("bhid,bhjd->bhij", q, k)
+        p = np.exp(np.minimum(s - s[..., :64].max(-1, keepdims=True), 0))
+        return np.einsum("bhij,bhjd->bhid", p / p.sum(-1, keepdims=True), v)
+
+    found = lines(forgets)
+    assert found["the maximum may move from tile to tile"].outcome == FAILED
+    assert "off by" in found["the maximum may move from tile to tile"].note
+
+
+def test_side_effects_other_bits_and_neighbours_are_found():
+    calls = []
+
+    def writes(q, k, v, causal=False):
+        o = plain(q, k, v, causal)
+        q += 1
+        return o
+
+    def wavers(q, k, v, causal=False):
+        calls.append(1)
+        return np.nextafter(plain(q, k, v, causal), np.float32(len(calls) % 2))
+
+    def mixes(q, k, v, causal=False):
+        return np.nextafter(plain(q, k, v, causal), np.float32(q.shape[0]))
+
+    assert "inputs stay as they are" in broken(writes)
+    again, alone = "the same call gives the same bits", "bits do not depend on the batch"
+    assert {again, alone} <= broken(wavers) and EXACT not in broken(wavers)
+    assert alone in broken(mixes) and not {again, EXACT} & broken(mixes)
+
+
+def test_what_it_raises_is_told():
+    def refuses(q, k, v, causal=False):
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError("square only")
+        return plain(q, k, v, causal)
+
+    found = lines(refuses)["lengths around the ends of tiles"]
+    assert found.outcome == RAISED and found.note.startswith("11 of 11: NotImplementedError: square only in Case(")
+
+
+def test_layouts_and_moves():
+    seen = set()
+
+    def function(q, k, v, layout, causal=False):
+        seen.add((type(q), layout))
+        return ours(q=q[0], k=k[0], v=v[0], layout=layout, causal=causal)
+
+    limits = dict(layouts=("bhsd", "bshd"), move=lambda x: (x,), back=lambda x: x)
+    assert not broken(function, **limits)
+    assert seen == {(tuple, "bhsd"), (tuple, "bshd")}
+
+
+def test_the_report():
+    report = testing.check_kernel(lambda q, k, v, causal=False: q[:, :, :0], **LIMITS)
+    assert not report and repr(report).startswith("<") and "FAILED" in repr(report)
+    assert report._repr_html_().count("<tr>") == len(report.lines) and "<0" not in report._repr_html_()
+    assert bool(Report(()))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (dict(features=("causal", "sinks")), "features must be some of causal, .*, not sinks"),
+        (dict(dtypes="float32"), "dtypes must be a sequence"),
+        (dict(layouts=()), "layouts must be a sequence"),
+    ],
+)
+def test_errors(limits, message):
+    with pytest.raises(ValueError, match=message):
+        testing.check_kernel(ours, **limits)
