@@ -156,25 +156,22 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
         return _wgmma_fused(problem, target)
-    forward, made = problem.forward, list[WgmmaBackwardConfig]()
+    made: list[WgmmaBackwardConfig] = []
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
-    rows = [
-        forward.heads_kv * forward.seqlen_k if isinstance(config, WgmmaDkdvConfig) else forward.heads * forward.seqlen_q
-        for config in made
-    ]
-    parts = [_halved(config, forward.batch * n, target) for config, n in zip(made, rows, strict=True)]
-    return (_mma_rows(problem, target), *parts)
+    return (_mma_rows(problem, target), *[_halved(config, problem, target) for config in made])
 
 
-def _halved(config: WgmmaBackwardConfig, rows: int, target: Target) -> WgmmaBackwardConfig:
+def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
     """With blocks that own 64 rows where those of 128 leave half of the multiprocessors without any.
 
     The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
     with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
     """
-    if config.own_rows != 128 or 2 * -(-rows // 128) > target.multiprocessors:
+    p, of_keys = problem.forward, isinstance(config, WgmmaDkdvConfig)
+    heads, rows = (p.heads_kv, p.seqlen_k) if of_keys else (p.heads, p.seqlen_q)
+    if config.own_rows != 128 or 2 * p.batch * heads * -(-rows // 128) > target.multiprocessors:
         return config
     if isinstance(config, WgmmaDkdvConfig):
         return dataclasses.replace(config, tile_n=64, stages_b=2)

@@ -264,9 +264,11 @@ def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim
     assert config.barriers().end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1) <= plan.end - plan.barriers
 
 
-def wgmma_tiles(head_dim, **options):
-    """[(kernel, tile_m, tile_n, which gradients)] of what select makes for wgmma."""
-    configs = select_backward(problem(head_dim, dtype="float16", **options), HOPPER, "wgmma", "cupy").configs
+def wgmma_tiles(head_dim, multiprocessors=1, **options):
+    """[(kernel, tile_m, tile_n, which gradients)] of what select makes for wgmma; on one multiprocessor there are never
+    few blocks."""
+    target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
+    configs = select_backward(problem(head_dim, dtype="float16", **options), target, "wgmma", "cupy").configs
     assert configs[0].kernel == "mma_rows"
     of = {(True, True): "dk dv", (True, False): "dk", (False, True): "dv", (None, None): "dq"}
     which = [of[getattr(c, "of_dk", None), getattr(c, "of_dv", None)] for c in configs[1:]]
@@ -282,12 +284,19 @@ def test_the_kernels_of_the_hopper_backward():
     assert wgmma_tiles(200) == wgmma_tiles(256)
 
 
+def test_blocks_are_halved_where_they_are_few():
+    """2 heads of 500 keys and 300 queries: 8 and 6 blocks of 128 rows."""
+    tiles = {n: [row[:3] for row in wgmma_tiles(128, n)] for n in (11, 12, 15, 16)}
+    whole, halved = [("wgmma_dkdv", 64, 128), ("wgmma_dq", 128, 112)], [("wgmma_dkdv", 64, 64), ("wgmma_dq", 64, 112)]
+    assert tiles == {11: whole, 12: [whole[0], halved[1]], 15: [whole[0], halved[1]], 16: halved}
+
+
 def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     config = WgmmaFusedConfig("wgmma_fused", "float16", 100, 40, 64, 128, stages_a=3, stages_b=2)
     plan = config.shared_plan()
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes <= HOPPER.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
-    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.row_facts - plan.dq == 2 * 64 * 64 * 4
+    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.row_facts - plan.dq == 2 * 2 * 64 * 64 * 4
     assert config.barriers().end <= plan.end
 
 
