@@ -230,7 +230,7 @@ def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfi
     return [MmaDqConfig(**features)]
 
 
-def _pairs(problem: BackwardProblem) -> dict[str, bool]:
+def _pairs(problem: BackwardProblem) -> dict[str, Any]:
     bias = problem.forward.array("bias")
     return dict(bias_pairs=bias is not None and bias.pairs)
 
