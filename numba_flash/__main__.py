@@ -138,7 +138,7 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
         alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
         seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
         q_offsets=None, q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale,
-        softcap=asked.softcap, layout=asked.layout, return_lse=asked.return_lse,
+        softcap=asked.softcap, layout=asked.layout, return_lse=asked.return_lse, bias_aligned=True,
     )  # fmt: skip
 
 

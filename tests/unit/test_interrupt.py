@@ -79,16 +79,16 @@ def test_a_handler_that_does_not_raise_lets_the_call_finish(kind, monkeypatch):
 
     expected, runs = call(), []
     module = cpu if kind == "forward" else cpu_backward
-    before = module._run
+    before = module.Ready._run
 
-    def run(plan, stop, pointers):
+    def run(ready, stop, *pointers):
         assert stop != interrupt.NEVER, "a call of this size can be stopped"
         runs.append(ctypes.c_int64.from_address(stop).value)
         if len(runs) == 1:  # the first time, it comes while the call runs
             ctypes.c_int64.from_address(stop).value = 1
-        before(plan, stop, pointers)
+        before(ready, stop, *pointers)
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module.Ready, "_run", run)
     np.testing.assert_array_equal(call(), expected)
     assert runs == [0, 0], "it was run twice, each time with the number at 0"
 

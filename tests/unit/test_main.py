@@ -141,8 +141,12 @@ def test_every_known_gpu_has_shared_memory():
 
 
 def test_explain_says_what_a_mask_costs(capsys):
-    _, printed = run(capsys, "explain", "--gpu", "H200", "--seqlen-q", "8192", "--mask")
-    assert "cost: v2 instead of wgmma because of mask=: expect about" in printed.out
+    sizes = ["explain", "--gpu", "H200", "--seqlen-q", "8192", "--mask"]
+    _, printed = run(capsys, *sizes)
+    assert "kernel 'wgmma'" in printed.out and "before it: mask_bits, 512 blocks" in printed.out
+    _, printed = run(capsys, *sizes, "--dtype", "float32")
+    assert "cost: v2 instead of wgmma because of float32: expect about" in printed.out
+    assert "not 'mma': it takes no mask in float32 yet" in printed.out
 
 
 @pytest.mark.parametrize(

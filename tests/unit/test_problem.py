@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from numba_flash.arrays import read
-from numba_flash.problem.forward import Problem
+from numba_flash.arrays import Layout, read
+from numba_flash.problem.forward import Problem, contiguous_strides
 
 NAMES = (
     "q k v out out_lse bias mask alibi_slopes seqlens_k q_offsets "
@@ -67,7 +67,22 @@ def test_strides_are_in_elements(q, strides):
 )  # fmt: skip
 def test_bias_and_mask_are_read_as_if_they_were_whole(shape, strides):
     p = make(bias=array(*shape), mask=array(*shape, dtype=bool))
-    assert p.array("bias") == ("bias", "float32", strides) and p.array("mask") == ("mask", "bool", strides)
+    assert p.array("bias") == ("bias", "float32", strides, False) and p.array("mask") == ("mask", "bool", strides, False)
+
+
+# Read in pairs: from an address that allows it, with even strides and keys side by side.
+@pytest.mark.parametrize(
+    ("shape", "strides", "aligned", "pairs"),
+    [
+        ((2, 4, 5, 8), None, True, True), ((2, 4, 5, 8), None, False, False), ((1, 8), None, True, True),
+        ((5, 1), None, True, False), ((2, 4, 5, 8), (320, 80, 9, 1), True, False),
+        ((2, 4, 5, 8), (640, 160, 16, 2), True, False),
+    ],
+)  # fmt: skip
+def test_a_bias_is_read_in_pairs_of_keys_where_that_is_possible(shape, strides, aligned, pairs):
+    bias = Layout("numpy", None, shape, strides or contiguous_strides(shape), 4, "float32", False)
+    p = make(k=array(2, 4, 8, 8), v=array(2, 4, 8, 8), bias=bias, bias_aligned=aligned)
+    assert p.array("bias").pairs == pairs
 
 
 # No bound, each side, causal over a window that reaches further, and bounds beyond all positions.

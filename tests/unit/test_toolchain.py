@@ -69,7 +69,7 @@ def test_the_simulator_is_what_the_environment_says(value, expected):
     environment = {name: x for name, x in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
     if value is not None:
         environment["NUMBA_ENABLE_CUDASIM"] = value
-    code = "from numba_flash import toolchain as t; a = t.simulated(); import numba; print(a, t.simulated())"
+    code = "from numba_flash.machine import toolchain as t; a = t.simulated(); import numba; print(a, t.simulated())"
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(expected)] * 2
 
