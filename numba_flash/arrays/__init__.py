@@ -75,6 +75,7 @@ class Operands(NamedTuple):
     alibi_slopes: Array | None
     seqlens_k: Array | None
     q_offset: Array | None
+    sinks: Array | None
 
 
 class GradientOperands(NamedTuple):
@@ -90,6 +91,7 @@ class GradientOperands(NamedTuple):
     alibi_slopes: Array | None
     seqlens_k: Array | None
     q_offset: Array | None
+    sinks: Array | None
     do: Array
     dlse: Array | None
     dq: Array | None
@@ -97,6 +99,7 @@ class GradientOperands(NamedTuple):
     dv: Array | None
     dbias: Array | None
     dalibi_slopes: Array | None
+    dsinks: Array | None
 
 
 class _Layouts(dict):

@@ -17,7 +17,7 @@ from .forward import (
     ordered_strides,
 )
 
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BackwardProblem:
     """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` makes and checks it.
 
     Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, dbias and
-    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast.
+    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast; dsinks likewise.
     """
 
     forward: Problem  # with the strides of o as it was given
@@ -40,7 +40,12 @@ class BackwardProblem:
     dbias_shape: tuple[int, int, int, int]  # (batch, head, query, key), with 1 where bias is broadcast
     dbias_strides: Strides
     dalibi_strides: tuple[int, int]  # (batch, head)
+    dsinks_strides: tuple[int, int]
     shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """That of one of GRADIENTS."""
+        return self.shapes[GRADIENTS.index(name)]
 
     @staticmethod
     def of(
@@ -48,15 +53,16 @@ class BackwardProblem:
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, deterministic: Any,
         aligned: bool = True, bias_aligned: bool = False, score_mod: Any = None, mask_mod: Any = None,
-        aux: tuple[Layout, ...] = (),
+        aux: tuple[Layout, ...] = (), sinks: Layout | None = None,
     ) -> "BackwardProblem":  # fmt: skip
         """Check a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
         forward = Problem.of(
             q, k, v, None, None, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-            softcap, layout, True, aligned, bias_aligned, score_mod, mask_mod, aux,
+            softcap, layout, True, aligned, bias_aligned, score_mod, mask_mod, aux, sinks,
         )  # fmt: skip
         check_bool("deterministic", deterministic)
-        wanted = _wanted(wanted, bias, alibi_slopes)
+        own = dict(dbias=bias, dalibi_slopes=alibi_slopes, dsinks=sinks)
+        wanted = _wanted(wanted, own)
         if q.family == "foreign":
             raise TypeError(
                 "q is an array of a bare protocol, of which numba_flash cannot make new ones for the gradients; "
@@ -70,7 +76,6 @@ class BackwardProblem:
         if dlse is not None:
             _check_input("dlse", dlse, q, forward.lse_shape, forward.compute_dtype)
         order = LAYOUTS[layout]
-        own = dict(dbias=bias, dalibi_slopes=alibi_slopes)
         shapes = {name: () if array is None else array.shape for name, array in own.items()}
         shapes |= dict(dq=q.shape, dk=k.shape, dv=v.shape)
         batch, head, query = (0, 0, 0) if dlse is None else element_strides(dlse)
@@ -86,20 +91,22 @@ class BackwardProblem:
             dv_strides=_in_order(v.shape, order),
             dbias_shape=_four((1,) * 4 + shapes["dbias"]),
             dbias_strides=_four((0,) * 4 + contiguous_strides(shapes["dbias"])),
-            dalibi_strides=_of_slopes(shapes["dalibi_slopes"]),
+            dalibi_strides=_of_heads(shapes["dalibi_slopes"]),
+            dsinks_strides=_of_heads(shapes["dsinks"]),
             shapes=tuple(shapes[name] if name in wanted else () for name in GRADIENTS),
         )
 
 
-def _wanted(wanted: Any, bias: Layout | None, alibi_slopes: Layout | None) -> tuple[str, ...]:
+def _wanted(wanted: Any, options: dict[str, Layout | None]) -> tuple[str, ...]:
+    """options: by the name of its gradient each that has one."""
     if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
         raise TypeError(f"wanted must be a tuple of names of {', '.join(GRADIENTS)}, not {wanted!r}")
     unknown = [name for name in wanted if name not in GRADIENTS]
     if unknown or not wanted:
         raise ValueError(f"wanted must name some of {', '.join(GRADIENTS)}, not {wanted!r}")
-    for name, of, given in (("dbias", "bias", bias), ("dalibi_slopes", "alibi_slopes", alibi_slopes)):
+    for name, given in options.items():
         if name in wanted and given is None:
-            raise ValueError(f"wanted names {name}, but no {of} was given")
+            raise ValueError(f"wanted names {name}, but no {name.removeprefix('d')} was given")
     return tuple(name for name in GRADIENTS if name in wanted)
 
 
@@ -123,6 +130,6 @@ def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
     return (numbers[-4], numbers[-3], numbers[-2], numbers[-1])
 
 
-def _of_slopes(shape: tuple[int, ...]) -> tuple[int, int]:
+def _of_heads(shape: tuple[int, ...]) -> tuple[int, int]:
     strides = (0, 0, *contiguous_strides(shape))
     return (strides[-2], strides[-1])

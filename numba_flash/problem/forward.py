@@ -119,7 +119,7 @@ class Problem:
         mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
         q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
         aligned: bool = True, bias_aligned: bool = False, score_mod: Function | None = None,
-        mask_mod: Function | None = None, aux: tuple[Layout, ...] = (),
+        mask_mod: Function | None = None, aux: tuple[Layout, ...] = (), sinks: Layout | None = None,
     ) -> "Problem":  # fmt: skip
         """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None. bias_aligned:
         bias begins at a multiple of 8 bytes."""
@@ -129,7 +129,7 @@ class Problem:
         check_bool("return_lse", return_lse)
         named = {
             "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
-            "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
+            "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets, "sinks": sinks,
             **{f"aux[{number}]": array for number, array in enumerate(aux)},
         }  # fmt: skip
         given = {name: array for name, array in named.items() if array is not None}

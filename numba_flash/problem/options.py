@@ -14,7 +14,7 @@ class Option(NamedTuple):
     """One argument of attention()."""
 
     name: str
-    acts_on: str  # "keys": which keys, by position; "score"; "mask": which scores are removed
+    acts_on: str  # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": of a row's weights
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
@@ -36,6 +36,7 @@ OPTIONS = (
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
+    Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = tuple(option for option in OPTIONS if option.shape)
@@ -62,3 +63,8 @@ def uses(**given: Any) -> Uses:
 def changes_scores(used: Uses) -> bool:
     """Whether a score is more than scale * product."""
     return any(BY_NAME[name].acts_on == "score" for name, _ in used)
+
+
+def of_scores(used: Uses) -> Uses:
+    """Without what only lse depends on, which a backward is given."""
+    return tuple((name, given) for name, given in used if BY_NAME[name].acts_on != "sum")
