@@ -73,10 +73,10 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    reject_unimplemented(sinks, dropout_p, seed)
+    reject_unimplemented(dropout_p, seed)
     return dispatch.run(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
-        mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,
+        mask, score_mod, mask_mod, aux, sinks, layout, deterministic, stream, kernel,
     )  # fmt: skip
 
 

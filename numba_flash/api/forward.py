@@ -102,14 +102,14 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (sinks is seed is None and dropout_p is NO_DROPOUT):
-        reject_unimplemented(sinks, dropout_p, seed)
+    if not (seed is None and dropout_p is NO_DROPOUT):
+        reject_unimplemented(dropout_p, seed)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
         try:
             return dispatch.run(
                 q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod,
-                mask_mod, aux, layout, return_lse, out, stream, kernel,
+                mask_mod, aux, sinks, layout, return_lse, out, stream, kernel,
             )  # fmt: skip
         except arrays.NeedsBridge as recorded:
             family = recorded.family
@@ -117,7 +117,7 @@ def attention(
         family = "torch"
     return bridge(family)(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-        aux, layout, return_lse, out, stream, kernel,
+        aux, sinks, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
 
 
@@ -175,6 +175,6 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("sinks", "dropout_p", "seed")
+    to_come = ("dropout_p", "seed")
     reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
     return bound.arguments

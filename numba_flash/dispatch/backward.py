@@ -15,14 +15,15 @@ from .launch_backward import make_backward_launch
 
 
 class AttentionGradients(NamedTuple):
-    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias and dalibi_slopes in those of bias and
-    alibi_slopes. None for what was not wanted."""
+    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias, dalibi_slopes and dsinks in those of bias,
+    alibi_slopes and sinks. None for what was not wanted."""
 
     dq: Any = None
     dk: Any = None
     dv: Any = None
     dbias: Any = None
     dalibi_slopes: Any = None
+    dsinks: Any = None
 
 
 class CallPlan(NamedTuple):
@@ -38,12 +39,12 @@ class CallPlan(NamedTuple):
 def run(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, causal: Any, window: Any, q_offset: Any,
     seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any,
-    aux: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
+    aux: Any, sinks: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
 ) -> AttentionGradients:  # fmt: skip
     """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge as `forward.run` does."""
     given, (_, _, _, launch, shapes) = prepare(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
-        mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,
+        mask, score_mod, mask_mod, aux, sinks, layout, deterministic, stream, kernel,
     )  # fmt: skip
     like = given[0]
     work_on = arrays.stream_of(given, stream)
@@ -57,7 +58,7 @@ def run(
 def prepare(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, causal: Any, window: Any, q_offset: Any,
     seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any,
-    aux: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
+    aux: Any, sinks: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
 ) -> tuple[list[Any], CallPlan]:  # fmt: skip
     """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands, and
     behind them those of aux."""
@@ -70,11 +71,12 @@ def prepare(
     mask = None if mask is None else read("mask", mask)
     alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
     seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
+    sinks = None if sinks is None else read("sinks", sinks)
     do = read("do", do)
     dlse = None if dlse is None else read("dlse", dlse)
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, do, dlse]
+    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, sinks, do, dlse]
     if not (score_mod is mask_mod is None and aux is NO_AUX):
         score_mod, mask_mod, more = read_functions(score_mod, mask_mod, aux)
         given += more
@@ -82,7 +84,7 @@ def prepare(
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
     # nearly always there is none of them, and what is not there need not be looked at one by one
-    optional = None if given[5:10] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:10]])
+    optional = None if given[5:11] == _NO_OPTIONAL else tuple([array and array.layout for array in given[5:11]])
     functions = None
     if not score_mod is mask_mod is None or len(given) > len(_READ):
         functions = score_mod, mask_mod, tuple([array.layout for array in given[len(_READ) :]])
@@ -111,8 +113,8 @@ def prepare(
     return given, found
 
 
-_NO_OPTIONAL = [None] * 5
-_READ = GradientOperands._fields[:12]  # the names of what is given
+_NO_OPTIONAL = [None] * 6
+_READ = GradientOperands._fields[:13]  # the names of what is given
 
 
 def plan(
@@ -123,17 +125,17 @@ def plan(
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
-    optional: the layouts of GradientOperands from bias to q_offset; None for none at all. functions: score_mod,
+    optional: the layouts of GradientOperands from bias to sinks; None for none at all. functions: score_mod,
     mask_mod and the layouts of aux; None for none at all. bias_aligned: bias begins at a multiple of 8 bytes.
     """
-    bias, mask, alibi_slopes, seqlens_k, q_offsets = optional or _NO_OPTIONAL
+    bias, mask, alibi_slopes, seqlens_k, q_offsets, sinks = optional or _NO_OPTIONAL
     problem = BackwardProblem.of(
         do, q, k, v, o, lse, dlse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-        softcap, layout, wanted, deterministic, aligned, bias_aligned, *(functions or ()),
+        softcap, layout, wanted, deterministic, aligned, bias_aligned, *(functions or (None, None, ())), sinks,
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select_backward(problem, target, kernel, q.family, has_stream)
-    of_options = [problem.forward.array(name) for name in ("bias", "alibi_slopes")]
+    of_options = [problem.forward.array(name) for name in ("bias", "alibi_slopes", "sinks")]
     dtypes = [*(problem.forward.dtype,) * 3, *[array and array.dtype for array in of_options]]
     shapes = tuple(
         (shape, str(dtype)) if name in problem.wanted else None

@@ -40,13 +40,13 @@ class CallPlan(NamedTuple):
 
 def run(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, layout: Any,
+    return_lse: Any, out: Any, stream: Any, kernel: Any,
 ) -> Any:  # fmt: skip
     """`attention` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is done."""
     given, (problem, _, _, launch) = prepare(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-        aux, layout, return_lse, out, stream, kernel,
+        aux, sinks, layout, return_lse, out, stream, kernel,
     )  # fmt: skip
     like, o, lse = given[0], given[O], given[LSE]
     work_on = arrays.stream_of(given, stream)
@@ -65,8 +65,8 @@ def run(
 
 def prepare(
     q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
+    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, sinks: Any, layout: Any,
+    return_lse: Any, out: Any, stream: Any, kernel: Any,
 ) -> tuple[list[Any], CallPlan]:  # fmt: skip
     """Everything before memory is allocated or anything runs; what `explain` reports.
 
@@ -88,10 +88,11 @@ def prepare(
     mask = None if mask is None else read("mask", mask)
     alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
     seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
+    sinks = None if sinks is None else read("sinks", sinks)
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
+    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets, sinks]
     if not (score_mod is mask_mod is None and aux is NO_AUX):
         score_mod, mask_mod, more = read_functions(score_mod, mask_mod, aux)
         given += more
@@ -130,10 +131,10 @@ def plan(
     others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
     begins at a multiple of 8 bytes.
     """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
+    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, sinks, *aux = others or _NO_OTHERS
     problem = Problem.of(
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned, bias_aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
+        layout, return_lse, aligned, bias_aligned, score_mod, mask_mod, tuple(aux), sinks,  # type: ignore[arg-type]
     )  # fmt: skip
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)
@@ -168,16 +169,13 @@ def read_functions(
     )
 
 
-def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:
+def reject_unimplemented(dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
     no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if sinks is seed is None and no_dropout:
+    if seed is None and no_dropout:
         return
-    given = dict(sinks=sinks, seed=seed)
-    wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
+    wrong = ["seed must be None, its default"] * (seed is not None)
     wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
     # docs/contract.md says the same
-    meanwhile = ["for a sink, scale o by 1 / (1 + e^(sink - lse)), with return_lse=True"] * (sinks is not None)
-    meanwhile += ["dropout can be on the output"] * (not no_dropout)
-    instead = f". Meanwhile: {'; '.join(meanwhile)}" if meanwhile else ""
+    instead = "" if no_dropout else ". Meanwhile: dropout can be on the output"
     raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet{instead}")
