@@ -1,16 +1,20 @@
 """README.md, CHANGELOG.md, docs and docstrings: what they name exists, and the Python of README and docs runs.
 
 A block of Python that starts with an import is run, all of a page in order and in one namespace; the others (a
-signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges.
+signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges. Commands of the package
+are run, sessions with a debugger by tests/sim; of scripts the options are compared.
 """
 
 import ast
+import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import numba_flash
+from numba_flash.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
@@ -83,6 +87,38 @@ def test_python_of_documents_runs(path):
 def test_readme_is_short_and_has_python_to_run():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert runnable(ROOT / "README.md")
+
+
+def commands(start):
+    """What README and docs show to be typed behind `start`: in a fence, a table or a sentence. Not the history."""
+    shown = re.compile(rf"(?:^|`)(?:\$ )?{start}(.*?)(?:`|$)", re.MULTILINE)
+    found = {text for path in DOCUMENTS if path.stem != "CHANGELOG" for text in shown.findall(path.read_text())}
+    return sorted(found)
+
+
+OF_THE_PACKAGE = commands(r"(?:\S*)python -m numba_flash ")
+OF_SCRIPTS = commands(r"(?:\S*python |sh )?scripts/(?!results/|results`)")
+
+
+@pytest.mark.parametrize("arguments", OF_THE_PACKAGE)
+def test_a_command_that_documents_show_runs(arguments, capsys):
+    assert main(shlex.split(arguments)) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", OF_SCRIPTS)
+def test_a_script_that_documents_show_takes_these_options(command):
+    name, *arguments = shlex.split(command)
+    script = ROOT / "scripts" / name
+    text = script.read_text()
+    assert os.access(script, os.X_OK)
+    passed_on = '"$@"' in text  # to pytest or Sphinx
+    assert passed_on or [word for word in arguments if word.startswith("--") and f'"{word}"' not in text] == []
+
+
+def test_documents_show_commands():
+    assert {"info", "explain"} <= {command.split()[0] for command in OF_THE_PACKAGE}
+    assert {"demo", "test", "docs", "step", "tune", "gpu_check"} <= {command.split()[0] for command in OF_SCRIPTS}
 
 
 def test_what_is_cited_is_this_version():
