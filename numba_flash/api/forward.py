@@ -111,7 +111,7 @@ def attention(
                 q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod,
                 mask_mod, aux, layout, return_lse, out, stream, kernel,
             )  # fmt: skip
-        except arrays.Recorded as recorded:
+        except arrays.NeedsBridge as recorded:
             family = recorded.family
     else:
         family = "torch"
@@ -161,7 +161,7 @@ def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[
     arguments = bound_to(attention, dict(options, q=q, k=k, v=v))
     try:
         return dispatch.prepare(**arguments)
-    except arrays.Recorded as recorded:
+    except arrays.NeedsBridge as recorded:
         if recorded.family != "torch":
             raise
     with sys.modules["torch"].no_grad():

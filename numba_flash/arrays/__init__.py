@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..machine import context
-from .recording import Recorded as Recorded
+from .recording import NeedsBridge as NeedsBridge
 from .recording import torch_check, torch_differentiates
 
 
@@ -130,7 +130,7 @@ class _TorchLayouts(_Layouts):
             raise RuntimeError(f"a tensor on {device}")
         # While torch.jit.trace runs, the numbers of a shape are new objects each time, so that it always comes here.
         if sys.modules["torch"]._C._get_tracing_state() is not None:
-            raise Recorded("torch.jit.trace records what is done, and would miss what is computed here", "torch")
+            raise NeedsBridge("torch.jit.trace records what is done, and would miss what is computed here", "torch")
         index = device.index if device.type == "cuda" else None
         strides = strides or _contiguous_strides(tuple(shape), 1)
         return index, tuple(shape), strides, dtype.itemsize, _name(dtype), False
@@ -177,7 +177,7 @@ def _cupy(x: Any) -> Array:
 
 def _torch(x: Any) -> Array:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise Recorded(
+        raise NeedsBridge(
             "a torch tensor that requires grad was given, and here its gradient would be lost: call this under "
             "torch.no_grad(), or pass tensor.detach()",
             "torch",
@@ -197,7 +197,7 @@ def _torch(x: Any) -> Array:
         return Array(pointer, _torch_layouts[x.device, x.shape, strides, x.dtype], x)
     except RuntimeError as error:  # only a dense tensor has an address and strides
         if _is_transformed(x):
-            raise Recorded(
+            raise NeedsBridge(
                 "a tensor was given that torch.func transforms, which has no address; only attention() goes through "
                 "torch.func (grad, vjp, jacrev, vmap)",
                 "torch",
@@ -226,13 +226,13 @@ NESTED = "a torch tensor must not be nested; pass torch.nested.to_padded_tensor(
 def _torch_dispatching(x: Any) -> Array:
     if x.is_nested:
         raise TypeError(NESTED)
-    raise Recorded(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
+    raise NeedsBridge(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
 
 
 def _jax(x: Any) -> Array:
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
-        raise Recorded(
+        raise NeedsBridge(
             "a traced JAX array was given, which has no values: call this outside jax.jit and jax.grad", "jax"
         )
     if next(iter(x.devices())).platform != "cpu":
@@ -332,7 +332,7 @@ def _device_of(pointer: int) -> int:
 
 _READERS: dict[type, Callable[[Any], Array]] = {np.ndarray: _numpy}
 
-# family -> what is to be called with all arrays of a call, once they are read: it raises Recorded where the family's
+# family -> what is to be called with all arrays of a call, once they are read: it raises NeedsBridge where the family's
 # library records whatever is done, by other means than its arrays. There from the first array of the family on.
 checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 
@@ -432,7 +432,7 @@ def _empty_torch(like: Array, layout: Layout) -> Array:
     except RuntimeError:
         if not _is_transformed(x):
             raise
-        raise Recorded("torch.func transforms whatever is made here", "torch") from None
+        raise NeedsBridge("torch.func transforms whatever is made here", "torch") from None
 
 
 def _empty_numba(like: Array, layout: Layout) -> Array:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-class Recorded(NotImplementedError):
+class NeedsBridge(NotImplementedError):
     """A framework records what is done to this array; its bridge, numba_flash.bridges.<family>, makes the call."""
 
     def __init__(self, message: str, family: str):
@@ -34,7 +34,7 @@ def torch_check() -> Callable[[Iterable[Any]], None]:
         refuse_tangents(array.owner for array in given if array is not None)
         mode = recording_mode()
         if mode:
-            raise Recorded(f"{mode} records what is done, and would miss what is computed here", "torch")
+            raise NeedsBridge(f"{mode} records what is done, and would miss what is computed here", "torch")
 
     return check
 

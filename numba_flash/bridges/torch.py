@@ -148,7 +148,7 @@ def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
             q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
             layout, True, None, None, kernel,
         )  # fmt: skip
-    except arrays.Recorded:
+    except arrays.NeedsBridge:
         pass
     return run(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
@@ -229,7 +229,7 @@ class _Recorded(torch.autograd.Function):
         call, wanted = ctx.call, _wanted(ctx.needs_input_grad[1:])
         try:
             found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
-        except arrays.Recorded:  # with create_graph=True, in a transform or a trace
+        except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
             if torch._C._are_functorch_transforms_active():
                 named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
             else:
@@ -291,7 +291,7 @@ class _TransformedGradients(torch.autograd.Function):
         do, dlse, o, lse, *inputs = tensors
         try:
             return tuple(_all_gradients(call, wanted, do, dlse, o, lse, inputs))
-        except arrays.Recorded:
+        except arrays.NeedsBridge:
             return tuple(_gradients_operation(call, wanted, do, dlse, o, lse, inputs))
 
     @staticmethod

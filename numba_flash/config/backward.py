@@ -9,7 +9,7 @@ from .simt_backward import DalibiConfig, DeltaConfig
 
 
 @dataclass(frozen=True)
-class MmaRowsConfig(LaunchFacts):
+class PreprocessConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
@@ -25,7 +25,7 @@ class MmaRowsConfig(LaunchFacts):
     natural: bool = False
     turns_of: int = 0
 
-    kernel: ClassVar[str] = "mma_rows"
+    kernel: ClassVar[str] = "backward_preprocess"
     compute_dtype: ClassVar[str] = "float32"
     shared_bytes: ClassVar[int] = 0
     blocks_per_sm: ClassVar[int] = 0
@@ -62,7 +62,7 @@ class MmaBackwardConfig(Config):
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
-    group: ClassVar[int] = 1  # a tile is of one head
+    group_size: ClassVar[int] = 1  # a tile is of one head
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "bfloat16"):
@@ -87,14 +87,14 @@ class MmaBackwardConfig(Config):
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
-    def notes(self) -> int:
-        """Of a block, 16 bytes each (kernels/steps/notes.py); with bias or mask also where those begin."""
+    def state_entries(self) -> int:
+        """Of a block, 16 bytes each (kernels/steps/block_state.py); with bias or mask also where those begin."""
         return 6 if self.has("bias") or self.has("mask") else 5
 
     @property
     def group_columns(self) -> int:
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
-        return -(-max(self.depth, self.width) // (64 * self.column_groups)) * 64
+        return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
 
     @property
     def own_rows(self) -> int:
@@ -111,12 +111,12 @@ class MmaBackwardConfig(Config):
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
-    def depth(self) -> int:
+    def head_dim_padded(self) -> int:
         """head_dim in whole steps of a product; what is past head_dim is zero."""
         return (self.head_dim + 15) // 16 * 16
 
     @property
-    def width(self) -> int:
+    def head_dim_v_padded(self) -> int:
         """head_dim_v in whole steps."""
         return (self.head_dim_v + 15) // 16 * 16
 
@@ -142,7 +142,9 @@ class MmaDkdvConfig(MmaBackwardConfig):
             raise ValueError("column_groups need of_dk and of_dv")
         super().__post_init__()
         shared_out = self.column_groups > 1
-        if shared_out and any(-(-columns // 64) % (self.group_columns // 64) for columns in (self.depth, self.width)):
+        if shared_out and any(
+            -(-columns // 64) % (self.group_columns // 64) for columns in (self.head_dim_padded, self.head_dim_v_padded)
+        ):
             raise ValueError(
                 f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
                 f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's"
@@ -158,21 +160,23 @@ class MmaDkdvConfig(MmaBackwardConfig):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
-        each key, the block's notes, a word for each warp and the end are.
+        each key, the state of the block, a word for each warp and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
-        v_at = tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
-        q_at = v_at + (tile_bytes(self.tile_n, self.width) if self.of_dk else 0)
-        do_at = q_at + self.stages * tile_bytes(self.tile_m, self.depth)
-        rows_at = do_at + self.stages * tile_bytes(self.tile_m, self.width)
+        v_at = tile_bytes(
+            self.tile_n, self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
+        )
+        q_at = v_at + (tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0)
+        do_at = q_at + self.stages * tile_bytes(self.tile_m, self.head_dim_padded)
+        rows_at = do_at + self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded)
         weights_at = rows_at + self.stages * 8 * self.tile_m
         weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
         exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
         seen_at = weights_at + exchanged
-        notes_at = seen_at + 8 * self.tile_n
-        warps_at = notes_at + self.notes * 16
-        return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, warps_at + self.threads // 8
+        state_at = seen_at + 8 * self.tile_n
+        warps_at = state_at + self.state_entries * 16
+        return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, state_at, warps_at, warps_at + self.threads // 8
 
 
 @dataclass(frozen=True)
@@ -189,20 +193,20 @@ class MmaDqConfig(MmaBackwardConfig):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
-        sees, lse, -delta), the block's notes, a word for each warp and the end are.
+        sees, lse, -delta), the state of the block, a word for each warp and the end are.
 
         dQ is staged in Q's place.
         """
-        do_at = tile_bytes(self.tile_m, self.depth)
-        k_at = do_at + tile_bytes(self.tile_m, self.width)
-        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
-        weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
+        do_at = tile_bytes(self.tile_m, self.head_dim_padded)
+        k_at = do_at + tile_bytes(self.tile_m, self.head_dim_v_padded)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
+        weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
         of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
-        notes_at = of_rows_at + 16 * self.tile_m
-        warps_at = notes_at + self.notes * 16
-        return 0, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, warps_at + self.threads // 8
+        state_at = of_rows_at + 16 * self.tile_m
+        warps_at = state_at + self.state_entries * 16
+        return 0, do_at, k_at, v_at, weights_at, of_rows_at, state_at, warps_at, warps_at + self.threads // 8
 
 
 BackwardConfig = (
-    Config | DeltaConfig | DalibiConfig | MaskBitsConfig | MmaRowsConfig
+    Config | DeltaConfig | DalibiConfig | MaskBitsConfig | PreprocessConfig
 )  # that of every kernel of a backward

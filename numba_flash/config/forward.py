@@ -77,7 +77,7 @@ class Config(LaunchFacts):
 
 
 @dataclass(frozen=True)
-class SeedConfig(Config):
+class SimtConfig(Config):
     """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads.
 
     `pad` is how many elements are added to each row of a shared tile that every thread reads its own
@@ -128,23 +128,23 @@ class SeedConfig(Config):
 class TensorConfig(Config):
     """What the tensor-core kernels share.
 
-    group: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one
-    head). scaled: scores are finished before the softmax, because an option that changes them or a scale that is not
-    above 0 forbids folding the scale into the exponent. wide_o: rows of o can be written 16 bytes at a time.
-    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
-    lag: how many powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
+    group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
+    scores_finished: scores are finished before the softmax, because an option that changes them or a scale that is not
+    above 0 forbids folding the scale into the exponent. o_vectorized: rows of o can be written 16 bytes at a time.
+    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray). rescale_threshold: how many
+    powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
     """
 
-    group: int = 1
-    scaled: bool = False
-    wide_o: bool = True
-    lag: float = 0.0
+    group_size: int = 1
+    scores_finished: bool = False
+    o_vectorized: bool = True
+    rescale_threshold: float = 0.0
     bias_pairs: bool = False
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
-    MOST_LAG: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
+    MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
-    NOTE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
+    ROW_STATE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
 
     def _check(self, rows_step: int, keys_step: int) -> None:
         if self.dtype not in self.DTYPES:
@@ -153,14 +153,15 @@ class TensorConfig(Config):
             raise ValueError(f"tile_m must be a multiple of {rows_step}, not {self.tile_m}")
         if self.tile_n < keys_step or self.tile_n % keys_step:
             raise ValueError(f"tile_n must be a multiple of {keys_step}, not {self.tile_n}")
-        if self.group < 1 or self.tile_m % self.group:
-            raise ValueError(f"group must divide tile_m = {self.tile_m}, but is {self.group}")
-        if changes_scores(self.uses) and not self.scaled:
-            raise ValueError("options that change scores, as softcap and alibi_slopes do, need scaled=True")
+        if self.group_size < 1 or self.tile_m % self.group_size:
+            raise ValueError(f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
+        if changes_scores(self.uses) and not self.scores_finished:
+            raise ValueError("options that change scores, as softcap and alibi_slopes do, need scores_finished=True")
         if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
             raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
-        if not 0 <= self.lag <= self.MOST_LAG:
-            raise ValueError(f"lag must be 0 to {self.MOST_LAG}, not {self.lag}: P may be held in 16 bits")
+        if not 0 <= self.rescale_threshold <= self.MAX_RESCALE_THRESHOLD:
+            most, given = self.MAX_RESCALE_THRESHOLD, self.rescale_threshold
+            raise ValueError(f"rescale_threshold must be 0 to {most}, not {given}: P may be held in 16 bits")
 
     @property
     def item_size(self) -> int:
@@ -175,10 +176,10 @@ class TensorConfig(Config):
     @property
     def queries(self) -> int:
         """Queries in a tile; with a group of heads each of them is several rows."""
-        return self.tile_m // self.group
+        return self.tile_m // self.group_size
 
     @property
-    def depth(self) -> int:
+    def head_dim_padded(self) -> int:
         """head_dim in whole steps of a product; what is past head_dim is zero."""
         return (self.head_dim + 15) // 16 * 16
 
@@ -192,7 +193,7 @@ class TensorConfig(Config):
         return 16
 
     @property
-    def width(self) -> int:
+    def head_dim_v_padded(self) -> int:
         """Columns of O that a block computes, in whole steps."""
         step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
@@ -219,8 +220,8 @@ class MmaConfig(TensorConfig):
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
     @property
-    def tile_notes(self) -> int:
-        """What a block knows of its query tile (kernels/steps/notes.py); with bias or mask also where those begin."""
+    def tile_state_entries(self) -> int:
+        """What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are."""
         return 4 if self.has("bias") or self.has("mask") else 2
 
     def __post_init__(self) -> None:
@@ -252,20 +253,24 @@ class MmaConfig(TensorConfig):
     @property
     def group_columns(self) -> int:
         """Columns of O that a warp has."""
-        return self.width // self.column_groups
+        return self.head_dim_v_padded // self.column_groups
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, K, V, the notes on O's rows, those on the tile and the end are, in bytes. O of 16 bits takes Q's
-        place and may reach into K's; of more bits it goes straight to global memory. Scores that are exchanged are
-        at the end."""
+        """Where Q, K, V, the states of O's rows, that of the tile and the end are, in bytes.
+
+        O of 16 bits takes Q's place and may reach into K's; of more bits it goes straight to global memory. Scores that
+        are exchanged are at the end.
+        """
         size = self.item_size
-        k_at = tile_bytes(self.tile_m, self.depth, size)
-        v_at = k_at + tile_bytes(self.tile_n, self.depth, size)
-        notes_at = tile_bytes(self.tile_m, self.width) if size == 2 else 0  # K and V are no longer needed then
-        end = v_at + tile_bytes(self.tile_n, self.width, size)
-        tile_at = max(end, notes_at + self.NOTE_BYTES * self.tile_m * self.column_groups)
+        k_at = tile_bytes(self.tile_m, self.head_dim_padded, size)
+        v_at = k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
+        row_states_at = (
+            tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
+        )  # K and V are no longer needed then
+        end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
+        tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
         exchanged = self.tile_m * self.tile_n * size if self.column_groups > 1 else 0
-        return 0, k_at, v_at, notes_at, tile_at, tile_at + self.tile_notes * 16 + exchanged
+        return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged
 
 
 @dataclass(frozen=True)
@@ -277,8 +282,8 @@ class WgmmaConfig(TensorConfig):
     ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
     other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
 
-    paired: two blocks run as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of every
-    tile of K and V for both, so that L2 is read half as often.
+    cluster: 2 runs two blocks as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of
+    every tile of K and V for both, so that L2 is read half as often.
     """
 
     stages: int = 2
@@ -287,7 +292,7 @@ class WgmmaConfig(TensorConfig):
     ping_pong: bool = True
     l2_bytes: int = 16 * 2**20
     blocks_per_sm: int = 1
-    paired: bool = False
+    cluster: int = 1  # type: ignore[misc]
 
     tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
@@ -305,23 +310,21 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(
                 f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
             )
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, not {self.cluster}")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
-        if self.o_buffer and not self.wide_o:
-            raise ValueError("o_buffer needs wide_o: from there rows are written 16 bytes at a time")
+        if self.o_buffer and not self.o_vectorized:
+            raise ValueError("o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
         if not 2 <= self.stages <= 4:
             raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
-        if self.v_parts > 1 or self.depth > 256:
+        if self.v_parts > 1 or self.head_dim_padded > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
     def consumers(self) -> int:
         return self.tile_m // 64
-
-    @property
-    def cluster(self) -> int:  # type: ignore[override]
-        return 2 if self.paired else 1
 
     @property
     def threads(self) -> int:
@@ -334,12 +337,12 @@ class WgmmaConfig(TensorConfig):
         """
         if self.o_buffer:
             return "own"
-        return "q" if self.q_buffers == 2 and self.width <= self.depth else ""
+        return "q" if self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded else ""
 
     @property
     def o_columns(self) -> int:
         """Columns of O that lie there at a time."""
-        return self.O_COLUMNS if self.o_buffer else self.width
+        return self.O_COLUMNS if self.o_buffer else self.head_dim_v_padded
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -348,15 +351,15 @@ class WgmmaConfig(TensorConfig):
         return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, the stages of K, those of V, O's own place, the notes on O's rows, barriers and notices, and the
+        """Where Q, the stages of K, those of V, O's own place, the states of O's rows, barriers and work tiles, and the
         end are.
         """
-        k_at = self.q_buffers * tile_bytes(self.tile_m, self.depth)
-        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.depth)
-        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.width)
-        notes_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
-        barriers_at = notes_at + self.NOTE_BYTES * self.tile_m
-        return 0, k_at, v_at, o_at, notes_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+        k_at = self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
+        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        row_states_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
+        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
+        return 0, k_at, v_at, o_at, row_states_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
 
 
 @dataclass(frozen=True)

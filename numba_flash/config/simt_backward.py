@@ -39,8 +39,8 @@ class DeltaConfig(LaunchFacts):
 
 
 @dataclass(frozen=True)
-class SeedBackwardConfig(Config):
-    """Of v2's kernels: tiles of tile_m queries by tile_n keys, `pad` as in SeedConfig.
+class SimtBackwardConfig(Config):
+    """Of v2's kernels: tiles of tile_m queries by tile_n keys, `pad` as in SimtConfig.
 
     wanted: what the kernel writes, of its gradients.
     """
@@ -79,7 +79,7 @@ class SeedBackwardConfig(Config):
 
 
 @dataclass(frozen=True)
-class DkdvConfig(SeedBackwardConfig):
+class DkdvConfig(SimtBackwardConfig):
     """Of v2_dkdv, in which a key has two threads, which run the same code on rows of one length; wanted: dk, dv or
     both."""
 
@@ -103,7 +103,7 @@ class DkdvConfig(SeedBackwardConfig):
 
 
 @dataclass(frozen=True)
-class DqConfig(SeedBackwardConfig):
+class DqConfig(SimtBackwardConfig):
     """Of v2_dq, one thread per query row; wanted: dq, dalibi_slopes (its row sums) or both."""
 
     @property

@@ -20,7 +20,7 @@ class SharedPlan(NamedTuple):
     stream_b: int
     ds: int  # two tiles of dS, in 16 bits
     dq: int  # parts of dQ in float32 on their way to global memory
-    row_facts: int  # lse and -delta of each stage's queries
+    lse_delta: int  # lse and -delta of each stage's queries
     state: int  # what every role reads of the block's work
     barriers: int
     end: int
@@ -54,7 +54,7 @@ class WgmmaBackwardConfig(Config):
 
     tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
-    group: ClassVar[int] = 1  # a tile is of one head
+    group_size: ClassVar[int] = 1  # a tile is of one head
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     dq_stages: ClassVar[int] = 2  # how many parts of dQ a warpgroup has room for, where it has any
@@ -104,34 +104,34 @@ class WgmmaBackwardConfig(Config):
         return self.REGISTERS[self.consumers]
 
     @property
-    def depth(self) -> int:
+    def head_dim_padded(self) -> int:
         """head_dim in whole steps of a product; what is past head_dim is zero."""
         return (self.head_dim + 15) // 16 * 16
 
     @property
-    def width(self) -> int:
+    def head_dim_v_padded(self) -> int:
         """head_dim_v in whole steps."""
         return (self.head_dim_v + 15) // 16 * 16
 
     @property
     def own_b_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.width)
+        return tile_bytes(self.own_rows, self.head_dim_v_padded)
 
     @property
     def own_a_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.depth)
+        return tile_bytes(self.own_rows, self.head_dim_padded)
 
     @property
     def stream_a_bytes(self) -> int:
         """Of one stage."""
-        return tile_bytes(self.stream_rows, self.depth)
+        return tile_bytes(self.stream_rows, self.head_dim_padded)
 
     @property
     def stream_b_bytes(self) -> int:
-        return tile_bytes(self.stream_rows, self.width)
+        return tile_bytes(self.stream_rows, self.head_dim_v_padded)
 
     @property
-    def row_facts_bytes(self) -> int:
+    def lse_delta_bytes(self) -> int:
         """Of one stage of stream_a."""
         return 0
 
@@ -160,11 +160,11 @@ class WgmmaBackwardConfig(Config):
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
         ds = stream_b + self.stages_b * self.stream_b_bytes
         dq = ds + 2 * self.ds_bytes
-        row_facts = dq + self.dq_stages * self.consumers * self.dq_part_bytes
-        state = row_facts + self.stages_a * self.row_facts_bytes
+        lse_delta = dq + self.dq_stages * self.consumers * self.dq_part_bytes
+        state = lse_delta + self.stages_a * self.lse_delta_bytes
         barriers = state + 4 * self.STATE_WORDS
         end = barriers + 8 * self.MOST_BARRIERS
-        return SharedPlan(0, own_b, stream_a, stream_b, ds, dq, row_facts, state, barriers, end)
+        return SharedPlan(0, own_b, stream_a, stream_b, ds, dq, lse_delta, state, barriers, end)
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,17 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     @property
     def own_a_bytes(self) -> int:
         """Of K, in whose place a block without dK stages dV."""
-        return tile_bytes(self.tile_n, self.depth if self.of_dk else max(self.depth, self.width))
+        return tile_bytes(
+            self.tile_n, self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
+        )
 
     @property
     def own_b_bytes(self) -> int:
         """dV alone needs no V."""
-        return tile_bytes(self.tile_n, self.width) if self.of_dk else 0
+        return tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0
 
     @property
-    def row_facts_bytes(self) -> int:
+    def lse_delta_bytes(self) -> int:
         return 8 * self.tile_m
 
 
@@ -225,7 +227,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     Two warpgroups share dQ: each has a panel of 64 columns of the tile's 64 queries.
     """
 
-    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/row_facts.py
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
 
     def __post_init__(self) -> None:
@@ -241,7 +243,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return 32, 240
 
     @property
-    def depth(self) -> int:
+    def head_dim_padded(self) -> int:
         """Two panels for two warpgroups."""
         return 128
 
@@ -258,9 +260,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 class WgmmaRoundConfig(Config):
     """Of wgmma_backward_round; tiles and depth as in the WgmmaFusedConfig whose sums it takes."""
 
-    depth: int = 128
+    head_dim_padded: int = 128
 
-    group: ClassVar[int] = 1
+    group_size: ClassVar[int] = 1
     ALIGNMENT: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from .. import arrays
 from ..api.forward import prepare_call
 from ..arrays import host_view
-from ..config.forward import SeedConfig
+from ..config.forward import SimtConfig
 from ..dispatch.forward import LSE, O
 from ..dispatch.launch import heads_first, make_launch
 from ..machine.target import Target
@@ -146,7 +146,7 @@ def trace(
     _inside("batch", batch, problem.batch)
     _inside("head", head, problem.heads)
     config = choice.config
-    assert isinstance(config, SeedConfig)
+    assert isinstance(config, SimtConfig)
     if tile is not None:
         config = _with_tile(tile, target, config)
         choice = dataclasses.replace(choice, config=config)
@@ -176,7 +176,7 @@ def trace(
 class _Row:
     """What one row has seen so far. The methods are given the kernel's variables at the lines that LOOKS names."""
 
-    def __init__(self, config: SeedConfig, problem: Problem, row: int) -> None:
+    def __init__(self, config: SimtConfig, problem: Problem, row: int) -> None:
         self.config, self.problem, self.row = config, problem, row
         self.tiles: list[Names] = []
         self.open: Names | None = None
@@ -261,7 +261,7 @@ def _follow(rows: Sequence[_Row], lines: dict[int, Look]) -> Follow:
     return follow
 
 
-def _place(config: SeedConfig, problem: Problem, batch: int, head: int, row: int) -> tuple[int, int]:
+def _place(config: SimtConfig, problem: Problem, batch: int, head: int, row: int) -> tuple[int, int]:
     """(thread, block) that owns a row."""
     of_head, tile = batch * problem.heads + head, row // config.tile_m
     tiles = -(-problem.seqlen_q // config.tile_m)
@@ -313,7 +313,7 @@ def _inside(name: str, value: Any, count: int) -> None:
         raise ValueError(f"{name} must be from 0 to {count - 1}, not {value}")
 
 
-def _with_tile(tile: tuple[int, int], target: Target, config: SeedConfig) -> SeedConfig:
+def _with_tile(tile: tuple[int, int], target: Target, config: SimtConfig) -> SimtConfig:
     if not isinstance(tile, tuple) or len(tile) != 2 or not all(isinstance(x, int) for x in tile):
         raise TypeError(f"tile must be a pair (queries, keys), not {tile!r}")
     try:
@@ -327,6 +327,6 @@ def _with_tile(tile: tuple[int, int], target: Target, config: SeedConfig) -> See
     return made
 
 
-def _about(problem: Problem, config: SeedConfig) -> str:
+def _about(problem: Problem, config: SimtConfig) -> str:
     tiles = f"tiles of {config.tile_m} queries x {config.tile_n} keys"
     return f"{problem.seqlen_q} queries, {problem.seqlen_k} keys, {problem.dtype}, {tiles}"

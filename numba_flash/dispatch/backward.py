@@ -40,7 +40,7 @@ def run(
     seqlens_k: Any, scale: Any, softcap: Any, alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any,
     aux: Any, layout: Any, deterministic: Any, stream: Any, kernel: Any,
 ) -> AttentionGradients:  # fmt: skip
-    """`attention_backward` for arrays that have addresses. Raises arrays.Recorded as `forward.run` does."""
+    """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge as `forward.run` does."""
     given, (_, _, _, launch, shapes) = prepare(
         do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias,
         mask, score_mod, mask_mod, aux, layout, deterministic, stream, kernel,

@@ -43,7 +43,7 @@ def run(
     alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
     out: Any, stream: Any, kernel: Any,
 ) -> Any:  # fmt: skip
-    """`attention` for arrays that have addresses. Raises arrays.Recorded where a framework records what is done."""
+    """`attention` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is done."""
     given, (problem, _, _, launch) = prepare(
         q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
         aux, layout, return_lse, out, stream, kernel,

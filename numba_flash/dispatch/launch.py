@@ -11,7 +11,7 @@ from ..arrays import Array, GradientOperands, Operands
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
-from ..gpu.launcher import Enqueuer, packed
+from ..gpu.launcher import Launcher, packed
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS
@@ -73,7 +73,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         every = forward_arrays(len(problem.aux))
         steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
         ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
-    return Announced(problem, ready) if target.simulated else ready
+    return WarnsIfSlow(problem, ready) if target.simulated else ready
 
 
 def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
@@ -101,7 +101,7 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
         head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
-        tiles = problem.batch * (problem.heads // config.group) * head_tiles
+        tiles = problem.batch * (problem.heads // config.group_size) * head_tiles
         if config.kernel == "wgmma":
             return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
         return tiles * config.v_parts
@@ -123,7 +123,7 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps:
 
 class _OnGpu(Launch):
     __slots__ = (
-        "_blocks", "_config", "_constants", "_counted", "_enqueuer", "_maps", "_pointers", "_prepared", "_target",
+        "_blocks", "_config", "_constants", "_counted", "_launcher", "_maps", "_pointers", "_prepared", "_target",
     )  # fmt: skip
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
@@ -131,19 +131,19 @@ class _OnGpu(Launch):
         taken = parameters(config.kernel, len(config.aux)).arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
-        self._enqueuer: Enqueuer | None = None
+        self._launcher: Launcher | None = None
         # addresses -> the launch's parameters: those of a loop come again and again, and are made once
         self._prepared: dict[tuple[int, ...], Any] = {}
 
-    def load(self) -> Enqueuer:
+    def load(self) -> Launcher:
         if self._counted:
             tile_counters.prepare(self._target.device)
         # one for all problems of this kernel
-        self._enqueuer = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
-        return self._enqueuer
+        self._launcher = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
+        return self._launcher
 
     def run(self, operands: Given, stream: int) -> None:
-        enqueuer = self._enqueuer or self.load()
+        launcher = self._launcher or self.load()
         given = [array.pointer for array in operands if array is not None]  # which are None never changes
         if self._counted:
             given.append(tile_counters.counter(self._target.device, stream))
@@ -155,18 +155,18 @@ class _OnGpu(Launch):
             addresses = tuple([0 if array is None else array.pointer for array in operands])
             if self._counted:
                 addresses += key[-1:]
-            parameters = self._prepared[key] = enqueuer.parameters(addresses, self._maps, self._constants)
-        enqueuer.launch(parameters, stream, self._blocks)
+            parameters = self._prepared[key] = launcher.parameters(addresses, self._maps, self._constants)
+        launcher.launch(parameters, stream, self._blocks)
 
 
 PREPARED = 16  # for how many sets of arrays a launch keeps its parameters, about a kilobyte each
 
 
 @functools.cache
-def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Enqueuer:
+def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Launcher:
     kernel = compiled(config, target.device, target.cc or (0, 0))
     name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
-    return Enqueuer(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
+    return Launcher(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
 
 
 class _Simulated(Launch):
@@ -192,7 +192,7 @@ class _Simulated(Launch):
         )  # fmt: skip
 
 
-class Announced(Launch):
+class WarnsIfSlow(Launch):
     """In the simulator, where a call may take minutes: then said at the line that called attention().
 
     times: how many times what the forward takes.

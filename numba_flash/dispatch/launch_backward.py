@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import arrays, reference
 from ..arrays import GradientOperands
-from ..config.backward import BackwardConfig, MmaDkdvConfig, MmaRowsConfig
+from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
@@ -27,7 +27,7 @@ from ..select.arguments import (
     positions,
 )
 from ..select.backward import BackwardChoice
-from .launch import Announced, Given, KernelSequence, Launch, OnCpu, heads_first, on_gpu, reference_options
+from .launch import Given, KernelSequence, Launch, OnCpu, WarnsIfSlow, heads_first, on_gpu, reference_options
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
@@ -37,7 +37,7 @@ def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, targe
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
     ready = _kernels(choice, problem, target)
-    return Announced(problem.forward, ready, times=3.5) if target.simulated else ready
+    return WarnsIfSlow(problem.forward, ready, times=3.5) if target.simulated else ready
 
 
 def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
@@ -47,8 +47,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
     if isinstance(config, MaskBitsConfig):
         return mask_bits_layout(forward, config.of_keys)[0]
-    if isinstance(config, MmaRowsConfig):
-        return forward.batch * forward.heads * -(-_pieces(problem) * PIECE_ROWS // config.rows)
+    if isinstance(config, PreprocessConfig):
+        return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
@@ -64,15 +64,15 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
 def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of those of BACKWARD_WORKSPACE that these kernels may take."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
-    facts = problem.forward.batch * problem.forward.heads * _pieces(problem) * 2 * PIECE_ROWS
+    facts = problem.forward.batch * problem.forward.heads * _row_blocks(problem) * 2 * BLOCK_ROWS
     of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
-    made = dict(delta=rows, slope_rows=rows, row_facts=((facts,), "float32"))
+    made = dict(delta=rows, slope_rows=rows, lse_delta=((facts,), "float32"))
     made |= {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
     for config in configs:
         if isinstance(config, WgmmaFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
-            made["dq_sums"] = (tiles * config.tile_m * config.depth,), "float32"
+            made["dq_sums"] = (tiles * config.tile_m * config.head_dim_padded,), "float32"
     return made
 
 
@@ -83,12 +83,12 @@ def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem)
     return sum(math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in made if name in used)
 
 
-PIECE_ROWS = 16  # queries of a piece of mma_rows' results (kernels/steps/row_facts.py)
+BLOCK_ROWS = 16  # queries of a piece of backward_preprocess' results (kernels/steps/lse_delta.py)
 
 
-def _pieces(problem: BackwardProblem) -> int:
+def _row_blocks(problem: BackwardProblem) -> int:
     """Of each head."""
-    return -(-problem.forward.seqlen_q // PIECE_ROWS)
+    return -(-problem.forward.seqlen_q // BLOCK_ROWS)
 
 
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:

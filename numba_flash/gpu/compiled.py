@@ -46,7 +46,7 @@ MODULES = {
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",
     "v2_dalibi": "simt.v2_backward_dalibi",
-    "mma_rows": "mma.backward_preprocess",
+    "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",
     "wgmma_dkdv": "wgmma.backward_dkdv",

@@ -29,7 +29,7 @@ def packed(numbers: Sequence[Any]) -> bytes:
     return struct.pack("<" + "".join(kinds), *numbers)
 
 
-class Enqueuer:
+class Launcher:
     """Launches a loaded cuda.core kernel; any thread may call it."""
 
     __slots__ = (

@@ -1,12 +1,21 @@
-"""What people who wait are told on stderr: that something compiles. Only in a terminal: a log is not told."""
+"""What people are told beside results: on stderr that something compiles, and by warnings at their own line."""
 
 import os
 import sys
+import warnings
 
 
 def announce(text: str, end: str = "\n") -> None:
-    """NUMBA_FLASH_QUIET=1 silences it."""
+    """On stderr, for those who wait; only in a terminal: a log is not told. NUMBA_FLASH_QUIET=1 silences it."""
     if os.environ.get("NUMBA_FLASH_QUIET", "0") not in ("", "0"):
         return
     if sys.stderr is not None and sys.stderr.isatty():
         print(text, end=end, file=sys.stderr, flush=True)
+
+
+def warn_caller(text: str) -> None:
+    """A RuntimeWarning at the line that called into numba_flash, however deep this is."""
+    frame, level, package = sys._getframe(1), 2, __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)

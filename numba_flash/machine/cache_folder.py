@@ -1,8 +1,9 @@
 """Where compiled kernels are kept between processes."""
 
 import os
-import warnings
 from pathlib import Path
+
+from .announce import warn_caller
 
 
 def cache_folder() -> Path:
@@ -24,9 +25,7 @@ def complain(error: Exception) -> None:
     if folder in _complained_of:
         return
     _complained_of.add(folder)
-    warnings.warn(
+    warn_caller(
         f"numba_flash cannot use its cache folder {folder} ({type(error).__name__}: {error}); kernels are "
-        "compiled anew in every process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written.",
-        RuntimeWarning,
-        stacklevel=3,
+        "compiled anew in every process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written."
     )

@@ -490,12 +490,12 @@ def check_output(name: str, out: Array, like: Array) -> None:
 
 def _share_elements(one: Array, other: Array) -> bool:
     try:
-        return np.shares_memory(_ghost(one), _ghost(other), max_work=10_000)  # type: ignore[arg-type]
+        return np.shares_memory(_address_view(one), _address_view(other), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-def _ghost(array: Array) -> np.ndarray:
+def _address_view(array: Array) -> np.ndarray:
     """A NumPy array with the same addresses that is never read: only its extent matters."""
 
     class Interface:

@@ -12,17 +12,17 @@ from . import asm
 
 @intrinsic
 def ex2(typingctx, x):
-    """ex2.approx.ftz.f32: 2 ** x, relative error at most 2**-22; ex2(-inf) = 0. Twin: sim.approx.ex2."""
+    """ex2.approx.ftz.f32: 2 ** x, relative error at most 2**-22; ex2(-inf) = 0. Stand-in: sim.approx.ex2."""
     return asm.scalars("ex2.approx.ftz.f32 $0, $1;", types.float32(types.float32), effect=False)
 
 
 @intrinsic
 def lg2(typingctx, x):
-    """lg2.approx.ftz.f32: log2(x), absolute error at most 2**-22 near 1; lg2(0) = -inf. Twin: sim.approx.lg2."""
+    """lg2.approx.ftz.f32: log2(x), absolute error at most 2**-22 near 1; lg2(0) = -inf. Stand-in: sim.approx.lg2."""
     return asm.scalars("lg2.approx.ftz.f32 $0, $1;", types.float32(types.float32), effect=False)
 
 
 @intrinsic
 def rcp(typingctx, x):
-    """rcp.approx.ftz.f32: 1 / x, at most 1 ulp off; rcp(inf) = 0. Twin: sim.approx.rcp."""
+    """rcp.approx.ftz.f32: 1 / x, at most 1 ulp off; rcp(inf) = 0. Stand-in: sim.approx.rcp."""
     return asm.scalars("rcp.approx.ftz.f32 $0, $1;", types.float32(types.float32), effect=False)

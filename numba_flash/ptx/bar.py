@@ -12,13 +12,13 @@ from . import asm
 
 @intrinsic
 def sync(typingctx, barrier, threads):
-    """bar.sync barrier, threads: come and wait until it opens. Twin: sim.bar.sync."""
+    """bar.sync barrier, threads: come and wait until it opens. Stand-in: sim.bar.sync."""
     return asm.scalars("bar.sync $0, $1;", types.void(types.int32, types.int32))
 
 
 @intrinsic
 def arrive(typingctx, barrier, threads):
-    """bar.arrive barrier, threads: come and go on without waiting. Twin: sim.bar.arrive."""
+    """bar.arrive barrier, threads: come and go on without waiting. Stand-in: sim.bar.arrive."""
     return asm.scalars("bar.arrive $0, $1;", types.void(types.int32, types.int32))
 
 

@@ -12,7 +12,7 @@ from . import asm
 
 @intrinsic
 def rank(typingctx):
-    """%cluster_ctarank, the block's number in its cluster. Any thread, no ordering. Twin: sim.cluster.rank."""
+    """%cluster_ctarank, the block's number in its cluster. Any thread, no ordering. Stand-in: sim.cluster.rank."""
     return asm.scalars("mov.u32 $0, %cluster_ctarank;", types.int32())
 
 
@@ -28,5 +28,5 @@ def place_in(typingctx, address, rank):
 @intrinsic
 def sync(typingctx):
     """barrier.cluster.arrive.release and .wait.acquire: all threads of all blocks of the cluster, but those that have
-    left the kernel. What each wrote before is seen by all behind it (PTX ISA 9.7.13.4). Twin: sim.cluster.sync."""
+    left the kernel. What each wrote before is seen by all behind it (PTX ISA 9.7.13.4). Stand-in: sim.cluster.sync."""
     return asm.scalars("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", types.void())

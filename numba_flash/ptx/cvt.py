@@ -12,27 +12,27 @@ from . import asm
 
 @intrinsic
 def pack_f16x2(typingctx, low, high):
-    """cvt.rn.f16x2.f32: low in bits 0 to 15, high in 16 to 31. Twin: sim.cvt.pack_f16x2."""
+    """cvt.rn.f16x2.f32: low in bits 0 to 15, high in 16 to 31. Stand-in: sim.cvt.pack_f16x2."""
     text = "cvt.rn.f16x2.f32 $0, $2, $1;"
     return asm.scalars(text, types.uint32(types.float32, types.float32), effect=False)
 
 
 @intrinsic
 def pack_bf16x2(typingctx, low, high):
-    """cvt.rn.bf16x2.f32: low in bits 0 to 15, high in 16 to 31. Twin: sim.cvt.pack_bf16x2."""
+    """cvt.rn.bf16x2.f32: low in bits 0 to 15, high in 16 to 31. Stand-in: sim.cvt.pack_bf16x2."""
     text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return asm.scalars(text, types.uint32(types.float32, types.float32), effect=False)
 
 
 @intrinsic
 def low_f16(typingctx, two):
-    """cvt.f32.f16: the float16 in bits 0 to 15 of a register, exactly. Twin: sim.cvt.low_f16."""
+    """cvt.f32.f16: the float16 in bits 0 to 15 of a register, exactly. Stand-in: sim.cvt.low_f16."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
     return asm.scalars(text, types.float32(types.uint32), effect=False)
 
 
 @intrinsic
 def high_f16(typingctx, two):
-    """cvt.f32.f16: the float16 in bits 16 to 31 of a register, exactly. Twin: sim.cvt.high_f16."""
+    """cvt.f32.f16: the float16 in bits 16 to 31 of a register, exactly. Stand-in: sim.cvt.high_f16."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
     return asm.scalars(text, types.float32(types.uint32), effect=False)

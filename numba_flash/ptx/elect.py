@@ -8,6 +8,6 @@ from . import asm
 
 @intrinsic
 def one_lane(typingctx):
-    """1 in the chosen lane, always the same one, 0 in the others. Twin: sim.elect.one_lane."""
+    """1 in the chosen lane, always the same one, 0 in the others. Stand-in: sim.elect.one_lane."""
     text = "{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
     return asm.scalars(text, types.uint32())

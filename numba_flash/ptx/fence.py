@@ -12,7 +12,7 @@ from . import asm
 @intrinsic
 def proxy_async(typingctx):
     """fence.proxy.async.shared::cta: this thread's earlier ordinary accesses to shared memory come before later
-    ones of the asynchronous proxy (TMA, wgmma's operands). cc 9.0. Twin: sim.fence.proxy_async."""
+    ones of the asynchronous proxy (TMA, wgmma's operands). cc 9.0. Stand-in: sim.fence.proxy_async."""
     return asm.scalars("fence.proxy.async.shared::cta;", types.void())
 
 

@@ -13,13 +13,13 @@ from . import asm
 
 @intrinsic
 def load_b32(typingctx, address):
-    """ld.shared.b32: 4 bytes at a shared address (a multiple of 4). Twin: sim.ld_st.load_b32."""
+    """ld.shared.b32: 4 bytes at a shared address (a multiple of 4). Stand-in: sim.ld_st.load_b32."""
     return asm.scalars("ld.shared.b32 $0, [$1];", types.uint32(types.int32))
 
 
 @intrinsic
 def store_b32(typingctx, address, value):
-    """st.shared.b32: 4 bytes to a shared address (a multiple of 4). Twin: sim.ld_st.store_b32."""
+    """st.shared.b32: 4 bytes to a shared address (a multiple of 4). Stand-in: sim.ld_st.store_b32."""
     return asm.scalars("st.shared.b32 [$0], $1;", types.void(types.int32, types.uint32))
 
 

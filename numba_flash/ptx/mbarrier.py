@@ -17,14 +17,14 @@ from . import asm
 def init(typingctx, barrier, count):
     """mbarrier.init.shared::cta.b64 [barrier], count. One thread; others use it only after a barrier.
 
-    Before the asynchronous proxy uses it (TMA) also fence.mbarrier_init. Twin: sim.mbarrier.init.
+    Before the asynchronous proxy uses it (TMA) also fence.mbarrier_init. Stand-in: sim.mbarrier.init.
     """
     return asm.scalars("mbarrier.init.shared::cta.b64 [$0], $1;", types.void(types.int32, types.int32))
 
 
 @intrinsic
 def arrive(typingctx, barrier):
-    """mbarrier.arrive.shared::cta.b64 _, [barrier]: one arrival of this thread. Twin: sim.mbarrier.arrive."""
+    """mbarrier.arrive.shared::cta.b64 _, [barrier]: one arrival of this thread. Stand-in: sim.mbarrier.arrive."""
     return asm.scalars("mbarrier.arrive.shared::cta.b64 _, [$0];", types.void(types.int32))
 
 
@@ -62,7 +62,7 @@ def arrive_expect_tx(typingctx, barrier, count):
 def wait(typingctx, barrier, parity):
     """Waits for the end of the phase of that parity: a loop around mbarrier.try_wait.parity.shared::cta.b64.
 
-    Each waiting thread calls it for itself. Twin: sim.mbarrier.wait.
+    Each waiting thread calls it for itself. Stand-in: sim.mbarrier.wait.
     """
     # Labels inside braces are local, so the text may stand many times in one kernel.
     text = """{

@@ -15,7 +15,7 @@ from . import asm
 def address(typingctx, pointer, index):
     """address(pointer, index) -> the address of pointer[index] in global memory, int64.
 
-    pointer: a kernel's pointer argument. Twin: sim.memory.address, which also notes whose memory it is.
+    pointer: a kernel's pointer argument. Stand-in: sim.memory.address, which also notes whose memory it is.
     """
 
     def codegen(context, builder, signature, args):
@@ -112,7 +112,7 @@ def store_v2_f64(typingctx, address, values, at):
 def add(typingctx, address, value):
     """atom.global.add.u32: memory += value, -> what was there before. One thread; atomic on the whole GPU, unordered.
 
-    address: a multiple of 4. cc 2.0. Twin: sim.memory.add.
+    address: a multiple of 4. cc 2.0. Stand-in: sim.memory.add.
     """
     return asm.scalars("atom.global.add.u32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
 
@@ -126,7 +126,7 @@ def exchange(typingctx, address, value):
 @intrinsic
 def load_acquire(typingctx, address):
     """ld.acquire.gpu.global.b32: 4 bytes. What the thread that released this value (add_release) had done before comes
-    before what this one does next. cc 7.0. Twin: sim.memory.load_acquire.
+    before what this one does next. cc 7.0. Stand-in: sim.memory.load_acquire.
     """
     return asm.scalars("ld.acquire.gpu.global.b32 $0, [$1];", types.uint32(types.int64))
 

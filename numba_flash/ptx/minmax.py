@@ -17,5 +17,5 @@ def maximum(typingctx, x, y):
 
 @intrinsic
 def maximum_f64(typingctx, x, y):
-    """max.f64: the larger one; of a number and NaN the number. Twin: sim.minmax.maximum_f64."""
+    """max.f64: the larger one; of a number and NaN the number. Stand-in: sim.minmax.maximum_f64."""
     return asm.scalars("max.f64 $0, $1, $2;", types.float64(types.float64, types.float64), effect=False)

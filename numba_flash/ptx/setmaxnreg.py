@@ -15,7 +15,7 @@ from . import asm
 
 @functools.cache
 def increase(registers):
-    """-> a function: setmaxnreg.inc.sync.aligned.u32 registers. Twin: sim.setmaxnreg.increase."""
+    """-> a function: setmaxnreg.inc.sync.aligned.u32 registers. Stand-in: sim.setmaxnreg.increase."""
 
     @intrinsic
     def setmaxnreg(typingctx):
@@ -26,7 +26,7 @@ def increase(registers):
 
 @functools.cache
 def decrease(registers):
-    """-> a function: setmaxnreg.dec.sync.aligned.u32 registers. Twin: sim.setmaxnreg.decrease."""
+    """-> a function: setmaxnreg.dec.sync.aligned.u32 registers. Stand-in: sim.setmaxnreg.decrease."""
 
     @intrinsic
     def setmaxnreg(typingctx):

@@ -19,7 +19,7 @@ def pointer(typingctx, array, offset):
 
     array: dynamic shared memory from `cuda.shared.array(0, dtype)`, which starts at a multiple of 16
     bytes; offset: in elements, a multiple of 16 bytes too (the low address bits are dropped to tell
-    the compiler so). Any thread, no ordering. Twin: sim.shared.pointer.
+    the compiler so). Any thread, no ordering. Stand-in: sim.shared.pointer.
     """
     element = types.CPointer(array.dtype)
 
@@ -37,7 +37,7 @@ def pointer(typingctx, array, offset):
 def address(typingctx, array):
     """address(array) -> where a shared array begins, as the 32-bit address that PTX's .shared operands take.
 
-    A `cvta.to.shared.u64` and its low half. Any thread, no ordering. Twin: sim.shared.address.
+    A `cvta.to.shared.u64` and its low half. Any thread, no ordering. Stand-in: sim.shared.address.
     """
 
     def codegen(context, builder, signature, args):

@@ -11,14 +11,14 @@ from . import asm
 
 @intrinsic
 def bfly_f32(typingctx, value, lane_mask):
-    """shfl.sync.bfly.b32: the value of lane (own lane ^ lane_mask). float32. Twin: sim.shfl.bfly_f32."""
+    """shfl.sync.bfly.b32: the value of lane (own lane ^ lane_mask). float32. Stand-in: sim.shfl.bfly_f32."""
     text = "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;"
     return asm.scalars(text, types.float32(types.float32, types.int32))
 
 
 @intrinsic
 def bfly_f64(typingctx, value, lane_mask):
-    """Two shfl.sync.bfly.b32, one for each half of a float64. Twin: sim.shfl.bfly_f64."""
+    """Two shfl.sync.bfly.b32, one for each half of a float64. Stand-in: sim.shfl.bfly_f64."""
     text = (
         "{ .reg .b32 low, high; mov.b64 {low, high}, $1; shfl.sync.bfly.b32 low, low, $2, 0x1f, 0xffffffff; "
         "shfl.sync.bfly.b32 high, high, $2, 0x1f, 0xffffffff; mov.b64 $0, {low, high}; }"
@@ -28,7 +28,7 @@ def bfly_f64(typingctx, value, lane_mask):
 
 @intrinsic
 def bfly_b32(typingctx, value, lane_mask):
-    """shfl.sync.bfly.b32 of a uint32. Twin: sim.shfl.bfly_b32."""
+    """shfl.sync.bfly.b32 of a uint32. Stand-in: sim.shfl.bfly_b32."""
     text = "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;"
     return asm.scalars(text, types.uint32(types.uint32, types.int32))
 

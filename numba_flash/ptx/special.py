@@ -13,19 +13,19 @@ from . import asm
 
 @intrinsic
 def thread_index(typingctx):
-    """%tid.x, the thread in its block. Twin: sim.special.thread_index."""
+    """%tid.x, the thread in its block. Stand-in: sim.special.thread_index."""
     return asm.scalars("mov.u32 $0, %tid.x;", types.int32())
 
 
 @intrinsic
 def block_index(typingctx):
-    """%ctaid.x, the block in the grid. Twin: sim.special.block_index."""
+    """%ctaid.x, the block in the grid. Stand-in: sim.special.block_index."""
     return asm.scalars("mov.u32 $0, %ctaid.x;", types.int32())
 
 
 @intrinsic
 def block_count(typingctx):
-    """%nctaid.x, how many blocks the grid has. Twin: sim.special.block_count."""
+    """%nctaid.x, how many blocks the grid has. Stand-in: sim.special.block_count."""
     return asm.scalars("mov.u32 $0, %nctaid.x;", types.int32())
 
 

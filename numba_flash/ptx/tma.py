@@ -162,7 +162,7 @@ def parameter(entry):
 
     The kernel declares that parameter as a uint64 called tensor_maps; compiled.to_ptx turns its
     declaration into bytes, since Numba has no parameter by value of that size. The parameter's name is
-    made of the kernel's. Twin: sim.tma.parameter.
+    made of the kernel's. Stand-in: sim.tma.parameter.
     """
 
     @intrinsic

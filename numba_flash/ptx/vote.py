@@ -19,6 +19,6 @@ def ballot(typingctx, flag):
 
 @intrinsic
 def any_lane(typingctx, flag):
-    """vote.sync.any.pred: 1 in every lane when `flag` is not 0 in some lane, else 0. Twin: sim.vote.any_lane."""
+    """vote.sync.any.pred: 1 in every lane when `flag` is not 0 in some lane, else 0. Stand-in: sim.vote.any_lane."""
     text = "{ .reg .pred p, r; setp.ne.u32 p, $1, 0; vote.sync.any.pred r, p, 0xffffffff; selp.u32 $0, 1, 0, r; }"
     return asm.scalars(text, types.uint32(types.uint32))

@@ -58,7 +58,7 @@ _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
 def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Parameters:
-    arrays, strides = (*_words("q k v do row_facts"), *options), (*_words("q k v do"), *options)
+    arrays, strides = (*_words("q k v do lse_delta"), *options), (*_words("q k v do"), *options)
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, NUMBERS)
 
 
@@ -69,7 +69,7 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = (*_words("delta slope_rows row_facts turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
+BACKWARD_WORKSPACE = (*_words("delta slope_rows lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 
 PARAMETERS: dict[str, Parameters] = {
@@ -83,7 +83,7 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
-    "mma_rows": Parameters(_words("do o lse dlse row_facts turns"), **_OF_ROWS),
+    "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OPTIONS, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OPTIONS)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
@@ -258,7 +258,7 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
     """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
     if not isinstance(config, WgmmaConfig):
         return ()
-    p, group = problem, config.group
+    p, group = problem, config.group_size
     q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
     # The heads of a group are a dimension of their own, so that a box holds some queries with all of them.
     q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import Config, MaskBitsConfig
-from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SeedBackwardConfig
+from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SimtBackwardConfig
 from ..config.wgmma_backward import (
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
@@ -137,7 +137,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     rows = _usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
-    made: list[BackwardConfig] = [_mma_rows(problem, target)]
+    made: list[BackwardConfig] = [_preprocess(problem, target)]
     threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
     of_keys = _first_that_fits([_mma_dkdv(problem, row) for row in rows], target)
     if masked and of_keys:
@@ -160,7 +160,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
-    return (_mma_rows(problem, target), *[_halved(config, problem, target) for config in made])
+    return (_preprocess(problem, target), *[_halved(config, problem, target) for config in made])
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -202,8 +202,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     features = _features(problem) | columns(rows_for("wgmma_fused", target)[0])
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
     of_round = {name: value for name, value in features.items() if not name.startswith("stages")}
-    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", depth=fused.depth)
-    return (dataclasses.replace(_mma_rows(problem, target), turns_of=fused.tile_m), fused, rounds)
+    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
+    return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)
 
 
 def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
@@ -258,7 +258,7 @@ def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Seq
     return next((made for made in candidates if all(map(fit, made))), candidates[-1])
 
 
-def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
+def _preprocess(problem: BackwardProblem, target: Target) -> PreprocessConfig:
     forward = problem.forward
     wide = not any(
         no_wide_rows(name, strides, forward.head_dim_v)
@@ -266,7 +266,7 @@ def _mma_rows(problem: BackwardProblem, target: Target) -> MmaRowsConfig:
     )
     threads = 32 if target.simulated else 256
     natural = forward.array("bias") is not None
-    return MmaRowsConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads, natural=natural)
+    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads, natural=natural)
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
@@ -276,8 +276,8 @@ def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
 
 
 def _fitting(
-    kind: type[SeedBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
-) -> SeedBackwardConfig:
+    kind: type[SimtBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
+) -> SimtBackwardConfig:
     features = _features(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
     if kind is DbiasConfig:
         *_, bias_rows, bias_keys = problem.dbias_shape
@@ -290,7 +290,7 @@ def _fitting(
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 
 
-KERNEL_OF: dict[type[SeedBackwardConfig], str] = {
+KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
     DkdvConfig: "v2_dkdv",
     DqConfig: "v2_dq",
     DbiasConfig: "v2_dbias",

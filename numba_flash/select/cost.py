@@ -87,7 +87,7 @@ def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocess
     speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
     group, queries = 1, config.tile_m
     if isinstance(config, TensorConfig):
-        group, queries = config.group, config.queries
+        group, queries = config.group_size, config.queries
     head_tiles = -(-problem.seqlen_q // queries)
     blocks = problem.batch * problem.heads // group * (1 if kernel == "v1" else head_tiles)
     busy = min(blocks / max(multiprocessors, 1), 1)  # of the GPU; a tile costs the same however many rows are queries

@@ -10,13 +10,13 @@ SAMPLES = 24  # query tiles of a head that are looked at, about
 ENDS = 0.5  # what begins and ends a query tile, in tiles of keys
 
 
-def wave_cost(problem: Problem, group: int, queries: int, tile_n: int, multiprocessors: int) -> float:
+def wave_cost(problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int) -> float:
     """How many tiles of keys a block walks until all is done: one block a multiprocessor, longest query tiles first.
 
-    queries: of a query tile, which has them of `group` heads.
+    queries: of a query tile, which has them of `group_size` heads.
     """
     lengths, tiles = _lengths(problem, queries, tile_n)
-    count = problem.batch * (problem.heads // group) * tiles
+    count = problem.batch * (problem.heads // group_size) * tiles
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
     # What all have in common comes in whole rounds; the rest evens out, but for the longest.
     rounds = -(-count // multiprocessors)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.forward import ITEM_SIZE, Config, MmaConfig, SeedConfig, WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem, Strides
 from ..problem.options import BY_NAME, FUNCTIONS, changes_scores
@@ -148,7 +148,7 @@ def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]
 def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
     for row in rows_for(name, target):
         if row.tile_m <= 32 or row.tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
-            yield SeedConfig(**_features(name, problem), **columns(row))
+            yield SimtConfig(**_features(name, problem), **columns(row))
 
 
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
@@ -164,11 +164,11 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        if row.tile_m == 192 and (features["scaled"] or _reads_scores(problem)) and 128 % group == 0:
+        if row.tile_m == 192 and (features["scores_finished"] or _reads_scores(problem)) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
         features["tile_n"] = min(row.tile_n, _most_keys(problem))
         # A place for O, where no buffer of Q is free for it and there is room.
-        for o_buffer in (True, False) if row.q_buffers == 1 and features["wide_o"] else (False,):
+        for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
             yield WgmmaConfig(**features, o_buffer=o_buffer)
 
 
@@ -204,7 +204,7 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
     tile walks keys that some of its rows do not see, which are worth nothing, unless V is not finite there: then the
     row is computed anew, in another order. So where larger tiles walk more, it is the work for one head that decides.
     """
-    group, tile_n = config.group, config.tile_n
+    group, tile_n = config.group_size, config.tile_n
 
     def fastest(most: int, time: Callable[[int], float]) -> int:
         fitting = [rows for rows in TILE_COST if rows <= most and rows % group == 0]
@@ -216,8 +216,8 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)
         rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors))
-    paired = max(config.depth, config.width) > 64 and _in_pairs(problem, rows // group)
-    return dataclasses.replace(config, tile_m=rows, paired=paired)
+    paired = max(config.head_dim_padded, config.head_dim_v_padded) > 64 and _in_pairs(problem, rows // group)
+    return dataclasses.replace(config, tile_m=rows, cluster=1 + paired)
 
 
 def _same_keys(problem: Problem) -> bool:
@@ -240,13 +240,13 @@ def _group(problem: Problem, tile_m: int) -> int:
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
 
 
-def _rows(problem: Problem, group: int, tile_m: int, step: int) -> int:
+def _rows(problem: Problem, group_size: int, tile_m: int, step: int) -> int:
     """tile_m, halved while half of it holds all queries."""
     while (
         tile_m > step
         and tile_m // 2 % step == 0
-        and tile_m // 2 % group == 0
-        and problem.seqlen_q * group <= tile_m // 2
+        and tile_m // 2 % group_size == 0
+        and problem.seqlen_q * group_size <= tile_m // 2
     ):
         tile_m //= 2
     return tile_m
@@ -265,12 +265,12 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
     )
 
 
-def _tensor_features(problem: Problem, group: int) -> dict[str, Any]:
+def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
     bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
     return dict(
-        group=group,
-        scaled=changes_scores(problem.uses) or problem.scale <= 0,
+        group_size=group_size,
+        scores_finished=changes_scores(problem.uses) or problem.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,
-        wide_o=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
+        o_vectorized=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
     )

@@ -27,7 +27,7 @@ class Mma(NamedTuple):
     warp_rows: int
     q_registers: bool
     blocks_per_sm: int
-    lag: int
+    rescale_threshold: int
     reads: bool = False  # for problems with a bias or a mask, whose words take registers
     gpu: str = MEASURED
 
@@ -41,7 +41,7 @@ class MmaWide(NamedTuple):
     warp_rows: int
     column_groups: int
     blocks_per_sm: int
-    lag: int
+    rescale_threshold: int
     gpu: str = MEASURED
 
 
@@ -51,7 +51,7 @@ class Wgmma(NamedTuple):
     tile_n: int
     ping_pong: bool
     q_buffers: int
-    lag: int
+    rescale_threshold: int
     gpu: str = MEASURED
 
 
@@ -121,42 +121,42 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "v1": _SIMT + _SIMULATED,
     "v2": _SIMT + _SIMULATED,
     "mma": (
-        Mma(64, 128, 64, warp_rows=32, q_registers=True, blocks_per_sm=2, lag=0),
-        Mma(128, 128, 64, warp_rows=32, q_registers=False, blocks_per_sm=2, lag=8),
-        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0),
-        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0),
-        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
-        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
-        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0),
-        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=2, lag=0, reads=True),
-        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0, reads=True),
-        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, lag=0, reads=True),
-        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
-        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
-        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, lag=0, reads=True),
+        Mma(64, 128, 64, warp_rows=32, q_registers=True, blocks_per_sm=2, rescale_threshold=0),
+        Mma(128, 128, 64, warp_rows=32, q_registers=False, blocks_per_sm=2, rescale_threshold=8),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0),
+        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0),
+        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
+        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
+        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
+        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=2, rescale_threshold=0, reads=True),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0, reads=True),
+        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0, reads=True),
+        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
+        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
+        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
     ),
     "mma_float32": (
-        MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
-        MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, lag=8),
-        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
+        MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
+        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
     ),
     "mma_float64": (
-        MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, lag=8),
-        MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, lag=8),
-        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
-        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, lag=8),
+        MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, rescale_threshold=8),
+        MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
     ),
     "wgmma": (
-        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, lag=8),
-        Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, lag=8),
-        Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, lag=8),
-        Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, lag=8),
-        Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, lag=8),
+        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
+        Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
+        Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
+        Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, rescale_threshold=8),
+        Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8),
     ),
     # A key has two threads in v2_dkdv. These two are not measured yet.
     "v2_dkdv": (

@@ -1,6 +1,6 @@
 """Twins of ptx.bar."""
 
-from .errors import Misuse, name
+from .errors import InstructionError, name
 from .warp import current, together
 
 
@@ -34,16 +34,16 @@ def _come(thread, barrier, threads):
     """Whether the barrier opens with this thread."""
     barrier, threads, block = int(barrier), int(threads), thread.block
     if not 0 <= barrier < 16 or threads % 32 or not 0 < threads <= len(block.threads):
-        raise Misuse(
+        raise InstructionError(
             f"barrier {barrier} for {threads} threads: barriers are 0 to 15, threads whole warps of the block's"
         )
     state = block.barriers.setdefault(barrier, Barrier())
     if state.came and state.threads != threads:
-        raise Misuse(
+        raise InstructionError(
             f"barrier {barrier} for {threads} threads, but {name(next(iter(state.came)))} came for {state.threads}"
         )
     if thread in state.came:
-        raise Misuse(f"came a second time to barrier {barrier} before it opened")
+        raise InstructionError(f"came a second time to barrier {barrier} before it opened")
     state.threads = threads
     state.came[thread] = True
     state.clock = block.order.release(thread.number, state.clock)

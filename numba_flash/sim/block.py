@@ -8,7 +8,7 @@ from collections import deque
 
 from numba.cuda.simulator import kernel as numba_kernel
 
-from .errors import Abandoned, Misuse
+from .errors import Abandoned, InstructionError
 from .register_limits import Registers
 from .shared_memory import SharedMemory
 from .warp import Group
@@ -47,11 +47,11 @@ class Thread(numba_kernel.BlockThread):
 
     def _check_end(self):
         if self.stores or self.store_groups:
-            raise Misuse("leaves the kernel without tma.wait_group_read for what it stores", self)
+            raise InstructionError("leaves the kernel without tma.wait_group_read for what it stores", self)
         if any(self.landing):
-            raise Misuse("leaves the kernel without tma.wait_group for bytes that it stores", self)
+            raise InstructionError("leaves the kernel without tma.wait_group for bytes that it stores", self)
         if self.warpgroup.products or self.warpgroup.product_groups:
-            raise Misuse("leaves the kernel without wgmma.wait_group for all products", self)
+            raise InstructionError("leaves the kernel without wgmma.wait_group for all products", self)
 
 
 class Block:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .errors import Misuse
+from .errors import InstructionError
 from .warp import current
 
 ADDRESS_BITS = 24
@@ -15,7 +15,7 @@ def rank():
 def place_in(address, rank):
     rank = int(rank)
     if not 0 <= rank < len(current().turns.blocks):
-        raise Misuse(f"a cluster of {len(current().turns.blocks)} blocks has no block {rank}")
+        raise InstructionError(f"a cluster of {len(current().turns.blocks)} blocks has no block {rank}")
     return np.int32(rank + 1 << ADDRESS_BITS | int(address))
 
 

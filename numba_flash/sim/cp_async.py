@@ -2,7 +2,7 @@
 
 import functools
 
-from .errors import Misuse
+from .errors import InstructionError
 from .warp import current
 
 
@@ -10,7 +10,7 @@ def copy16(target, source, count):
     thread = current()
     block, target, count = thread.block, int(target), int(count)
     if not 0 <= count <= 16:
-        raise Misuse(f"cp_async.copy16 copies 0 to 16 bytes, not {count}")
+        raise InstructionError(f"cp_async.copy16 copies 0 to 16 bytes, not {count}")
     words = block.shared.words(target, 16, 16)
     data = block.memory.bytes_at(source, count, 16) if count else None
     block.shared.start_copy(words, thread)

@@ -14,10 +14,10 @@ _NUMBA = os.path.join(os.path.dirname(os.path.abspath(numba.cuda.__file__)), "")
 _PYTHON = (threading.__file__, contextlib.__file__)
 
 
-class Misuse(RuntimeError):
+class InstructionError(RuntimeError):
     """What a GPU would answer with a wrong result, a hang or an illegal access.
 
-    thread: who did it, where it is not the thread that raises. turns.py adds names and lines.
+    thread: who did it, where it is not the thread that raises. scheduler.py adds names and lines.
     """
 
     def __init__(self, text, thread=None):

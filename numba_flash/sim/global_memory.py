@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .errors import Misuse
+from .errors import InstructionError
 
 MAPS = 0x4D41_5000_0000  # where the tensor maps seem to lie
 MAP_BYTES = 128
@@ -25,21 +25,21 @@ class GlobalMemory:
         """A view of `count` bytes, checked for bounds, alignment and being written."""
         address = int(address)
         if address % alignment:
-            raise Misuse(f"global address {address:#x} is no multiple of {alignment}")
+            raise InstructionError(f"global address {address:#x} is no multiple of {alignment}")
         for begin, end, data, pointer in self._extents:
             if begin <= address and address + count <= end and (data.flags.writeable or not writing):
                 if writing and not atomic:
                     item = pointer.array.itemsize
                     pointer.store((address - begin) // item, max(count // item, 1))
                 return data[address - begin : address - begin + count]
-        raise Misuse(f"{count} bytes at global address {address:#x} {self._why_not(address, count)}")
+        raise InstructionError(f"{count} bytes at global address {address:#x} {self._why_not(address, count)}")
 
     def tensor(self, address):
         """(TensorMap, array in C order) of a tensor map's address."""
         number, rest = divmod(int(address) - MAPS, MAP_BYTES)
         if rest or not 0 <= number < len(self.tensors):
             first = f"{len(self.tensors)} maps lie at tma.parameter(...)() and each {MAP_BYTES} bytes further"
-            raise Misuse(f"there is no tensor map at address {int(address):#x}: {first}")
+            raise InstructionError(f"there is no tensor map at address {int(address):#x}: {first}")
         return self.tensors[number]
 
     def _why_not(self, address, count):
@@ -68,11 +68,11 @@ class GlobalMemory:
         first = pointer.address(0) - begin
         last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 2
         if last > data.size:
-            raise Misuse(
+            raise InstructionError(
                 f"{tensor_map} reaches {last - data.size} bytes past its operand of shape {pointer.array.shape}"
             )
         if pointer.address(0) % 16:
-            raise Misuse(f"the tensor of {tensor_map} begins at {pointer.address(0):#x}, no multiple of 16")
+            raise InstructionError(f"the tensor of {tensor_map} begins at {pointer.address(0):#x}, no multiple of 16")
         if tensor_map.swizzle_bytes not in (0, 2 * tensor_map.box[0]):
-            raise Misuse(f"rows of the box shorter than the swizzle are not simulated: {tensor_map}")
+            raise InstructionError(f"rows of the box shorter than the swizzle are not simulated: {tensor_map}")
         return np.ndarray(shape[::-1], np.uint16, data, first, strides[::-1])

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,15 +10,16 @@ import numpy as np
 
 from ..arrays import Array, host_view
 from ..machine import toolchain
+from ..machine.announce import warn_caller
 from ..problem.forward import Problem
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
 
 def _misuse(text: str) -> Exception:
-    from .errors import Misuse  # Numba comes in with it
+    from .errors import InstructionError  # Numba comes in with it
 
-    return Misuse(text)
+    return InstructionError(text)
 
 
 class Pointer:
@@ -137,7 +137,7 @@ def _run(
 @contextlib.contextmanager
 def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator[None]:
     """Blocks that take turns, and the module `cuda` swapped once a module rather than at every call of a function."""
-    from .turns import Turns
+    from .scheduler import Turns
 
     cuda, swapped = toolchain.cuda(), {}
 
@@ -174,9 +174,7 @@ def warn_if_long(problem: Problem, times: float = 1.0) -> None:
     """A warning at the line that called attention(), before a wait of more than a minute; times: of what it takes."""
     seconds = times * predicted_seconds(problem)
     if seconds > 60:
-        warnings.warn(
+        warn_caller(
             f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
-            "as a Python thread; kernel='cpu' is fast",
-            RuntimeWarning,
-            stacklevel=4,
+            "as a Python thread; kernel='cpu' is fast"
         )

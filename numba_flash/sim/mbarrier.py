@@ -1,7 +1,7 @@
 """Twins of ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
 
 from .cluster import there
-from .errors import Misuse, name
+from .errors import InstructionError, name
 from .warp import current
 
 MOST = 2**20 - 1  # arrivals, and bytes at a time
@@ -19,7 +19,7 @@ class Mbarrier:
 
     def arrive(self, thread):
         if not self.left:
-            raise Misuse(f"an arrival more than the phase has: {self}")
+            raise InstructionError(f"an arrival more than the phase has: {self}")
         self.clock = thread.block.order.release(thread.number, self.clock)
         self.left -= 1
         self.check(thread.block)
@@ -28,7 +28,7 @@ class Mbarrier:
         """count more bytes to come, or less when they came; column, epoch: who wrote them (order.py)."""
         self.bytes += count
         if abs(self.bytes) > MOST:
-            raise Misuse(f"{self}: more than {MOST} bytes")
+            raise InstructionError(f"{self}: more than {MOST} bytes")
         if column is not None:
             if self.clock is None:
                 self.clock = block.order.known[0] * 0
@@ -57,9 +57,9 @@ def init(barrier, count):
     block = thread.block
     block.shared.words(address, 8, 8)
     if not 1 <= count <= MOST:
-        raise Misuse(f"an mbarrier counts 1 to {MOST} arrivals, not {count}")
+        raise InstructionError(f"an mbarrier counts 1 to {MOST} arrivals, not {count}")
     if address in block.mbarriers:
-        raise Misuse(f"{block.mbarriers[address]} is initialised a second time")
+        raise InstructionError(f"{block.mbarriers[address]} is initialised a second time")
     block.mbarriers[address] = Mbarrier(address, count, block.order.new_mbarrier(), thread)
 
 
@@ -85,7 +85,7 @@ def arrive_expect_tx(barrier, count):
     mbarrier = find(thread, barrier)
     mbarrier.bytes += int(count)
     if not 0 <= int(count) <= MOST or mbarrier.bytes > MOST:
-        raise Misuse(f"{mbarrier}: 0 to {MOST} bytes can be expected, not {int(count)}")
+        raise InstructionError(f"{mbarrier}: 0 to {MOST} bytes can be expected, not {int(count)}")
     mbarrier.arrive(thread)
 
 
@@ -93,7 +93,7 @@ def wait(barrier, parity):
     thread, parity = current(), int(parity)
     mbarrier = find(thread, barrier)
     if parity not in (0, 1):
-        raise Misuse(f"an mbarrier's phase has parity 0 or 1, not {parity}")
+        raise InstructionError(f"an mbarrier's phase has parity 0 or 1, not {parity}")
     if mbarrier.phase == parity:
         mbarrier.waiting.append(thread)
         thread.block.wait(thread, _Waiting(mbarrier, parity))
@@ -105,12 +105,12 @@ def find(thread, barrier, block=None):
     """The mbarrier at an address of the thread's block, or of another of its cluster, if the thread may know of it."""
     block = block or thread.block
     if not block.alive:
-        raise Misuse(f"block {block.rank} of the cluster has left the kernel, and its shared memory with it")
+        raise InstructionError(f"block {block.rank} of the cluster has left the kernel, and its shared memory with it")
     mbarrier = block.mbarriers.get(int(barrier))
     if mbarrier is None:
-        raise Misuse(f"there is no mbarrier at shared address {int(barrier):#x}: none was initialised there")
+        raise InstructionError(f"there is no mbarrier at shared address {int(barrier):#x}: none was initialised there")
     if block.order.known[thread.number, mbarrier.maker.number] < mbarrier.made:
-        raise Misuse(f"{mbarrier} was initialised by {name(mbarrier.maker)} with no barrier in between")
+        raise InstructionError(f"{mbarrier} was initialised by {name(mbarrier.maker)} with no barrier in between")
     return mbarrier
 
 

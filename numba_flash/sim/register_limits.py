@@ -1,6 +1,6 @@
 """How many registers each warp may use: what setmaxnreg moves between the warpgroups of a block."""
 
-from .errors import Misuse
+from .errors import InstructionError
 
 REGISTERS = 65536  # of a multiprocessor
 
@@ -27,7 +27,7 @@ class Registers:
             first = warp // 4 * 4
             for other in range(first, min(first + 4, warps)):
                 if self.asked.get(other) != asked:
-                    raise Misuse(
+                    raise InstructionError(
                         f"warp {warp} executed setmaxnreg {', '.join(asked)} and warp {other} of the same warpgroup "
                         f"{', '.join(self.asked.get(other, ['nothing']))}; all of a warpgroup must execute the same"
                     )

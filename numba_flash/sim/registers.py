@@ -8,7 +8,7 @@ was computed with in place (scaled, say) is no longer the signaling one.
 import ml_dtypes
 import numpy as np
 
-from .errors import Misuse
+from .errors import InstructionError
 
 RUNNING = np.uint32(0x7F80DEAD)
 _QUIET = np.uint32(0x00400000)
@@ -53,4 +53,4 @@ def check(values, thread=None):
 
 
 def _raise(thread=None):
-    raise Misuse("a wgmma accumulator is read before its wgmma.wait_group (or without commit_group)", thread)
+    raise InstructionError("a wgmma accumulator is read before its wgmma.wait_group (or without commit_group)", thread)

@@ -2,7 +2,7 @@
 
 import functools
 
-from .errors import Misuse
+from .errors import InstructionError
 from .warp import current, together
 
 
@@ -38,7 +38,7 @@ def decrease(registers):
 
 def _check(registers):
     if registers % 8 or not 24 <= registers <= 256:
-        raise Misuse(f"setmaxnreg takes a multiple of 8 from 24 to 256, not {registers}")
+        raise InstructionError(f"setmaxnreg takes a multiple of 8 from 24 to 256, not {registers}")
 
 
 def _nothing(warp, given):

@@ -11,7 +11,7 @@ import numpy as np
 from numba.cuda import types
 from numba.cuda.np import numpy_support
 
-from .errors import Misuse
+from .errors import InstructionError
 from .order import NEVER, NOBODY
 
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
@@ -55,7 +55,7 @@ class SharedMemory:
             size = int(np.prod(shape)) * dtype.itemsize
             begin = self._next_static
             if begin + size > len(self.data):
-                raise Misuse(f"arrays of {STATIC_BYTES} bytes is all that cuda.shared.array can give")
+                raise InstructionError(f"arrays of {STATIC_BYTES} bytes is all that cuda.shared.array can give")
             self._next_static = -(-(begin + size) // BASE) * BASE
             self._arrays[key] = self.data[begin : begin + size].view(dtype).reshape(shape)
         return self._arrays[key]
@@ -63,7 +63,7 @@ class SharedMemory:
     def address(self, array):
         at = array.__array_interface__["data"][0] - self.data.__array_interface__["data"][0]
         if not BASE <= at <= len(self.data):
-            raise Misuse("shared.address of an array that is not the block's shared memory")
+            raise InstructionError("shared.address of an array that is not the block's shared memory")
         return at
 
     # Which words an access touches.
@@ -73,11 +73,11 @@ class SharedMemory:
         end = BASE + self._dynamic_bytes
         if not (BASE <= address and address + count <= end):
             if not (self._static <= address and address + count <= self._next_static):
-                raise Misuse(
+                raise InstructionError(
                     f"{count} bytes at shared address {address:#x}, but shared memory is {BASE:#x} to {end:#x}"
                 )
         if address % alignment:
-            raise Misuse(f"shared address {address:#x} is no multiple of {alignment}")
+            raise InstructionError(f"shared address {address:#x} is no multiple of {alignment}")
         return slice(address >> 2, (address + count + 3) >> 2)
 
     # Accesses. words: a slice or an array of numbers.
@@ -88,7 +88,9 @@ class SharedMemory:
         threads: a number or several. asynchronous: through the asynchronous proxy (wgmma, a TMA store).
         """
         if self.copying[words].any():
-            raise Misuse(f"{self._first(words, self.copying[words])} is read before it arrived: wait for the copy")
+            raise InstructionError(
+                f"{self._first(words, self.copying[words])} is read before it arrived: wait for the copy"
+            )
         known = self.order.known[threads] if isinstance(threads, int) else self.order.known_to(threads)
         writer = self.writer[words]
         since = (self.fenced if asynchronous else self.written)[words]
@@ -96,10 +98,10 @@ class SharedMemory:
         if late.any():
             where, by = self._first(words, late), self._by(writer[late].flat[0])
             if asynchronous and (since[late] == NEVER).any():
-                raise Misuse(
+                raise InstructionError(
                     f"{where}, written by {by}, is read by the asynchronous proxy: fence.proxy_async is missing"
                 )
-            raise Misuse(f"{where}, written by {by}, is read with no barrier in between")
+            raise InstructionError(f"{where}, written by {by}, is read with no barrier in between")
         if not asynchronous:  # those have an end that is waited for
             threads = [threads] if isinstance(threads, int) else threads
             self.readers[threads[0] // 32, words] = self._read_by(threads)
@@ -183,10 +185,12 @@ class SharedMemory:
     def _free(self, words, thread):
         """This thread may have these words written over, or an error says who still needs them."""
         if self.copying[words].any():
-            raise Misuse(f"{self._first(words, self.copying[words])} is written while a copy to it is under way")
+            raise InstructionError(
+                f"{self._first(words, self.copying[words])} is written while a copy to it is under way"
+            )
         if self.reading[words].any():
             where = self._first(words, self.reading[words] > 0)
-            raise Misuse(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
+            raise InstructionError(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
         numbers = self.readers[:, words]
         if not numbers.any():
             return
@@ -197,7 +201,7 @@ class SharedMemory:
                 first = readers[0] - self._first_thread
                 who = f"thread {first}" if len(readers) == 1 else f"warp {first // 32}"
                 where = self._first(words, (numbers == number).any(axis=0))
-                raise Misuse(f"{where}, read by {who}, is written over with no barrier in between")
+                raise InstructionError(f"{where}, read by {who}, is written over with no barrier in between")
         self.readers[:, words] = 0
 
     def _first(self, words, which):

@@ -10,7 +10,7 @@ from collections import namedtuple
 import numpy as np
 
 from ..ptx import fragments
-from .errors import Misuse
+from .errors import InstructionError
 from .global_memory import MAPS
 from .mbarrier import find
 from .warp import current
@@ -80,7 +80,9 @@ class _Arrival:
 
     def __call__(self):
         if not self.block.alive:
-            raise Misuse(f"a TMA load arrives at block {self.block.rank} of the cluster, which has left the kernel")
+            raise InstructionError(
+                f"a TMA load arrives at block {self.block.rank} of the cluster, which has left the kernel"
+            )
         shared = self.block.shared
         shared.lines[self.lines] = fetched(*self.source).reshape(-1, 8).view(np.uint8)
         shared.copied(self.words, self.column, self.epoch)
@@ -92,7 +94,7 @@ def _store(tensor_map, source, *coordinates):
     block, coordinates = thread.block, tuple(int(c) for c in coordinates)
     tensor_map, tensor, box = _box(block, tensor_map, coordinates)
     if not tensor.flags.writeable:
-        raise Misuse(f"a TMA store to an operand that is read-only: {tensor_map}")
+        raise InstructionError(f"a TMA store to an operand that is read-only: {tensor_map}")
     count = _bytes(tensor_map)
     words = block.shared.words(source, count, _alignment(tensor_map))
     block.shared.read(words, thread.number, asynchronous=True)
@@ -135,7 +137,7 @@ def load_bytes(target, source, barrier, count):
     thread, target, count = current(), int(target), int(count)
     block, mbarrier = thread.block, find(thread, barrier)
     if count <= 0 or count % 16:
-        raise Misuse(f"tma.load_bytes moves a multiple of 16 bytes, not {count}")
+        raise InstructionError(f"tma.load_bytes moves a multiple of 16 bytes, not {count}")
     _check_known(mbarrier)
     words, data = block.shared.words(target, count, 16), block.memory.bytes_at(source, count, 16)
     block.shared.start_copy(words, thread)
@@ -146,7 +148,7 @@ def _leave(target, source, count, adds):
     thread, source, count = current(), int(source), int(count)
     block = thread.block
     if count <= 0 or count % 16:
-        raise Misuse(f"tma moves a multiple of 16 bytes, not {count}")
+        raise InstructionError(f"tma moves a multiple of 16 bytes, not {count}")
     words = block.shared.words(source, count, 16)
     block.shared.read(words, thread.number, asynchronous=True)
     block.shared.reading[words] += 1
@@ -164,13 +166,15 @@ def add_bytes(target, source, count):
 
 def _check_known(mbarrier):
     if not mbarrier.fenced:
-        raise Misuse(f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init")
+        raise InstructionError(
+            f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init"
+        )
 
 
 def multicast_4d(target, tensor_map, barrier, c0, c1, c2, c3, blocks):
     cluster, blocks = current().turns.blocks, int(blocks)
     if not 0 < blocks < 1 << len(cluster):
-        raise Misuse(f"a multicast to blocks {blocks:#b} of a cluster of {len(cluster)}")
+        raise InstructionError(f"a multicast to blocks {blocks:#b} of a cluster of {len(cluster)}")
     chosen = [block for block in cluster if blocks >> block.rank & 1]
     _deliver(chosen, target, tensor_map, barrier, (c0, c1, c2, c3))
 
@@ -248,9 +252,11 @@ def parameter(entry):
 def _box(block, address, coordinates):
     tensor_map, tensor = block.memory.tensor(address)
     if tensor is None:
-        raise Misuse(f"a box of an operand without elements, which lies nowhere: {tensor_map}")
+        raise InstructionError(f"a box of an operand without elements, which lies nowhere: {tensor_map}")
     if len(coordinates) != tensor.ndim:
-        raise Misuse(f"{len(coordinates)} coordinates for a tensor map of {tensor.ndim} dimensions: {tensor_map}")
+        raise InstructionError(
+            f"{len(coordinates)} coordinates for a tensor map of {tensor.ndim} dimensions: {tensor_map}"
+        )
     return tensor_map, tensor, tensor_map.box[::-1]
 
 

@@ -4,7 +4,7 @@ import sys
 import threading
 from collections import deque
 
-from .errors import Misuse, name, place
+from .errors import InstructionError, name, place
 
 
 class Group:
@@ -23,7 +23,7 @@ class Group:
         if not self.came:
             return None
         text = f"leaves the kernel, but {_who(self.came)} waits in {self.instruction[0]} at {place(self.came[0])}"
-        return Misuse(f"{text}; all of a {self.kind} must come there", thread)
+        return InstructionError(f"{text}; all of a {self.kind} must come there", thread)
 
 
 def current():
@@ -49,7 +49,7 @@ def together(instruction, compute, given, group="warp"):
         _all_are_there(group)
     elif group.instruction != instruction or group.where != where:
         other = group.came[0]
-        raise Misuse(
+        raise InstructionError(
             f"{_text(instruction)} is reached while {name(other)} waits in {_text(group.instruction)} at "
             f"{place(other)}; all of a {group.kind} must come to one instruction with one set of operands"
         )
@@ -71,7 +71,7 @@ def same(group, given, what):
     """The one value that all lanes gave."""
     for thread, value in zip(group.members, given, strict=True):
         if value != given[0]:
-            raise Misuse(
+            raise InstructionError(
                 f"{what} is {value} here and {given[0]} in {name(group.members[0])}: it must be the same", thread
             )
     return given[0]
@@ -79,10 +79,12 @@ def same(group, given, what):
 
 def _all_are_there(group):
     if len(group.members) < group.size:
-        raise Misuse(f"a {group.kind} of {len(group.members)} threads, not {group.size}: launch whole {group.kind}s")
+        raise InstructionError(
+            f"a {group.kind} of {len(group.members)} threads, not {group.size}: launch whole {group.kind}s"
+        )
     for thread in group.members:
         if thread.ended:
-            raise Misuse(f"{name(thread)} has left the kernel; all of a {group.kind} must come here")
+            raise InstructionError(f"{name(thread)} has left the kernel; all of a {group.kind} must come here")
 
 
 def _text(instruction):

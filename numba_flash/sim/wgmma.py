@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 from ..ptx import fragments
-from .errors import Misuse, place
+from .errors import InstructionError, place
 from .registers import RUNNING, check, halves, table
 from .warp import current, same, together
 
@@ -55,7 +55,9 @@ def decoded(descriptor):
     descriptor = int(descriptor)
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     if descriptor >> 49 & 7:
-        raise Misuse(f"descriptor {descriptor:#x} has a base offset: swizzled operands begin at whole patterns")
+        raise InstructionError(
+            f"descriptor {descriptor:#x} has a base offset: swizzled operands begin at whole patterns"
+        )
     return start, leading, stride, SWIZZLES[descriptor >> 62]
 
 
@@ -204,7 +206,7 @@ def _before(group, acc):
     for product in reversed(_running(group)):
         if np.shares_memory(acc[0], product.acc[0]):
             if len(product.acc[0]) != len(acc[0]):
-                raise Misuse("products on the same accumulators, one behind the other, must have one shape")
+                raise InstructionError("products on the same accumulators, one behind the other, must have one shape")
             return product.values
     for thread, registers in zip(group.members, acc, strict=True):
         check(registers, thread)
@@ -220,12 +222,14 @@ def _finish(group, product, running):
     later = any(np.shares_memory(other.acc[0], product.acc[0]) for other in running)
     for thread, registers, values in zip(group.members, product.acc, product.values, strict=True):
         if (registers.view(np.uint32) != RUNNING).any():
-            raise Misuse(f"accumulators were written while the product at {product.place} ran", thread)
+            raise InstructionError(f"accumulators were written while the product at {product.place} ran", thread)
         if not later:
             registers[:] = values
     for thread, (registers, snapshot) in zip(group.members, product.operands, strict=False):
         if (registers != snapshot).any():
-            raise Misuse(f"register operands of the product at {product.place} were changed while it ran", thread)
+            raise InstructionError(
+                f"register operands of the product at {product.place} were changed while it ran", thread
+            )
     shared = group.members[0].block.shared
     for words in product.words:
         shared.reading[words] -= 1

@@ -11,7 +11,7 @@ from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.gpu import compiled
-from numba_flash.gpu.launcher import Enqueuer
+from numba_flash.gpu.launcher import Launcher
 from numba_flash.select.tensor_maps import TensorMap, _encoded, encode, fits
 
 
@@ -52,11 +52,11 @@ def test_a_refused_launch_names_the_error(cupy):
     explained = numba_flash.explain(*on_device(cupy, case))
     config, target = explained.config, explained.target
     kernel = compiled.compiled(config, target.device, target.cc)
-    enqueuer = Enqueuer(kernel, "a_kernel", target.device, config.threads, 10**8, 10, 0, 0)
+    launcher = Launcher(kernel, "a_kernel", target.device, config.threads, 10**8, 10, 0, 0)
     with pytest.raises(
         RuntimeError, match="'a_kernel' could not be launched.*100000000 bytes.*CUDA_ERROR_INVALID_VALUE"
     ):
-        enqueuer.launch(enqueuer.parameters([0] * 10, (), b""), 0, 1)
+        launcher.launch(launcher.parameters([0] * 10, (), b""), 0, 1)
 
 
 def test_after_warmup_nothing_is_loaded(cupy, monkeypatch):

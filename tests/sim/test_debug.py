@@ -15,6 +15,7 @@ import numba_flash
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
+from numba_flash.select import backward as select_backward
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -28,13 +29,14 @@ ALPHA = "alpha = math.exp"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
-    "mma": "queries_left = int32(min(",
+    "mma": "columns_left = int32(head_dim_v -",
     "wgmma": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
-    "mma_rows": "thread, block = thread_index()",
+    "backward_preprocess": "thread, block = thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_dq"), "_smem = aligned(shared.address("),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     "wgmma_round": "tile_at = int32(",
+    **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -82,15 +84,15 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel):
+def differentiate(kernel, seqlen=24, **options):
     """All kernels of a backward; those on tensor cores have fewer gradients."""
-    arrays = dict(zip("qkv", (q, k, v) if kernel == "v2" else half, strict=True))
+    arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", (q, k, v) if kernel == "v2" else half, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
     wanted = ("dq", "dk", "dv")
     if kernel == "v2":
         arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
         wanted += ("dbias", "dalibi_slopes")
-    numba_flash.attention_backward(o, **arrays, o=o, lse=lse, wanted=wanted, kernel=kernel)
+    numba_flash.attention_backward(o, **arrays, **options, o=o, lse=lse, wanted=wanted, kernel=kernel)
 
 
 def test_stops_once_per_key_tile_in_the_named_thread_and_block():
@@ -168,15 +170,22 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
 
 
 @pytest.mark.parametrize("kernel", MODULES)
-def test_every_kernel(kernel):
-    session = Session("n", "c")
+def test_every_kernel(kernel, monkeypatch):
+    session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q == 23)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
         elif kernel in TENSOR:
             numba_flash.attention(*half, kernel=kernel)
+        elif kernel == "mask_bits":
+            numba_flash.attention(*half, mask=all_seen, kernel="mma")
+        elif kernel == "mask_bits_of_keys":
+            differentiate("mma", mask=all_seen)
+        elif kernel in ("wgmma_fused", "wgmma_round"):
+            differentiate("wgmma", seqlen=23)  # plans are kept by problem, and nobody else has this one
         elif kernel == "delta" or "_" in kernel:
-            differentiate("v2" if kernel == "delta" else kernel.partition("_")[0])
+            differentiate(dict(delta="v2", backward_preprocess="mma").get(kernel, kernel.partition("_")[0]))
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]

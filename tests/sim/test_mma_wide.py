@@ -97,7 +97,7 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch):
     machine = dataclasses.replace(Target.of(None), cc=cc)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     monkeypatch.setattr(dispatch, "_plans", {})  # nothing remembered of the usual machine
-    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, lag=8),))
+    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, rescale_threshold=8),))
     rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
     case = rung.problem(40, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     config = api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config

@@ -10,8 +10,8 @@ from contract import problem
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
-from numba_flash.config.forward import MmaConfig, SeedConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
 from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu.compiled import MODULES, source
@@ -77,7 +77,7 @@ def test_canary_errors_come_out_with_thread_and_block():
 
 def test_every_kernel_can_be_made():
     configs = [
-        *[SeedConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
+        *[SimtConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
         MmaConfig("mma", "float16", 8, 8, 16, 16),
         WgmmaConfig("wgmma", "float16", 8, 8, 64, 16),
         DeltaConfig("float16", 8, False),
@@ -87,11 +87,12 @@ def test_every_kernel_can_be_made():
         DalibiConfig("float16", uses(alibi_slopes="float32"), True),
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
-        MmaRowsConfig("float16", 8, has_dlse=False, wide=True),
+        PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
+        *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

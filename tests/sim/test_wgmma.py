@@ -73,11 +73,11 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     monkeypatch.setattr(dispatch, "_plans", {})
-    row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, lag=8)
+    row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
     case = rung.problem(**shape, batch=1)
-    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.paired
+    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.cluster == 2
     rung.check(case)
 
 
@@ -86,9 +86,9 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
-        (tiles.Wgmma(256, 64, 144, ping_pong=False, q_buffers=2, lag=8), 72, 227, "q"),
-        (tiles.Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, lag=8), 136, 227, "own"),
-        (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, lag=0), 40, 48, ""),
+        (tiles.Wgmma(256, 64, 144, ping_pong=False, q_buffers=2, rescale_threshold=8), 72, 227, "q"),
+        (tiles.Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8), 136, 227, "own"),
+        (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, rescale_threshold=0), 40, 48, ""),
     ],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch):

@@ -10,7 +10,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.gpu import assembler, compiled
@@ -126,7 +126,7 @@ def test_what_is_launched_for_what_is_wanted():
 def test_what_mma_launches_for_bias_and_mask():
     made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
                    wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
-    names = "mma_rows mask_bits_of_keys mma_dkdv mask_bits mma_dq delta v2_dbias".split()
+    names = "backward_preprocess mask_bits_of_keys mma_dkdv mask_bits mma_dq delta v2_dbias".split()
     assert [config.kernel for config in mma_configs(made, HOPPER)] == names
     assert select_backward(made, HOPPER, "auto", "cupy").kernel == "mma"
     assert mma_configs(made, HOPPER)[0].natural
@@ -214,7 +214,7 @@ def test_the_workspace_is_explained():
 def mma_tiles(head_dim, target=HOPPER, **options):
     """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
     configs = select_backward(problem(head_dim, dtype="float16", **options), target, "mma", "cupy").configs
-    assert configs[0].kernel == "mma_rows" and configs[0].wide
+    assert configs[0].kernel == "backward_preprocess" and configs[0].wide
     return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:]]
 
 
@@ -238,7 +238,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
     offsets = config.shared_offsets()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
-    assert columns % 64 == 0 and columns >= max(config.depth, config.width)
+    assert columns % 64 == 0 and columns >= max(config.head_dim_padded, config.head_dim_v_padded)
     assert config.threads == 64 * groups
     own, other = 128 * config.own_rows, 128 * config.other_rows
     assert offsets[1] >= own * -(-head_dim // 64), "K or Q"
@@ -258,9 +258,9 @@ def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
     assert plan.own_b - plan.own_a == 64 * 128 * panels and plan.stream_a - plan.own_b == 64 * 128
-    assert plan.stream_b - plan.stream_a == 3 * 64 * 128 * panels and plan.row_facts - plan.stream_b == 64 * 128
-    assert plan.ds == plan.dq == plan.row_facts, "these are wgmma_fused's"
-    assert plan.state - plan.row_facts == (3 * 8 * 64 if kind is WgmmaDkdvConfig else 0)
+    assert plan.stream_b - plan.stream_a == 3 * 64 * 128 * panels and plan.lse_delta - plan.stream_b == 64 * 128
+    assert plan.ds == plan.dq == plan.lse_delta, "these are wgmma_fused's"
+    assert plan.state - plan.lse_delta == (3 * 8 * 64 if kind is WgmmaDkdvConfig else 0)
     assert config.barriers().end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1) <= plan.end - plan.barriers
 
 
@@ -269,7 +269,7 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
     few blocks."""
     target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
     configs = select_backward(problem(head_dim, dtype="float16", **options), target, "wgmma", "cupy").configs
-    assert configs[0].kernel == "mma_rows"
+    assert configs[0].kernel == "backward_preprocess"
     of = {(True, True): "dk dv", (True, False): "dk", (False, True): "dv", (None, None): "dq"}
     which = [of[getattr(c, "of_dk", None), getattr(c, "of_dv", None)] for c in configs[1:]]
     return [(c.kernel, c.tile_m, c.tile_n, words) for c, words in zip(configs[1:], which, strict=True)]
@@ -296,7 +296,7 @@ def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     plan = config.shared_plan()
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes <= HOPPER.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
-    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.row_facts - plan.dq == 2 * 2 * 64 * 64 * 4
+    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.lse_delta - plan.dq == 2 * 2 * 64 * 64 * 4
     assert config.barriers().end <= plan.end
 
 
@@ -310,7 +310,7 @@ def test_when_one_kernel_takes_all_gradients():
         choice = select_backward(problem(head_dim, dtype="float16", **given, **options), HOPPER, "wgmma", "cupy")
         return [config.kernel for config in choice.configs]
 
-    one, two = ["mma_rows", "wgmma_fused", "wgmma_round"], ["mma_rows", "wgmma_dkdv", "wgmma_dq"]
+    one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
     assert kernels() == kernels(head_dim=112) == kernels(seqlen_k=77) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
@@ -345,8 +345,8 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
         (lambda: DalibiConfig("float32", uses(alibi_slopes="float32"), True, 100), "power of two"),
-        (lambda: MmaRowsConfig("float16", 64, False, True, lanes=3), "lanes"),
-        (lambda: MmaRowsConfig("float16", 64, False, True, threads=48), "threads"),
+        (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
+        (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),

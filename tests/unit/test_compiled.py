@@ -9,15 +9,15 @@ import compiler
 import pytest
 
 from numba_flash import testing
-from numba_flash.config.forward import SeedConfig, SoftmaxConfig
+from numba_flash.config.forward import SimtConfig, SoftmaxConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
 from numba_flash.select.arguments import types as parameter_types
 
 pytestmark = compiler.needed
 
-PLAIN = SeedConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
-EVERYTHING = SeedConfig(
+PLAIN = SimtConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
+EVERYTHING = SimtConfig(
     "v2", "float16", 59, 33, 64, 16, q_offset_source="seqlens_k",
     uses=uses(softcap=True, alibi_slopes="float32", bias="float16", mask="bool", seqlens_k="int32"),
 )  # fmt: skip
@@ -31,9 +31,9 @@ CONFIGS = [
         q_offset_source="array",
         uses=uses(softcap=True, alibi_slopes="float32", bias="bfloat16", mask="bool", q_offset="int32"),
     ),
-    SeedConfig("v2", "float32", 128, 128, 64, 16),
-    SeedConfig("v2", "float64", 257, 257, 8, 4),
-    SeedConfig("v2", "float32", 1, 1, 1, 4),
+    SimtConfig("v2", "float32", 128, 128, 64, 16),
+    SimtConfig("v2", "float64", 257, 257, 8, 4),
+    SimtConfig("v2", "float32", 1, 1, 1, 4),
     *[SoftmaxConfig(kernel, dtype, 128) for kernel in ("safe", "online", "blocked") for dtype in testing.DTYPES],
 ]
 # The oldest that CUDA 13 knows, and one of each generation after it.
@@ -155,7 +155,7 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
 )  # fmt: skip
 def test_the_key_knows_every_field(other):
     assert compiled._key(PLAIN, "sm_90a") != compiled._key(dataclasses.replace(PLAIN, **other), "sm_90a")
-    assert set(other) <= {field.name for field in dataclasses.fields(SeedConfig)}
+    assert set(other) <= {field.name for field in dataclasses.fields(SimtConfig)}
 
 
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):

@@ -46,35 +46,35 @@ def launches(monkeypatch):
     return seen
 
 
-def enqueuer(pointers=2, maps=(), scalars=(), device=0):
+def launcher(pointers=2, maps=(), scalars=(), device=0):
     """(addresses, stream) -> None"""
     constants = enqueue.packed(scalars)
-    made = enqueue.Enqueuer(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
+    made = enqueue.Launcher(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
     return lambda addresses, stream: made.launch(made.parameters(addresses, maps, constants), stream, 7)
 
 
 def test_parameters_lie_side_by_side(launches):
-    enqueuer(scalars=(-3, 0.5, 2**40, np.float32(2)))([0x7F0000001000, 0], 99)
+    launcher(scalars=(-3, 0.5, 2**40, np.float32(2)))([0x7F0000001000, 0], 99)
     expected = struct.pack("<QQqdqf", 0x7F0000001000, 0, -3, 0.5, 2**40, 2)
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
 
 
 def test_the_null_stream_is_the_legacy_one_by_name(launches):
-    enqueuer()([1, 2], 0)
+    launcher()([1, 2], 0)
     assert launches[0][4] == enqueue.LEGACY_DEFAULT_STREAM
 
 
 def test_tensor_maps_come_first_each_of_its_operand(launches, monkeypatch):
     monkeypatch.setattr(enqueue, "encode", lambda tensor_map, pointer: struct.pack("<Q", pointer) * 16)
     tensor_map = TensorMap("float16", (64, 9), (128,), (64, 8))
-    enqueuer(maps=((1, tensor_map), (0, tensor_map)), scalars=(5,))([16, 32], 3)
+    launcher(maps=((1, tensor_map), (0, tensor_map)), scalars=(5,))([16, 32], 3)
     parameters = launches[0][5]
     assert tensor_maps.SIZE == 128 and len(parameters) == 2 * 128 + 3 * 8
     assert struct.unpack("<16Q16QQQq", parameters) == (*[32] * 16, *[16] * 16, 16, 32, 5)
 
 
 def test_threads_do_not_share_a_buffer(launches):
-    enqueue_one = enqueuer(scalars=(1,))
+    enqueue_one = launcher(scalars=(1,))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: enqueue_one([n, n], n), range(1, 2001)))
     assert sorted(stream for *_, stream, _ in launches) == list(range(1, 2001))
@@ -107,9 +107,9 @@ def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeyp
 
 def test_parameters_of_arrays_seen_before_are_not_made_again(launches, config, monkeypatch):
     made = []
-    original = enqueue.Enqueuer.parameters
+    original = enqueue.Launcher.parameters
     monkeypatch.setattr(
-        enqueue.Enqueuer, "parameters", lambda self, *given: made.append(given[0]) or original(self, *given)
+        enqueue.Launcher, "parameters", lambda self, *given: made.append(given[0]) or original(self, *given)
     )
     ready = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
     sets = [(16 * n, 0) for n in range(1, 2 * launch.PREPARED)]
@@ -129,7 +129,7 @@ def test_the_arrays_device_is_made_current_for_the_launch(launches, monkeypatch,
     monkeypatch.setattr("cuda.core.Device", device)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (OK, 2))
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: current)
-    one = enqueuer(device=1)
+    one = launcher(device=1)
     seen.clear()
     one([1, 2], 0)
     assert seen == switches and len(launches) == 1
@@ -141,13 +141,13 @@ def test_the_arrays_device_is_made_current_for_the_launch(launches, monkeypatch,
 def test_the_only_device_is_made_current_when_nothing_is(launches, monkeypatch, made_elsewhere):
     seen, launch, no_context = [], driver.cuLaunchKernel, driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
     device = types.SimpleNamespace(set_current=lambda: seen.append("current"))
-    one = enqueuer() if made_elsewhere else None
+    one = launcher() if made_elsewhere else None
     monkeypatch.setattr("cuda.core.Device", lambda number: device)
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0) if seen else (no_context, None))
     monkeypatch.setattr(driver, "cuLaunchKernel", lambda *given: launch(*given) if seen else (no_context,))
     looked_up = lambda kernel, index: (OK, 0, 8) if seen else (no_context, None, None)  # noqa: E731
     monkeypatch.setattr(driver, "cuKernelGetParamInfo", looked_up)
-    one = one or enqueuer()
+    one = one or launcher()
     for n in (1, 2):
         one([1, 2], 0)
         assert seen == ["current"] and len(launches) == n
@@ -157,7 +157,7 @@ def test_a_refused_launch_says_what_was_asked_and_why(launches, monkeypatch):
     error = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     monkeypatch.setattr(driver, "cuLaunchKernel", lambda *arguments: (error,))
     with pytest.raises(RuntimeError, match="'a_kernel'.*7 blocks of 64 threads.*1024 bytes.*CUDA_ERROR_INVALID_VALUE"):
-        enqueuer()([1, 2], 0)
+        launcher()([1, 2], 0)
 
 
 @compiler.needed

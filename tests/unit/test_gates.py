@@ -20,7 +20,7 @@ import gate_results
 import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
-from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, MmaRowsConfig
+from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
@@ -30,7 +30,7 @@ from numba_flash.select import rungs, tiles
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = dict.fromkeys(("mma", "mma_rows", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
+MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
 MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
@@ -39,7 +39,7 @@ IN_PTX = {
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
 for kernel in ("mma_dkdv", "mma_dq"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
-IN_PTX["mma_rows"], IN_SASS["mma_rows"] = ("ld.global.v4.b32",), ("LDG.E.128",)
+IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
@@ -86,7 +86,7 @@ def wide_gates():
     """mma's rows for float32 and float64, plain and with everything that it takes."""
     used = dict(
         uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32"), q_offset_source="array",
-        scaled=True, wide_o=False,
+        scores_finished=True, o_vectorized=False,
     )  # fmt: skip
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
         key = tiles.table_of("mma", dtype)
@@ -127,7 +127,7 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
         q_offsets=empty(1, dtype="int32"), causal=True, return_lse=True,
     )  # fmt: skip
     config = select.select(made, HOPPER, kernel).config
-    assert (config.group > 1) == (seqlen < 64)
+    assert (config.group_size > 1) == (seqlen < 64)
     return config
 
 
@@ -201,11 +201,13 @@ def backward_gates():
         yield f"wgmma_fused-128-{name}", fused
         yield (
             f"wgmma_round-128-{name}",
-            WgmmaRoundConfig(**features, kernel="wgmma_round", tile_m=64, tile_n=128, depth=fused.depth),
+            WgmmaRoundConfig(
+                **features, kernel="wgmma_round", tile_m=64, tile_n=128, head_dim_padded=fused.head_dim_padded
+            ),
         )
-    yield "mma_rows-64-turns", MmaRowsConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
+    yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     for dtype in ("float16", "bfloat16"):
-        yield f"mma_rows-64-{dtype}", MmaRowsConfig(dtype, 64, has_dlse=True, wide=True)
+        yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
 
 
 def gates():
@@ -223,7 +225,7 @@ def gates():
         for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
             configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
         if row.head_dim > 64:
-            configs[f"{name}-paired"] = dataclasses.replace(whole, paired=True)
+            configs[f"{name}-paired"] = dataclasses.replace(whole, cluster=2)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():

@@ -30,7 +30,7 @@ def test_what_runs_is_planned_for_the_copies():
     q = made(1, 2, 40, 64, dtype=np.float16)
     out = np.empty((1, 2, 40, 65), np.float16)[..., :64]
     explained = numba_flash.explain(q, q, q, kernel="mma", out=out)
-    assert explained.copies and explained.config.wide_o
+    assert explained.copies and explained.config.o_vectorized
 
 
 def test_the_copies_are_contiguous_and_the_results_come_back(monkeypatch):

@@ -67,7 +67,12 @@ def test_strides_are_in_elements(q, strides):
 )  # fmt: skip
 def test_bias_and_mask_are_read_as_if_they_were_whole(shape, strides):
     p = make(bias=array(*shape), mask=array(*shape, dtype=bool))
-    assert p.array("bias") == ("bias", "float32", strides, False) and p.array("mask") == ("mask", "bool", strides, False)
+    assert p.array("bias") == ("bias", "float32", strides, False) and p.array("mask") == (
+        "mask",
+        "bool",
+        strides,
+        False,
+    )
 
 
 # Read in pairs: from an address that allows it, with even strides and keys side by side.

@@ -6,7 +6,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
-from numba_flash.config.forward import MmaConfig, SeedConfig, TensorConfig, WgmmaConfig
+from numba_flash.config.forward import MmaConfig, SimtConfig, TensorConfig, WgmmaConfig
 from numba_flash.dispatch import launch
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
@@ -118,7 +118,10 @@ def test_larger_elements_go_to_tensor_cores_too(dtype, head_dim):
         choice = select(problem(head_dim, dtype=dtype), target, "auto")
         assert choice.kernel == "mma" and choice.config.large_f64 == (dtype == "float64" and target is not A100)
         out = empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**20, 2**19, head_dim + 1, 1))
-        assert choice.config.wide_o and not select(problem(head_dim, dtype=dtype, out=out), target, "mma").config.wide_o
+        assert (
+            choice.config.o_vectorized
+            and not select(problem(head_dim, dtype=dtype, out=out), target, "mma").config.o_vectorized
+        )
         assert ("3xTF32" in str(Explanation.of(problem(head_dim, dtype=dtype), target, choice))) == (dtype == "float32")
 
 
@@ -146,9 +149,9 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
         both=dict(bias=empty(4096, dtype="float32"), mask=empty(4096, dtype="bool")),
     ).items():  # fmt: skip
         config = select(problem(head_dim, **given), HOPPER, "auto" if kernel == "wgmma" else kernel).config
-        assert config.kernel == kernel and config.scaled == ("bias" in given) and not config.bias_pairs
+        assert config.kernel == kernel and config.scores_finished == ("bias" in given) and not config.bias_pairs
         rows[name] = config.tile_n
-        assert not getattr(config, "paired", False) or "mask" not in given, "query tiles see other keys"
+        assert config.cluster == 1 or "mask" not in given, "query tiles see other keys"
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
 
 
@@ -238,7 +241,7 @@ def mma(row=None, **others):
 
 
 def test_a_gpu_with_rows_of_its_own_uses_them(monkeypatch):
-    own = Mma(64, 64, 32, warp_rows=16, q_registers=True, blocks_per_sm=1, lag=0, gpu="A100")
+    own = Mma(64, 64, 32, warp_rows=16, q_registers=True, blocks_per_sm=1, rescale_threshold=0, gpu="A100")
     monkeypatch.setitem(TABLES, "mma", (own, *MMA))
     assert rows_for("mma", A100) == (own,)
     assert rows_for("mma", HOPPER) == rows_for("mma", AMPERE) == MMA
@@ -266,8 +269,8 @@ def test_the_simulator_has_rows_of_its_own():
 )  # fmt: skip
 def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
     config = select(problem(seqlen=seqlen, seqlen_k=500, heads=heads, heads_kv=heads_kv), A100, "mma").config
-    assert (config.group, config.tile_m) == (group, tile_m)
-    assert config.queries * config.group == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
+    assert (config.group_size, config.tile_m) == (group, tile_m)
+    assert config.queries * config.group_size == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
 
 
 # As many keys as there is room for, and then a place for O: in Q's second buffer, of its own, or none.
@@ -303,26 +306,26 @@ def test_blocks_in_pairs(head_dim, options, paired, monkeypatch):
     made = problem(head_dim, **options)
     choice = select(made, HOPPER, "wgmma")
     config = choice.config
-    assert config.paired == paired and config.cluster == 1 + paired
+    assert config.cluster == 1 + paired
     assert ("in clusters of 2" in str(Explanation.of(made, HOPPER, choice))) == paired
     rows = [tensor_map.box[1] for _, tensor_map in arguments.tensor_maps(config, made)[1:]]
     assert rows == [config.tile_n // config.cluster] * 2
     head_tiles = -(-made.seqlen_q // config.queries)
     head_tiles += head_tiles % config.cluster
     room = HOPPER.multiprocessors // config.cluster * config.cluster
-    assert launch.grid(config, made, HOPPER) == min(made.heads // config.group * head_tiles, room)
+    assert launch.grid(config, made, HOPPER) == min(made.heads // config.group_size * head_tiles, room)
     assert launch.grid(config, made, dataclasses.replace(HOPPER, multiprocessors=1)) == config.cluster
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.
 @pytest.mark.parametrize(
-    ("options", "scaled"),
+    ("options", "scores_finished"),
     [({}, False), (dict(scale=2.0), False), (dict(scale=0), True), (dict(scale=-1.0), True), (dict(softcap=3.0), True),
      (dict(alibi_slopes=empty(2, dtype="float32")), True)],
 )  # fmt: skip
-def test_scores_are_finished_first_where_they_must_be(options, scaled):
+def test_scores_are_finished_first_where_they_must_be(options, scores_finished):
     config = select(problem(**options), A100, "mma").config
-    assert config.scaled == scaled
+    assert config.scores_finished == scores_finished
     assert all(config.has(name) == (name in options) for name in ("softcap", "alibi_slopes"))
 
 
@@ -339,7 +342,7 @@ def test_scores_are_finished_first_where_they_must_be(options, scaled):
     ids=range(5),
 )
 def test_o_is_written_in_wide_stores_where_it_can_be(made, wide):
-    assert select(problem(**made), A100, "mma").config.wide_o == wide
+    assert select(problem(**made), A100, "mma").config.o_vectorized == wide
 
 
 def test_tiles_are_the_largest_that_fit():
@@ -421,7 +424,7 @@ def test_refusal_is_none_where_a_kernel_runs():
 def test_a_config_checks_itself(wrong):
     right = dict(kernel="v2", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        SeedConfig(**right | wrong)
+        SimtConfig(**right | wrong)
 
 
 # What the warps and the products divide by, and what a Config must not say at once.
@@ -434,17 +437,18 @@ def test_a_config_checks_itself(wrong):
         (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
         (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
-        (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group=0), "group"),
-        (dict(group=3), "group must divide tile_m = 128"), (dict(uses=uses(softcap=True)), "scaled"),
-        (dict(uses=uses(alibi_slopes="float32")), "scaled"), (dict(uses=uses(bias="float32")), "scaled"),
-        (dict(lag=-1), "lag must be 0 to 12"), (dict(lag=13.0), "not 13.0"),
+        (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group_size=0), "group_size"),
+        (dict(group_size=3), "must divide tile_m = 128"),
+        *((dict(uses=uses(**one)), "scores_finished") for one in (
+            dict(softcap=True), dict(alibi_slopes="float32"), dict(bias="float32"))),
+        (dict(rescale_threshold=-1), "rescale_threshold must be 0 to 12"), (dict(rescale_threshold=13.0), "not 13.0"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_tensor_config_checks_itself(wrong, word):
     with pytest.raises(ValueError, match=word):
         mma(**wrong)
-    assert mma(uses=uses(softcap=True, alibi_slopes="float32"), scaled=True, group=128).queries == 1
+    assert mma(uses=uses(softcap=True, alibi_slopes="float32"), scores_finished=True, group_size=128).queries == 1
 
 
 # Consumers, the width of one product, the stages that overlap needs, the registers of a consumer.
@@ -454,7 +458,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16, bfloat16"),
-        (dict(o_buffer=True, wide_o=False), "o_buffer needs wide_o"),
+        (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"), (dict(cluster=3), "1 or 2, not 3"),
     ],
     ids=str,
 )  # fmt: skip
@@ -482,8 +486,8 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, 
     config = mma(
         head_dim=head_dim, head_dim_v=head_dim_v, tile_m=64, tile_n=32, warp_rows=16, dtype=dtype
     )  # fmt: skip
-    assert (config.depth, config.width, config.v_parts) == (depth, width, parts)
-    assert config.width * config.v_parts >= head_dim_v > config.width * (config.v_parts - 1)
+    assert (config.head_dim_padded, config.head_dim_v_padded, config.v_parts) == (depth, width, parts)
+    assert config.head_dim_v_padded * config.v_parts >= head_dim_v > config.head_dim_v_padded * (config.v_parts - 1)
 
 
 # head_dims over one and over several panels of 64 columns, alike and not; tiles of one warp and of several.
@@ -491,14 +495,18 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
 def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
-    q_at, k_at, v_at, notes_at, tile_at, end = config.shared_offsets()
+    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_offsets()
 
     def size(rows, columns):
         return rows * -(-columns // 64) * 128
 
-    assert q_at == 0 and k_at - q_at == size(tile_m, config.depth) and v_at - k_at == size(tile_n, config.depth)
-    assert tile_at - v_at >= size(tile_n, config.width)
-    assert notes_at >= size(tile_m, config.width) and tile_at - notes_at >= 8 * tile_m
+    assert (
+        q_at == 0
+        and k_at - q_at == size(tile_m, config.head_dim_padded)
+        and v_at - k_at == size(tile_n, config.head_dim_padded)
+    )
+    assert tile_at - v_at >= size(tile_n, config.head_dim_v_padded)
+    assert row_states_at >= size(tile_m, config.head_dim_v_padded) and tile_at - row_states_at >= 8 * tile_m
     assert tile_at % 16 == 0 and end - tile_at == 2 * 16
     assert config.shared_bytes >= end + 1024 - 16, (
         "the first panel begins at a multiple of 1024, and memory at one of 16"
@@ -509,7 +517,7 @@ def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
 @pytest.mark.parametrize("kernel", ["v1", "v2"])
 @pytest.mark.parametrize(("dtype", "size", "head_dim"), [("float16", 4, 64), ("float64", 8, 64), ("bfloat16", 4, 59)])
 def test_shared_tiles_do_not_overlap(kernel, dtype, size, head_dim):
-    config = SeedConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
+    config = SimtConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
     offsets = config.shared_offsets()
     need = [64 * head_dim, 32 * head_dim, 32 * (head_dim + 1), 64 * 32]
     assert all(offset % 4 == 0 for offset in offsets)

@@ -43,10 +43,12 @@ def test_rows_become_what_their_columns_say(tune, kernel, row):
 
 def test_candidates_differ_in_what_is_varied(tune):
     present = tiles.TABLES["wgmma"][-1]
-    rows = tune["candidates"]("wgmma", present, ["tile_n", "lag"])
+    rows = tune["candidates"]("wgmma", present, ["tile_n", "rescale_threshold"])
     assert rows[0] == present and len(rows) == len(set(rows)) == 8 * 2
     assert {(row.head_dim, row.tile_m, row.ping_pong, row.q_buffers) for row in rows} == {(256, 128, True, 1)}
     fitting = [config for row in rows if (config := config_of(tune, "wgmma", row, 256))]
-    assert {(config.tile_n, config.lag) for config in fitting} == {(n, lag) for n in (64, 80) for lag in (0, 8)}
+    assert {(config.tile_n, config.rescale_threshold) for config in fitting} == {
+        (n, rescale_threshold) for n in (64, 80) for rescale_threshold in (0, 8)
+    }
     everything = tune["candidates"]("mma", tiles.TABLES["mma"][0], list(tune["CHOICES"]["mma"]))
     assert len(everything) == 2 * 5 * 2 * 2 * 3 * 2

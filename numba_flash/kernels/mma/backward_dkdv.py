@@ -24,7 +24,7 @@ That P is recomputed from lse and that delta = rowsum(dO * O) carries the softma
 derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
 
 Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; lse and -delta as
-kernels/steps/row_facts.py has them.
+kernels/steps/lse_delta.py has them.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
 Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -42,7 +42,7 @@ from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..score.stage import FragmentAt
-from ..steps import async_tiles, fragment_products, gradient_rows, notes, row_facts
+from ..steps import async_tiles, block_state, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
@@ -79,11 +79,16 @@ class Smem(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
+    head_dim, head_dim_v, head_dim_padded, head_dim_v_padded = (
+        config.head_dim,
+        config.head_dim_v,
+        config.head_dim_padded,
+        config.head_dim_v_padded,
+    )
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
-    _, v_at, q_at, do_at, rows_at, weights_at, seen_at, notes_at, warps_at, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, rows_at, weights_at, seen_at, state_at, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
-    bases_at, facts_at, offset_at, walk_at, tile_at, origin_at = (notes_at + n * notes.SIZE for n in range(6))
+    bases_at, lse_delta_at, offset_at, walk_at, tile_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
     alignment = config.ALIGNMENT
     stages, other_stage = config.stages, config.stages - 1
     q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
@@ -93,14 +98,22 @@ def make(config):
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
     columns = config.group_columns
-    dk_columns, dv_columns = (depth, width) if groups == 1 else (columns, columns)  # that a warp sums up
+    dk_columns, dv_columns = (
+        (head_dim_padded, head_dim_v_padded) if groups == 1 else (columns, columns)
+    )  # that a warp sums up
     dk_count, dv_count = strips * dk_columns // 2 if of_dk else 1, strips * dv_columns // 2 if of_dv else 1
-    k_count, v_count = strips * depth // 4, strips * width // 4 if of_dk else 1
+    k_count, v_count = strips * head_dim_padded // 4, strips * head_dim_v_padded // 4 if of_dk else 1
     row_steps, a_count = -(-row_chunks // threads), 4 * strips
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
-    load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
+    load_k, load_v = (
+        async_tiles.loader(tile_n, head_dim_padded, threads),
+        async_tiles.loader(tile_n, head_dim_v_padded, threads),
+    )
+    load_q, load_do = (
+        async_tiles.loader(tile_m, head_dim_padded, threads),
+        async_tiles.loader(tile_m, head_dim_v_padded, threads),
+    )
     keys_and_start = positions.make(config)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
@@ -110,15 +123,15 @@ def make(config):
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
-    load_k_frag, load_v_frag = load_own(depth), load_own(width)
-    multiply_k_q, multiply_v_do = scores_product(depth), scores_product(width)
-    multiply_p_do, multiply_ds_q = gradient_product(width), gradient_product(depth)
+    load_k_frag, load_v_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
+    multiply_k_q, multiply_v_do = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
+    multiply_p_do, multiply_ds_q = gradient_product(head_dim_v_padded), gradient_product(head_dim_padded)
     stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
-    pieces, piece = row_facts.pieces, row_facts.PIECE
+    row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
 
     @inlined
     def aligned(address):
@@ -138,16 +151,16 @@ def make(config):
         return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
 
     @inlined
-    def load_rows(i, odd, base, smem, seqlen_q, thread):
-        """Start the copies of lse and -delta of query tile i of a head, whose pieces begin at address base, to stage
-        `odd`."""
+    def load_rows(i, stage, base, smem, seqlen_q, thread):
+        """Start the copies of lse and -delta of query tile i of a head, whose blocks of rows begin at address base, to
+        stage `stage`."""
         for step in range(row_steps):
             chunk = int32(thread + step * threads)
             if chunk < row_chunks:
-                here = int32(i * (tile_m // 16) + (chunk >> 3)) < pieces(seqlen_q)
+                here = int32(i * (tile_m // 16) + (chunk >> 3)) < row_blocks(seqlen_q)
                 at = base + int64(4) * int32(i * (2 * tile_m) + chunk * 4)
                 # Added up in an order that leaves nothing to be kept in a register between tiles.
-                to = smem.rows + odd * rows_stage + 16 * chunk if stages > 1 else smem.k + 16 * chunk + int32(rows_at)
+                to = smem.rows + stage * rows_stage + 16 * chunk if stages > 1 else smem.k + 16 * chunk + int32(rows_at)
                 cp_async.copy16(to, at, 16 if here else 0)
 
     @inlined
@@ -167,32 +180,36 @@ def make(config):
                         acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = four[half * 2 + i % 2].view(np.float32)
 
     @inlined
-    def note_place(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
-        """What every tile needs to know. Heads are counted from behind, so that `members` says which one it is."""
+    def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
+        """What every tile needs to know. Heads are counted from behind, so that `heads_left` says which one it is."""
         end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
         if thread == 0:
             q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
             # Addresses: pointers, which are parameters, would be kept in registers through the loop.
-            notes.put(k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end))
-            facts_end = int64(b * sizes.heads + end_head) * (pieces(sizes.seqlen_q) * piece)
-            notes.put(k_smem + int32(facts_at), memory.address(arrays.row_facts, facts_end), int64(end_head))
-            notes.put(k_smem + int32(offset_at), q_start - first_key, keys)
-            notes.put_range(k_smem + int32(walk_at), walk[0], walk[1])
-            notes.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
-            notes.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
+            block_state.put(
+                k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
+            )
+            lse_delta_end = int64(b * sizes.heads + end_head) * (row_blocks(sizes.seqlen_q) * block_words)
+            block_state.put(
+                k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
+            )
+            block_state.put(k_smem + int32(offset_at), q_start - first_key, keys)
+            block_state.put_range(k_smem + int32(walk_at), walk[0], walk[1])
+            block_state.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
+            block_state.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
             if reads:
                 origin = origin_of(b, end_head, first_key, arrays, strides)
-                notes.put(k_smem + int32(origin_at), origin.bias, origin.bits)
+                block_state.put(k_smem + int32(origin_at), origin.bias, origin.bits)
         if thread < tile_n:  # the queries that see a key
             first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
             end_query = first_query if first_key + thread >= keys else end_query
-            notes.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
+            block_state.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
 
     @inlined
     def distances(i, thread, k_smem, distance):
         """q_pos - k_pos of the lane's keys and its first column of query tile i."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        from_first_key, _ = notes.get(k_smem + int32(offset_at))
+        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
         for r in range(rows):
             key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
@@ -203,15 +220,15 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
-        first_query, end_query = notes.get_range(k_smem + int32(seen_at) + 8 * key)
+        first_query, end_query = block_state.get_range(k_smem + int32(seen_at) + 8 * key)
         return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
 
     @inlined
-    def term_of(members, k_smem, arrays, strides):
+    def term_of(heads_left, k_smem, arrays, strides):
         """What the scores of the head share (kernels/score/fragments.py)."""
-        b, _ = notes.get(k_smem + int32(tile_at))
-        _, end_head = notes.get(k_smem + int32(facts_at))
-        return row_term(b, end_head - members, arrays, strides)
+        b, _ = block_state.get(k_smem + int32(tile_at))
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        return row_term(b, end_head - heads_left, arrays, strides)
 
     @inlined
     def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):
@@ -247,77 +264,77 @@ def make(config):
                         registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
 
     @inlined
-    def queries_at(i, members, strides, k_smem):
+    def queries_at(i, heads_left, strides, k_smem):
         """The address of Q of query tile i of a head."""
-        q_end, _ = notes.get(k_smem + int32(bases_at))
-        return q_end + 2 * (int32(i * int32(tile_m)) * strides.q[2] - members * strides.q[1])
+        q_end, _ = block_state.get(k_smem + int32(bases_at))
+        return q_end + 2 * (int32(i * int32(tile_m)) * strides.q[2] - heads_left * strides.q[1])
 
     @inlined
-    def others_at(i, members, strides, sizes, k_smem):
+    def others_at(i, heads_left, strides, sizes, k_smem):
         """The addresses of dO of query tile i of a head, and of the head's lse and -delta."""
-        _, do_end = notes.get(k_smem + int32(bases_at))
-        facts_end, _ = notes.get(k_smem + int32(facts_at))
-        do_place = do_end + 2 * (int32(i * int32(tile_m)) * strides.do[2] - members * strides.do[1])
-        return do_place, facts_end - members * (pieces(sizes.seqlen_q) * (4 * piece))
+        _, do_end = block_state.get(k_smem + int32(bases_at))
+        lse_delta_end, _ = block_state.get(k_smem + int32(lse_delta_at))
+        do_place = do_end + 2 * (int32(i * int32(tile_m)) * strides.do[2] - heads_left * strides.do[1])
+        return do_place, lse_delta_end - heads_left * (row_blocks(sizes.seqlen_q) * (4 * block_words))
 
     @inlined
-    def load_queries(i, odd, source, smem, strides, sizes, thread):
-        """Start the copies of Q of query tile i, which is at address `source`, to stage `odd`."""
+    def load_queries(i, stage, source, smem, strides, sizes, thread):
+        """Start the copies of Q of query tile i, which is at address `source`, to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
-        load_q(smem.q + odd * q_stage, source, 2 * strides.q[2], 0, rows_left, head_dim, thread)
+        load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, head_dim, thread)
 
     @inlined
-    def load_others(i, odd, sources, smem, strides, sizes, thread):
-        """Start the copies of dO, lse and -delta of query tile i to stage `odd`."""
+    def load_others(i, stage, sources, smem, strides, sizes, thread):
+        """Start the copies of dO, lse and -delta of query tile i to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
-        load_do(smem.do + odd * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, head_dim_v, thread)
-        load_rows(i, odd, sources[1], smem, sizes.seqlen_q, thread)
+        load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, head_dim_v, thread)
+        load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
 
     @inlined
-    def following(i, members, k_smem):
-        """-> (i, members) of the next query tile: after the last one the first one again, of the next head."""
-        begin, stop = notes.get_range(k_smem + int32(walk_at))
+    def following(i, heads_left, k_smem):
+        """-> (i, heads_left) of the next query tile: after the last one the first one again, of the next head."""
+        begin, stop = block_state.get_range(k_smem + int32(walk_at))
         after = int32(i + 1)
         last = after == stop
-        return begin if last else after, int32(members - 1) if last else members
+        return begin if last else after, int32(heads_left - 1) if last else heads_left
 
     @inlined
-    def is_whole(i, k_smem):
+    def is_unmasked(i, k_smem):
         """Whether every query of tile i sees every key of the block's."""
-        free, cut = notes.get_range(k_smem + int32(walk_at + 8))
+        free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
         return i >= free and i < cut
 
     @inlined
-    def turn(i, members, odd, smem, strides, sizes):
+    def prefetch(i, heads_left, stage, smem, strides, sizes):
         """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
-        next_i, next_members, next_odd = i, members, odd
+        next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
-            next_i, next_members = following(i, members, smem.k)
-            next_odd = int32(odd ^ 1)
-            others = others_at(next_i, next_members, strides, sizes, smem.k)
-        queries = queries_at(next_i, next_members, strides, smem.k)
+            next_i, next_heads_left = following(i, heads_left, smem.k)
+            next_stage = int32(stage ^ 1)
+            others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
+        queries = queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
         cuda.syncthreads()  # it is there, and everyone is done with the tile before
-        if next_members > 0:
+        if next_heads_left > 0:
             thread = special.thread_index()
-            load_queries(next_i, next_odd, queries, smem, strides, sizes, thread)
+            load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
             if stages > 1:
-                load_others(next_i, next_odd, others, smem, strides, sizes, thread)
+                load_others(next_i, next_stage, others, smem, strides, sizes, thread)
         cp_async.commit_group()
 
     @inlined
-    def half_turn(i, members, smem, strides, sizes):
+    def prefetch_second(i, heads_left, smem, strides, sizes):
         """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
-        next_i, next_members = following(i, members, smem.k)
-        others = others_at(next_i, next_members, strides, sizes, smem.k)
+        next_i, next_heads_left = following(i, heads_left, smem.k)
+        others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
-        if next_members > 0:
+        if next_heads_left > 0:
             load_others(next_i, 0, others, smem, strides, sizes, special.thread_index())
         cp_async.commit_group()
 
     @inlined
-    def scores_of_tile(odd, registers, smem):
-        """S^T and dP^T - delta of the query tile in stage `odd`."""
+    def scores_of_tile(stage, registers, smem):
+        """S^T and dP^T - delta of the query tile in stage `stage`."""
         # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
         acc_s, acc_dp, b_frag = registers.acc_s, registers.acc_dp, registers.b_frag
         thread = special.thread_index()
@@ -325,14 +342,14 @@ def make(config):
         for x in range(s_count):
             acc_s[x] = float32(0)
         if stages > 1:
-            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + odd * q_stage + other_lane)
+            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + stage * q_stage + other_lane)
         if of_dk:
-            start_dp(acc_dp, smem.rows + odd * rows_stage + rows_of_part(thread), thread & int32(31))
-            multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + odd * do_stage + other_lane)
+            start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31))
+            multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + stage * do_stage + other_lane)
         if stages == 1:  # Q has come only now
             wait_all()
             cuda.syncthreads()
-            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + odd * q_stage + other_lane)
+            multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + stage * q_stage + other_lane)
 
     @inlined
     def first_own_column(thread):
@@ -345,54 +362,58 @@ def make(config):
         return int32((first_own_column(thread) >> 6) * (tile_m * 128) + lanes_of(thread)[2])
 
     @inlined
-    def gradients_of_tile(i, members, odd, registers, smem, term, distance, strides, sizes, score, masked):
-        """dK and dV += what the query tile in stage `odd` gives."""
+    def gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, strides, sizes, score, masked):
+        """dK and dV += what the query tile in stage `stage` gives."""
         acc_dk, acc_dv, a_frag, b_frag = registers.acc_dk, registers.acc_dv, registers.a_frag, registers.b_frag
         p_frag, ds_frag = registers.p_frag, registers.ds_frag
         thread = special.thread_index()
-        rows_tile = smem.rows + odd * rows_stage + rows_of_part(thread)
+        rows_tile = smem.rows + stage * rows_stage + rows_of_part(thread)
         weigh(i, registers, smem.k, rows_tile, thread, term, distance, score, masked)
-        q_tile, do_tile = smem.q + odd * q_stage, smem.do + odd * do_stage
+        q_tile, do_tile = smem.q + stage * q_stage, smem.do + stage * do_stage
         if groups > 1:
             # With the thread's number read anew for each product, places are not kept in registers through the others.
             weights, barrier = smem.k + int32(weights_at), (thread >> int32(5) >> shift) + 1
             put(p_frag, weights, thread)
             own_columns = do_tile + own_panels(thread)
-            own_product(acc_dv, p_frag, b_frag, own_columns, width - first_own_column(thread), thread)
+            own_product(acc_dv, p_frag, b_frag, own_columns, head_dim_v_padded - first_own_column(thread), thread)
             bar.sync(barrier, 32 * groups)
             thread = special.thread_index()
             own_columns, own_rows = do_tile + own_panels(thread), weights + lanes_of(thread)[0]
-            others_product(acc_dv, a_frag, b_frag, own_rows, own_columns, width - first_own_column(thread), thread)
+            others_product(
+                acc_dv, a_frag, b_frag, own_rows, own_columns, head_dim_v_padded - first_own_column(thread), thread
+            )
             if stages == 1:
-                half_turn(i, members, smem, strides, sizes)
+                prefetch_second(i, heads_left, smem, strides, sizes)
             else:
                 bar.sync(barrier, 32 * groups)  # everyone is done with P
             thread = special.thread_index()
             put(ds_frag, weights, thread)
             own_columns = q_tile + own_panels(thread)
-            own_product(acc_dk, ds_frag, b_frag, own_columns, depth - first_own_column(thread), thread)
+            own_product(acc_dk, ds_frag, b_frag, own_columns, head_dim_padded - first_own_column(thread), thread)
             bar.sync(barrier, 32 * groups)
             thread = special.thread_index()
             own_columns, own_rows = q_tile + own_panels(thread), weights + lanes_of(thread)[0]
-            others_product(acc_dk, a_frag, b_frag, own_rows, own_columns, depth - first_own_column(thread), thread)
+            others_product(
+                acc_dk, a_frag, b_frag, own_rows, own_columns, head_dim_padded - first_own_column(thread), thread
+            )
         else:
             _, _, other_transposed = lanes_of(thread)
             q_tile, do_tile = q_tile + other_transposed, do_tile + other_transposed
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
             if stages == 1:
-                half_turn(i, members, smem, strides, sizes)
+                prefetch_second(i, heads_left, smem, strides, sizes)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
     @inlined
-    def load_for_scores(i, members, registers, k_smem, arrays, strides, sizes, masked):
+    def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
         """What the scores of query tile i of a head need from global memory, while they are computed."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        bias, bits = notes.get(k_smem + int32(origin_at))
-        _, tile = notes.get(k_smem + int32(tile_at))
-        bias, bits = bias - members * of_head(arrays, strides)[0], bits - members * of_head(arrays, strides)[1]
+        bias, bits = block_state.get(k_smem + int32(origin_at))
+        _, tile = block_state.get(k_smem + int32(tile_at))
+        bias, bits = bias - heads_left * of_head(arrays, strides)[0], bits - heads_left * of_head(arrays, strides)[1]
         part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
         origin, inside = Origin(bias, bits, int32(tile >> 32)), FALSE if masked else TRUE
         load_reads(
@@ -406,17 +427,17 @@ def make(config):
         return bias_item * strides.bias[1], 4 * strides.mask_bits_of_keys[1]
 
     @inlined
-    def step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, masked):
+    def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
         if reads:
-            load_for_scores(i, members, registers, smem.k, arrays, strides, sizes, masked)
-        turn(i, members, odd, smem, strides, sizes)
-        scores_of_tile(odd, registers, smem)
+            load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
+        prefetch(i, heads_left, stage, smem, strides, sizes)
+        scores_of_tile(stage, registers, smem)
         term = float32(0)
         if has_row_term:
-            term = term_of(members, smem.k, arrays, strides)
+            term = term_of(heads_left, smem.k, arrays, strides)
             distances(i, special.thread_index(), smem.k, distance)
-        gradients_of_tile(i, members, odd, registers, smem, term, distance, strides, sizes, score, masked)
+        gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, strides, sizes, score, masked)
 
     @cuda.jit
     def flash_attention_mma_dkdv(arrays, strides, sizes, score):
@@ -424,10 +445,10 @@ def make(config):
         thread = special.thread_index()
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
-            k_smem,  # (tile_n, depth)
-            k_smem + int32(v_at),  # (tile_n, width)
-            k_smem + int32(q_at),  # (stages, tile_m, depth)
-            k_smem + int32(do_at),  # (stages, tile_m, width)
+            k_smem,  # (tile_n, head_dim_padded)
+            k_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
+            k_smem + int32(q_at),  # (stages, tile_m, head_dim_padded)
+            k_smem + int32(do_at),  # (stages, tile_m, head_dim_v_padded)
             k_smem + int32(rows_at),  # (stages, tile_m)
         )
         b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, seqlen_k)
@@ -447,7 +468,7 @@ def make(config):
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
         walk = (begin, stop, free, cut)
-        note_place(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread)
+        set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -457,8 +478,8 @@ def make(config):
             cuda.local.array(dv_count, float32),  # acc_dv (strips, dv_columns / 8, 4)
             cuda.local.array(frag_count, uint32),  # p_frag (strips, part / 8, 2)
             cuda.local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
-            cuda.local.array(k_count, uint32),  # k_frag (strips, depth / 16, 4)
-            cuda.local.array(v_count, uint32),  # v_frag (strips, width / 16, 4)
+            cuda.local.array(k_count, uint32),  # k_frag (strips, head_dim_padded / 16, 4)
+            cuda.local.array(v_count, uint32),  # v_frag (strips, head_dim_v_padded / 16, 4)
             cuda.local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
             cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
             cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
@@ -470,20 +491,20 @@ def make(config):
         for x in range(dv_count):
             registers.acc_dv[x] = float32(0)
 
-        # odd: which stage is in use; members: heads of the group that are left.
-        i, odd, members, whole = begin, int32(0), int32(0), begin >= free and begin < cut
+        # stage: which stage is in use; heads_left: heads of the group that are left.
+        i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut
         if begin < stop and keys_left > 0:
-            members = group
+            heads_left = group
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, head_dim, thread)
             if of_dk:
                 v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
                 load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, head_dim_v, thread)
-            others = others_at(i, members, strides, sizes, smem.k)
-            load_others(i, odd, others, smem, strides, sizes, thread)
+            others = others_at(i, heads_left, strides, sizes, smem.k)
+            load_others(i, stage, others, smem, strides, sizes, thread)
             if stages > 1:
-                queries = queries_at(i, members, strides, smem.k)
-                load_queries(i, odd, queries, smem, strides, sizes, thread)
+                queries = queries_at(i, heads_left, strides, smem.k)
+                load_queries(i, stage, queries, smem, strides, sizes, thread)
         cp_async.commit_group()
         if in_registers:
             wait_all()
@@ -493,19 +514,19 @@ def make(config):
             if of_dk:
                 load_v_frag(registers.v_frag, smem.v + own_lane)
 
-        while members > 0:
+        while heads_left > 0:
             # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
             # window, some of the first kind again; and all this for each head of the group.
-            while members > 0 and not whole:
-                step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, TRUE)
-                odd = int32(odd ^ other_stage)
-                i, members = following(i, members, smem.k)
-                whole = is_whole(i, smem.k)
-            while members > 0 and whole:
-                step(i, members, odd, registers, smem, distance, arrays, strides, sizes, score, FALSE)
-                odd = int32(odd ^ other_stage)
-                i, members = following(i, members, smem.k)
-                whole = is_whole(i, smem.k)
+            while heads_left > 0 and not whole:
+                step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, TRUE)
+                stage = int32(stage ^ other_stage)
+                i, heads_left = following(i, heads_left, smem.k)
+                whole = is_unmasked(i, smem.k)
+            while heads_left > 0 and whole:
+                step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, FALSE)
+                stage = int32(stage ^ other_stage)
+                i, heads_left = following(i, heads_left, smem.k)
+                whole = is_unmasked(i, smem.k)
 
         # dK and dV to the place of the warp's own rows of K and V, and from there to global memory.
         wait_all()
@@ -514,10 +535,10 @@ def make(config):
         bar.sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
-        # From the notes: kept through the loop, it would cost the registers that S needs.
-        b, tile = notes.get(k_smem + int32(tile_at))
+        # From the state of the block: kept through the loop, it would cost the registers that S needs.
+        b, tile = block_state.get(k_smem + int32(tile_at))
         first_key, h_kv = int32(tile >> 32), int32(tile)
-        from_first_key, keys = notes.get(k_smem + int32(offset_at))
+        from_first_key, keys = block_state.get(k_smem + int32(offset_at))
         q_start = from_first_key + first_key
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))

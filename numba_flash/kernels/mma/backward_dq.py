@@ -28,7 +28,7 @@ from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..score.stage import FragmentAt
-from ..steps import async_tiles, fragment_products, gradient_rows, notes, row_facts
+from ..steps import async_tiles, block_state, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
@@ -72,10 +72,15 @@ class Lanes(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v, depth, width = config.head_dim, config.head_dim_v, config.depth, config.width
+    head_dim, head_dim_v, head_dim_padded, head_dim_v_padded = (
+        config.head_dim,
+        config.head_dim_v,
+        config.head_dim_padded,
+        config.head_dim_v_padded,
+    )
     in_registers, alignment = config.in_registers, config.ALIGNMENT
-    _, do_at, k_at, v_at, weights_at, of_rows_at, notes_at, warps_at, _ = config.shared_offsets()
-    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (notes_at + n * notes.SIZE for n in range(6))
+    _, do_at, k_at, v_at, weights_at, of_rows_at, state_at, warps_at, _ = config.shared_offsets()
+    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
     stages, other_stage = config.stages, config.stages - 1
     k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
@@ -83,12 +88,18 @@ def make(config):
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     columns = config.group_columns
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
-    dq_count = strips * (depth if groups == 1 else columns) // 2
-    q_count, do_count, a_count = strips * depth // 4, strips * width // 4, 4 * strips
+    dq_count = strips * (head_dim_padded if groups == 1 else columns) // 2
+    q_count, do_count, a_count = strips * head_dim_padded // 4, strips * head_dim_v_padded // 4, 4 * strips
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    load_q, load_do = async_tiles.loader(tile_m, depth, threads), async_tiles.loader(tile_m, width, threads)
-    load_k, load_v = async_tiles.loader(tile_n, depth, threads), async_tiles.loader(tile_n, width, threads)
+    load_q, load_do = (
+        async_tiles.loader(tile_m, head_dim_padded, threads),
+        async_tiles.loader(tile_m, head_dim_v_padded, threads),
+    )
+    load_k, load_v = (
+        async_tiles.loader(tile_n, head_dim_padded, threads),
+        async_tiles.loader(tile_n, head_dim_v_padded, threads),
+    )
     keys_and_start = positions.make(config)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
@@ -97,15 +108,20 @@ def make(config):
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
-    load_q_frag, load_do_frag = load_own(depth), load_own(width)
-    multiply_q_k, multiply_do_v = scores_product(depth), scores_product(width)
-    multiply_ds_k = gradient_product(depth)
+    load_q_frag, load_do_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
+    multiply_q_k, multiply_do_v = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
+    multiply_ds_k = gradient_product(head_dim_padded)
     stage_dq, store_dq = gradient_rows.make(
         config.dtype, tile_m, warp_rows, head_dim if groups == 1 else columns, head_dim % 8 == 0
     )
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
-    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    row_blocks, block_words, place, minus_delta_at = (
+        lse_delta.row_blocks,
+        lse_delta.BLOCK_WORDS,
+        lse_delta.place,
+        lse_delta.MINUS_DELTA,
+    )
     inf = float32(math.inf)
 
     @inlined
@@ -130,39 +146,41 @@ def make(config):
         return QueryTile(b, h, first_query, int32(0)), TileKeys(h_kv, int32(keys), first_query + q_start)
 
     @inlined
-    def note_place(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
+    def set_up_state(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
         """What every tile needs to know."""
         b, h, first_query, _ = tile
         h_kv, keys, tile_pos = tile_keys
         if thread == 0:
             k_base, v_base = row_base(strides.k, b, h_kv, 0), row_base(strides.v, b, h_kv, 0)
             # Addresses: pointers, which are parameters, would be kept in registers through the loop.
-            notes.put(q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base))
-            notes.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
-            notes.put(q_smem + int32(head_at), int64(b), int64(h))
-            notes.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
-            notes.put_range(q_smem + int32(walk_at), walk[0], walk[1])
+            block_state.put(
+                q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
+            )
+            block_state.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
+            block_state.put(q_smem + int32(head_at), int64(b), int64(h))
+            block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
+            block_state.put_range(q_smem + int32(walk_at), walk[0], walk[1])
             if reads:
                 origin = origin_of(b, h, first_query, arrays, strides)
-                notes.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-        head_facts = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece)
+                block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
+        head_lse_delta = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
             if row < tile_m:
                 first_key, end_key = row_keys(tile_pos + row, sizes.left, sizes.right, keys)
                 lse_log2, minus_delta = inf, float32(0)
                 if first_query + row < sizes.seqlen_q:
-                    at = head_facts + place(first_query + row)
-                    lse_log2, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                    at = head_lse_delta + place(first_query + row)
+                    lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
                 of_row = q_smem + int32(of_rows_at) + 16 * row
-                notes.put_range(of_row, int32(first_key), int32(end_key))
+                block_state.put_range(of_row, int32(first_key), int32(end_key))
                 ld_st.store_b32(of_row + 8, float32(lse_log2).view(np.uint32))
                 ld_st.store_b32(of_row + 12, float32(minus_delta).view(np.uint32))
 
     @inlined
-    def is_whole(j, q_smem):
+    def is_unmasked(j, q_smem):
         """Whether every row sees every key of tile j."""
-        free, cut = notes.get_range(q_smem + int32(walk_at))
+        free, cut = block_state.get_range(q_smem + int32(walk_at))
         return j >= free and j < cut
 
     @inlined
@@ -175,7 +193,7 @@ def make(config):
     def distances(j, thread, q_smem, distance):
         """q_pos - k_pos of the lane's rows and its first column of key tile j."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile_pos, _ = notes.get(q_smem + int32(keys_at))
+        tile_pos, _ = block_state.get(q_smem + int32(keys_at))
         for r in range(rows):
             row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
             distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
@@ -184,35 +202,35 @@ def make(config):
     def places_of(j, strides, q_smem):
         """-> (the address of K of key tile j, that of V, how many keys are left from there on)."""
         first_key = int32(j * int32(tile_n))
-        k_base, v_base = notes.get(q_smem + int32(bases_at))
-        _, keys = notes.get(q_smem + int32(keys_at))
+        k_base, v_base = block_state.get(q_smem + int32(bases_at))
+        _, keys = block_state.get(q_smem + int32(keys_at))
         return k_base + 2 * (first_key * strides.k[2]), v_base + 2 * (first_key * strides.v[2]), int32(keys) - first_key
 
     @inlined
-    def load_keys(places, odd, strides, smem, thread):
-        """Start the copies of K of a key tile to stage `odd`."""
-        load_k(smem.k + odd * k_stage, places[0], 2 * strides.k[2], 0, places[2], head_dim, thread)
+    def load_keys(places, stage, strides, smem, thread):
+        """Start the copies of K of a key tile to stage `stage`."""
+        load_k(smem.k + stage * k_stage, places[0], 2 * strides.k[2], 0, places[2], head_dim, thread)
 
     @inlined
-    def load_values(places, odd, strides, smem, thread):
-        """Start the copies of V of a key tile to stage `odd`."""
-        load_v(smem.v + odd * v_stage, places[1], 2 * strides.v[2], 0, places[2], head_dim_v, thread)
+    def load_values(places, stage, strides, smem, thread):
+        """Start the copies of V of a key tile to stage `stage`."""
+        load_v(smem.v + stage * v_stage, places[1], 2 * strides.v[2], 0, places[2], head_dim_v, thread)
 
     @inlined
-    def turn(j, odd, begin, smem, strides):
+    def prefetch(j, stage, begin, smem, strides):
         """Wait for V of tile j, with two stages for K too, and start the copies of what has a place now."""
         places = places_of(j if stages == 1 else int32(j - 1), strides, smem.q)
         wait_all()
         cuda.syncthreads()  # it is there, and everyone is done with the tile before
         if stages == 1:
-            load_keys(places, odd, strides, smem, special.thread_index())
+            load_keys(places, stage, strides, smem, special.thread_index())
         elif j > begin:
-            load_keys(places, int32(odd ^ 1), strides, smem, special.thread_index())
-            load_values(places, int32(odd ^ 1), strides, smem, special.thread_index())
+            load_keys(places, int32(stage ^ 1), strides, smem, special.thread_index())
+            load_values(places, int32(stage ^ 1), strides, smem, special.thread_index())
         cp_async.commit_group()
 
     @inlined
-    def half_turn(j, begin, smem, strides):
+    def prefetch_second(j, begin, smem, strides):
         """With one stage: wait for K of tile j and start the copies of V of the next one, tile j - 1."""
         places = places_of(int32(j - 1), strides, smem.q)
         wait_all()
@@ -263,8 +281,8 @@ def make(config):
         """What the scores of tile j need from global memory, while they are computed."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        bias, bits = notes.get(q_smem + int32(origin_at))
-        first_query, _ = notes.get(q_smem + int32(tile_at))
+        bias, bits = block_state.get(q_smem + int32(origin_at))
+        first_query, _ = block_state.get(q_smem + int32(tile_at))
         part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
         origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
         load_reads(
@@ -273,10 +291,10 @@ def make(config):
         )  # fmt: skip
 
     @inlined
-    def products_of_tile(j, odd, begin, registers, smem, lanes, term, strides, score, masked):
-        """dQ += what the key tile in stage `odd` gives."""
+    def products_of_tile(j, stage, begin, registers, smem, lanes, term, strides, score, masked):
+        """dQ += what the key tile in stage `stage` gives."""
         acc_s, acc_dp, acc_dq, b_frag = registers.acc_s, registers.acc_dp, registers.acc_dq, registers.b_frag
-        k_tile, v_tile = smem.k + odd * k_stage, smem.v + odd * v_stage
+        k_tile, v_tile = smem.k + stage * k_stage, smem.v + stage * v_stage
         for x in range(s_count):
             acc_s[x] = float32(0)
         if stages > 1:
@@ -285,7 +303,7 @@ def make(config):
         start_dp(acc_dp, smem.q, thread)
         multiply_do_v(acc_dp, registers.do_frag, b_frag, smem.do + lanes.own, v_tile + lanes.other)
         if stages == 1:  # K has come only now
-            half_turn(j, begin, smem, strides)
+            prefetch_second(j, begin, smem, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
         weigh(j, registers, smem.q, thread, term, score, masked)
@@ -294,21 +312,23 @@ def make(config):
             first = (warp & (groups - 1)) * columns
             k_tile += lanes.transposed + (first >> 6) * (tile_n * 128)
             put(registers.ds_frag, weights, thread)
-            own_product(acc_dq, registers.ds_frag, b_frag, k_tile, depth - first, thread)
+            own_product(acc_dq, registers.ds_frag, b_frag, k_tile, head_dim_padded - first, thread)
             bar.sync((warp >> shift) + 1, 32 * groups)
-            others_product(acc_dq, registers.a_frag, b_frag, weights + lanes.own, k_tile, depth - first, thread)
+            others_product(
+                acc_dq, registers.a_frag, b_frag, weights + lanes.own, k_tile, head_dim_padded - first, thread
+            )
         else:
             multiply_ds_k(acc_dq, registers.ds_frag, b_frag, k_tile + lanes.transposed)
 
     @inlined
-    def step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
+    def step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
         """One key tile. masked, a constant: some row does not see some key."""
         if reads:
             load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
-        turn(j, odd, begin, smem, strides)
+        prefetch(j, stage, begin, smem, strides)
         if has_row_term:
             distances(j, special.thread_index(), smem.q, registers.distance)
-        products_of_tile(j, odd, begin, registers, smem, lanes, term, strides, score, masked)
+        products_of_tile(j, stage, begin, registers, smem, lanes, term, strides, score, masked)
 
     @cuda.jit
     def flash_attention_mma_dq(arrays, strides, sizes, score):
@@ -318,10 +338,10 @@ def make(config):
 
         q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
-            q_smem,  # (tile_m, depth)
-            q_smem + int32(do_at),  # (tile_m, width)
-            q_smem + int32(k_at),  # (stages, tile_n, depth)
-            q_smem + int32(v_at),  # (stages, tile_n, width)
+            q_smem,  # (tile_m, head_dim_padded)
+            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(k_at),  # (stages, tile_n, head_dim_padded)
+            q_smem + int32(v_at),  # (stages, tile_n, head_dim_v_padded)
         )
         own_lane, other_lane, transposed_lane = lanes_of(thread)
         lanes = Lanes(own_lane, other_lane, transposed_lane)
@@ -336,16 +356,16 @@ def make(config):
             first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
-        note_place(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
+        set_up_state(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
             cuda.local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
             cuda.local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
-            cuda.local.array(dq_count, float32),  # acc_dq (strips, depth / 8, 4)
+            cuda.local.array(dq_count, float32),  # acc_dq (strips, head_dim_padded / 8, 4)
             cuda.local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
-            cuda.local.array(q_count, uint32),  # q_frag (strips, depth / 16, 4)
-            cuda.local.array(do_count, uint32),  # do_frag (strips, width / 16, 4)
+            cuda.local.array(q_count, uint32),  # q_frag (strips, head_dim_padded / 16, 4)
+            cuda.local.array(do_count, uint32),  # do_frag (strips, head_dim_v_padded / 16, 4)
             cuda.local.array(a_count, uint32),  # a_frag (strips, 4): dS from shared memory
             cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
             cuda.local.array(rows, float32),  # distance
@@ -355,16 +375,16 @@ def make(config):
         for x in range(dq_count):
             registers.acc_dq[x] = float32(0)
 
-        j, odd = int32(stop - 1), int32(0)  # odd: which stage is in use
+        j, stage = int32(stop - 1), int32(0)  # stage: which stage is in use
         if j >= begin:
             q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
             do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
             load_q(smem.q, q_global, 2 * strides.q[2], 0, queries_left, head_dim, thread)
             load_do(smem.do, do_global, 2 * strides.do[2], 0, queries_left, head_dim_v, thread)
             places = places_of(j, strides, q_smem)
-            load_values(places, odd, strides, smem, thread)
+            load_values(places, stage, strides, smem, thread)
             if stages > 1:
-                load_keys(places, odd, strides, smem, thread)
+                load_keys(places, stage, strides, smem, thread)
         cp_async.commit_group()
         term = row_term(tile.b, tile.h, arrays, strides)
         if in_registers:
@@ -378,20 +398,20 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and not whole:
-                step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
-                j, odd = int32(j - 1), int32(odd ^ other_stage)
-                whole = is_whole(j, q_smem)
+                step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
+                j, stage = int32(j - 1), int32(stage ^ other_stage)
+                whole = is_unmasked(j, q_smem)
             while j >= begin and whole:
-                step(j, odd, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
-                j, odd = int32(j - 1), int32(odd ^ other_stage)
-                whole = is_whole(j, q_smem)
+                step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
+                j, stage = int32(j - 1), int32(stage ^ other_stage)
+                whole = is_unmasked(j, q_smem)
 
         # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
-        # notes: kept through the loop, it would cost the registers that S needs.
+        # state of the block: kept through the loop, it would cost the registers that S needs.
         wait_all()
-        position, keys = notes.get(q_smem + int32(keys_at))
-        b, h = notes.get(q_smem + int32(head_at))
-        first_query, h_kv = notes.get(q_smem + int32(tile_at))
+        position, keys = block_state.get(q_smem + int32(keys_at))
+        b, h = block_state.get(q_smem + int32(head_at))
+        first_query, h_kv = block_state.get(q_smem + int32(tile_at))
         tile = QueryTile(int32(b), int32(h), int32(first_query), int32(0))
         tile_keys = TileKeys(int32(h_kv), int32(keys), position)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))

@@ -2,10 +2,10 @@
 
     delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
 
-A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/row_facts.py says what is written where.
+A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py says what is written where.
 Before wgmma_backward_fused it also sets the ticket and the counts of its turns to zero.
 
-Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole pieces of 16 queries.
+Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
 """
 
 import math
@@ -15,10 +15,10 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, memory, shfl, special
 from ..score.stage import LOG2_E
-from ..steps import elements, row_facts
+from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.row_facts import TURNS_AT
+from ..steps.lse_delta import TURNS_AT
 from ..steps.tiles import row_base
 
 
@@ -31,8 +31,8 @@ def make(config):
     load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
     bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
     thread_index, block_index = special.thread_index, special.block_index
-    pieces, place, piece = row_facts.pieces, row_facts.place, row_facts.PIECE
-    minus_delta_at = row_facts.MINUS_DELTA
+    row_blocks, place, block_words = lse_delta.row_blocks, lse_delta.place, lse_delta.BLOCK_WORDS
+    minus_delta_at = lse_delta.MINUS_DELTA
     turns_of, turns_at = config.turns_of, TURNS_AT
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
@@ -45,11 +45,11 @@ def make(config):
         return high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
 
     @cuda.jit
-    def facts_of_rows(arrays, strides, sizes):
+    def preprocess(arrays, strides, sizes):
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = thread_index(), block_index()
-        head_pieces = pieces(seqlen_q)
-        tiles = divide(int32(head_pieces * 16 + (rows - 1)), rows)
+        head_row_blocks = row_blocks(seqlen_q)
+        tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
@@ -80,7 +80,7 @@ def make(config):
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
                 arrays.turns[turns_at + 2 * tile] = uint32(0)
                 arrays.turns[turns_at + 2 * tile + 1] = uint32(0)
-        if lane == 0 and query < head_pieces * 16:
+        if lane == 0 and query < head_row_blocks * 16:
             lse = inf
             if query < seqlen_q:
                 at = (b * heads + h) * seqlen_q + query
@@ -88,8 +88,8 @@ def make(config):
                 lse = inf if lse == -inf else lse
                 if has_dlse:
                     part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
-            at = int64(head_of_all) * (head_pieces * piece) + place(query)
-            arrays.row_facts[at] = lse
-            arrays.row_facts[at + minus_delta_at] = -part
+            at = int64(head_of_all) * (head_row_blocks * block_words) + place(query)
+            arrays.lse_delta[at] = lse
+            arrays.lse_delta[at + minus_delta_at] = -part
 
-    return facts_of_rows
+    return preprocess

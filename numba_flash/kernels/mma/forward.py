@@ -23,7 +23,7 @@ from ..score import fragment_functions, fragments, positions
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
-from ..steps import async_tiles, fragment_softmax, notes, numbers, recompute_whole_rows
+from ..steps import async_tiles, block_state, fragment_softmax, numbers, recompute_whole_rows
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
@@ -74,22 +74,24 @@ class Places(NamedTuple):
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    depth, width, v_parts = config.depth, config.width, config.v_parts
-    _, k_at, v_at, notes_at, tile_notes_at, _ = config.shared_offsets()
-    bases_at, keys_at, origin_at, query_at = (tile_notes_at + n * notes.SIZE for n in range(4))  # the last two: if read
-    alignment, notes_bytes = config.ALIGNMENT, config.NOTE_BYTES * config.tile_m
-    many_copies = max(depth, width) > 128
-    group, queries = config.group, config.queries
+    head_dim_padded, head_dim_v_padded, v_parts = config.head_dim_padded, config.head_dim_v_padded, config.v_parts
+    _, k_at, v_at, row_states_at, tile_state_at, _ = config.shared_offsets()
+    bases_at, keys_at, origin_at, query_at = (
+        tile_state_at + n * block_state.SIZE for n in range(4)
+    )  # the last two: if read
+    alignment, row_states_bytes = config.ALIGNMENT, config.ROW_STATE_BYTES * config.tile_m
+    many_copies = max(head_dim_padded, head_dim_v_padded) > 128
+    group, queries = config.group_size, config.queries
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     o_blocks = config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
-    q_registers, scaled, size = config.q_registers, config.scaled, config.item_size
+    q_registers, scores_finished, size = config.q_registers, config.scores_finished, config.item_size
     real = numbers.of(config.compute_dtype).real
 
-    load_q = async_tiles.loader(tile_m, depth, threads, group, size)
-    load_k = async_tiles.loader(tile_n, depth, threads, 1, size)
-    load_v = async_tiles.loader(tile_n, width, threads, 1, size)
+    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, group, size)
+    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size)
+    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size)
     wait_all = cp_async.wait_group(0)
     keys_and_start = positions.make(config)
     row_term = fragments.chain(config).row_term
@@ -143,8 +145,8 @@ def make(config):
     def load_for_scores(j, registers, row, places, arrays, strides, sizes, masked):
         """What the scores of tile j need from global memory, while they are computed."""
         now = special.thread_index()
-        bias, bits = notes.get(places.q + int32(origin_at))
-        first_query, _ = notes.get(places.q + int32(query_at))
+        bias, bits = block_state.get(places.q + int32(origin_at))
+        first_query, _ = block_state.get(places.q + int32(query_at))
         origin = Origin(bias, bits, int32(first_query))
         first_row = (now >> int32(5 + shift)) * warp_rows
         inside = FALSE if masked else TRUE
@@ -155,10 +157,10 @@ def make(config):
     @inlined
     def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
-        _, v_global = notes.get(places.q + int32(bases_at))
+        _, v_global = block_state.get(places.q + int32(bases_at))
         rows_left = int32(tile_n)
         if masked:
-            _, keys = notes.get(places.q + int32(keys_at))
+            _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
         source = v_global + j * tile_n * v_bytes
         wait_all()
@@ -175,14 +177,14 @@ def make(config):
         if masked:
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
             now = special.thread_index()
-            position, keys = notes.get(places.q + int32(keys_at))
+            position, keys = block_state.get(places.q + int32(keys_at))
             first_row = (now >> int32(5 + shift)) * warp_rows
             left, right = sizes.left, sizes.right
             visible(
                 j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance
             )  # fmt: skip
-        elif scaled:
-            position, _ = notes.get(places.q + int32(keys_at))
+        elif scores_finished:
+            position, _ = block_state.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
             for r in range(rows):
                 row.distance[r] = real(position + row.query[r] - j * tile_n - lane_column)
@@ -190,14 +192,14 @@ def make(config):
             hide(row.mask_bits, row.shown_bits, masked)
         if has_functions:
             now = special.thread_index()
-            position, _ = notes.get(places.q + int32(keys_at))
+            position, _ = block_state.get(places.q + int32(keys_at))
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5)) * warp_rows
             apply_functions(
                 acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, arrays,
                 strides, score,
             )  # fmt: skip
-        if scaled:
+        if scores_finished:
             finish_scores(acc_s, row.term, row.distance, loaded, score)
         if masked:
             mask_scores(acc_s, row.mask_bits)
@@ -208,7 +210,7 @@ def make(config):
     @inlined
     def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
-        k_global, _ = notes.get(places.q + int32(bases_at))
+        k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (j - 1) * tile_n * k_bytes
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
@@ -238,15 +240,17 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        columns_left = int32(head_dim_v - tile.part * width)
+        columns_left = int32(head_dim_v - tile.part * head_dim_v_padded)
 
         smem = cuda.shared.array(0, uint8)
-        q_smem = aligned(shared.address(smem))  # (tile_m, depth)
-        k_smem = q_smem + int32(k_at)  # (tile_n, depth)
-        v_smem = q_smem + int32(v_at)  # (tile_n, width)
+        q_smem = aligned(shared.address(smem))  # (tile_m, head_dim_padded)
+        k_smem = q_smem + int32(k_at)  # (tile_n, head_dim_padded)
+        v_smem = q_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
         q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
         k_global = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, 0))
-        v_global = memory.address(arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, 0) + tile.part * width)
+        v_global = memory.address(
+            arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, 0) + tile.part * head_dim_v_padded
+        )
         q_bytes, head_bytes = size * strides.q[2], size * strides.q[1]
         k_bytes, v_bytes = size * strides.k[2], size * strides.v[2]
 
@@ -254,7 +258,7 @@ def make(config):
         places = Places(q_smem, q_lane, k_lane, v_lane, s_lane)
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
-            cuda.local.array(o_count, real),  # acc_o (strips, width / 8, 4)
+            cuda.local.array(o_count, real),  # acc_o (strips, head_dim_v_padded / 8, 4)
             cuda.local.array(p_count, fragment),  # p_frag
             cuda.local.array(q_count, fragment),  # q_frag
             cuda.local.array(kv_count, fragment),  # kv_frag
@@ -295,10 +299,10 @@ def make(config):
         if thread == 0:
             if reads:
                 origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
-                notes.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-                notes.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
-            notes.put(q_smem + int32(bases_at), k_global, v_global)
-            notes.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
+                block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
+                block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
+            block_state.put(q_smem + int32(bases_at), k_global, v_global)
+            block_state.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
         cuda.syncthreads()
         j = int32(stop - 1)
         load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
@@ -336,14 +340,14 @@ def make(config):
         finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
-        o_smem = aligned(shared.address(smem))  # (tile_m, width)
+        o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         owner, column_group = warp >> shift, warp & (groups - 1)
         own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
-        row_notes = o_smem + notes_at + column_group * notes_bytes
+        row_states = o_smem + row_states_at + column_group * row_states_bytes
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse, o_smem, row_notes, own, lane, owner, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
         )  # fmt: skip
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(owner * warp_rows, lane, row_notes, own, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(owner * warp_rows, lane, row_states, own, tile_keys, arrays, strides, sizes, score)
 
     return flash_attention_mma

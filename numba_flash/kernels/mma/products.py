@@ -1,7 +1,7 @@
 """The two products of a forward tile, Q . K^T and P . V, for one warp: a way for each size of elements.
 
 Every way has the same functions. Tiles of Q, K and V lie in panels in shared memory (ptx/fragments.py). acc_s
-(strips, tile_n / 8, 4) and acc_o (strips, width / 8, 4) are accumulators in strips of 16 rows.
+(strips, tile_n / 8, 4) and acc_o (strips, head_dim_v_padded / 8, 4) are accumulators in strips of 16 rows.
 """
 
 from collections.abc import Callable

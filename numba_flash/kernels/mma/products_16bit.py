@@ -13,16 +13,16 @@ from .products import Products
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, depth, width = (
-        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.width,
+    tile_m, tile_n, warp_rows, head_dim_padded, head_dim_v_padded = (
+        config.tile_m, config.tile_n, config.warp_rows, config.head_dim_padded, config.head_dim_v_padded,
     )  # fmt: skip
-    strips, s_blocks, o_blocks = warp_rows // 16, tile_n // 8, width // 8
+    strips, s_blocks, o_blocks = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8
     s_count = strips * s_blocks * 4
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
     # Steps of 16 of head_dim that are written out behind each other: all of them up to 128 and where Q stays in
     # registers, else some at a time, because the 16 steps of head_dim 256 spill registers. Q's fragments have a slot
     # for each, in name also where they share registers: that makes the compiler unroll the loop over them.
-    q_registers, steps = config.q_registers, depth // 16
+    q_registers, steps = config.q_registers, head_dim_padded // 16
     at_once = steps if q_registers or steps <= 8 else max(n for n in range(1, 9) if steps % n == 0)
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
 
@@ -38,7 +38,7 @@ def make(config):
 
     @inlined
     def load_q(q_frag, q_lane):
-        """q_frag (strips, depth / 16, 4) <- the warp's rows."""
+        """q_frag (strips, head_dim_padded / 16, 4) <- the warp's rows."""
         for strip in range(strips):
             for x in range(steps):
                 a = (strip * at_once + x) * 4
@@ -64,7 +64,7 @@ def make(config):
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
         for y in range(tile_n // 16):
-            for n in range(width // 16):
+            for n in range(head_dim_v_padded // 16):
                 ldmatrix.x4_trans(v_frag, 0, chunk_pair(v_lane, n, kv_panel) + y * 2048)  # (16 keys, 16)
                 for strip in range(strips):
                     a = (strip * s_blocks + 2 * y) * 2

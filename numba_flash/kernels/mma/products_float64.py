@@ -22,10 +22,10 @@ FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, depth, width = (
-        config.tile_m, config.tile_n, config.warp_rows, config.depth, config.group_columns,
+    tile_m, tile_n, warp_rows, head_dim_padded, head_dim_v_padded = (
+        config.tile_m, config.tile_n, config.warp_rows, config.head_dim_padded, config.group_columns,
     )  # fmt: skip
-    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, width // 8, depth // 16
+    strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8, head_dim_padded // 16
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores

@@ -12,13 +12,23 @@ from ..steps.plain import first_column_of, first_row_of, panel_offset
 
 def make(config):
     """-> write_rows, a device function."""
-    tile_m, warp_rows, width, group = config.tile_m, config.warp_rows, config.width, config.group
-    rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
+    tile_m, warp_rows, head_dim_v_padded, group = (
+        config.tile_m,
+        config.warp_rows,
+        config.head_dim_v_padded,
+        config.group_size,
+    )
+    rows, o_blocks, row_state_bytes, write_lse = (
+        warp_rows // 8,
+        head_dim_v_padded // 8,
+        config.ROW_STATE_BYTES,
+        config.write_lse,
+    )
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    store_rows, to_natural = output_rows.make(config, warp_rows, width), float32(1 / exponent_unit(config))
+    store_rows, to_natural = output_rows.make(config, warp_rows, head_dim_v_padded), float32(1 / exponent_unit(config))
 
     @inlined
-    def note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes):
+    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
         """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
         is not finite."""
         lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
@@ -37,8 +47,8 @@ def make(config):
             flag = uint32(0) if nonfinite == 0 else uint32(1)
             some |= flag
             if lane & 3 == 0:
-                ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
-                ld_st.store_b32(row_notes + tile_row * note_bytes + 4, lse[r].view(np.uint32))
+                ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
+                ld_st.store_b32(row_states + tile_row * row_state_bytes + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // group
                 if write_lse and tile.part == 0 and query < sizes.seqlen_q:
                     head = tile.b * sizes.heads + tile.h + tile_row % group
@@ -46,12 +56,12 @@ def make(config):
         return some
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
-        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_notes: where
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_states: where
         there is room for a note on each row (kernels/steps/recompute_rows.py)."""
-        some = note_rows(acc_o, inverse_l, lse, o_smem, row_notes, tile, lane, warp, arrays, sizes)
+        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
-        store_rows(warp * warp_rows, lane, o_smem, row_notes, tile, arrays, strides, sizes)
+        store_rows(warp * warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)
         return some
 
     return write_rows

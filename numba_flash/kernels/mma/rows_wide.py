@@ -16,9 +16,19 @@ FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's o
 
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
-    warp_rows, width, group, queries = config.warp_rows, config.group_columns, config.group, config.queries
-    rows, o_blocks, note_bytes, write_lse = warp_rows // 8, width // 8, config.NOTE_BYTES, config.write_lse
-    head_dim_v, wide_o, double = config.head_dim_v, config.wide_o, config.dtype == "float64"
+    warp_rows, head_dim_v_padded, group, queries = (
+        config.warp_rows,
+        config.group_columns,
+        config.group_size,
+        config.queries,
+    )
+    rows, o_blocks, row_state_bytes, write_lse = (
+        warp_rows // 8,
+        head_dim_v_padded // 8,
+        config.ROW_STATE_BYTES,
+        config.write_lse,
+    )
+    head_dim_v, o_vectorized, double = config.head_dim_v, config.o_vectorized, config.dtype == "float64"
     chunk = 16 // config.item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
     store = elements.storer(config.dtype)
     real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
@@ -45,7 +55,7 @@ def make(config):
                 for j in range(chunk):
                     values[j] = acc_o[((r // 2) * o_blocks + panel * chunk + j) * 4 + (r % 2) * 2 + half]
                 column = int32(first_column + (8 * panel + half) * chunk)
-                if wide_o:
+                if o_vectorized:
                     if column < columns_left:
                         store_16_bytes(values, to + 128 * panel + 16 * half)
                 else:
@@ -67,32 +77,32 @@ def make(config):
         return nonfinite == real(0)
 
     @inlined
-    def finish_row(r, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes):
+    def finish_row(r, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes):
         """-> 1 where the row is not finite."""
         tile_row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         query, head = tile_row // group, tile.h + tile_row % group
         flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
         if lane & 3 == 0:
-            ld_st.store_b32(row_notes + tile_row * note_bytes, flag)
+            ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
             if write_lse and tile.part == 0 and query < queries_left:
                 row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
                 arrays.lse[row] = lse_log2[r] * ln_2
         if flag == 0 and query < queries_left:
-            columns_left = int32(min(head_dim_v - tile.part * width, width))
-            row_at = tile.b * strides.o[0] + tile.part * width * strides.o[3]
+            columns_left = int32(min(head_dim_v - tile.part * head_dim_v_padded, head_dim_v_padded))
+            row_at = tile.b * strides.o[0] + tile.part * head_dim_v_padded * strides.o[3]
             row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
             write_row(acc_o, r, lane, row_at, columns_left, arrays, strides)
         return flag
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_notes, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
         # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
-        some = finish_row(FIRST, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
-        some |= finish_row(SECOND, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+        some = finish_row(FIRST, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
+        some |= finish_row(SECOND, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
         if rows > 2:
-            some |= finish_row(THIRD, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
-            some |= finish_row(FOURTH, acc_o, inverse_l, lse_log2, row_notes, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(THIRD, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(FOURTH, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
         bar.warp_sync()  # the flags are read by the whole warp
         return some
 

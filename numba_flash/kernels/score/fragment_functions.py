@@ -27,7 +27,7 @@ class FragmentFunctions(NamedTuple):
 def make(config: Any, strips: int = 1) -> FragmentFunctions:
     """Of a tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
-    group, tile_n = config.group, config.tile_n
+    group, tile_n = config.group_size, config.tile_n
     blocks = tile_n // 8
     words = -(-blocks // 16)
 

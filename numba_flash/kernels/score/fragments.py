@@ -100,7 +100,7 @@ def exponential_of(config: Any) -> Any:
 @functools.cache
 def weights(config: Any) -> tuple[Any, Any]:
     """As `weights_at`, for kernels that take no bias: of (product, term, distance, score, lse)."""
-    weight, sure_weight = weights_at(config)
+    weight, weight_or_zero = weights_at(config)
     assert not config.has("bias")
 
     @inlined
@@ -109,17 +109,17 @@ def weights(config: Any) -> tuple[Any, Any]:
 
     @inlined
     def plain_sure(product, term, distance, score, lse):
-        return sure_weight(product, FragmentAt(term, distance, float32(0)), score, lse)
+        return weight_or_zero(product, FragmentAt(term, distance, float32(0)), score, lse)
 
     return plain, plain_sure
 
 
 @functools.cache
 def weights_at(config: Any) -> tuple[Any, Any]:
-    """-> (weight, sure_weight), device functions: (product, at, score, lse) -> (p, derivative).
+    """-> (weight, weight_or_zero), device functions: (product, at, score, lse) -> (p, derivative).
 
     p = e^(score - lse), where lse, in the scores' units, is +inf for a row that sees no key. derivative: that of Chain.
-    sure_weight gives 0 for a score of -inf also beside an lse that is NaN.
+    weight_or_zero gives 0 for a score of -inf also beside an lse that is NaN.
     """
     with_derivative, exponential, minus_inf = chain(config).with_derivative, exponential_of(config), float32(-math.inf)
 
@@ -129,11 +129,11 @@ def weights_at(config: Any) -> tuple[Any, Any]:
         return exponential(s - lse), derivative
 
     @inlined
-    def sure_weight(product, at, score, lse):
+    def weight_or_zero(product, at, score, lse):
         s, derivative = with_derivative(product, at, score)
         return exponential(s - lse) if s != minus_inf else float32(0), derivative
 
-    return weight, sure_weight
+    return weight, weight_or_zero
 
 
 @inlined
@@ -171,7 +171,7 @@ class Tile(NamedTuple):
 @functools.cache
 def tile(config: Any, strips: int, columns: int = 0) -> Tile:
     """Of a tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
-    tile_n, group = columns or config.tile_n, config.group
+    tile_n, group = columns or config.tile_n, config.group_size
     blocks = tile_n // 8
     words = -(-blocks // 16)
     real = elements.COMPUTE_TYPES[config.dtype]

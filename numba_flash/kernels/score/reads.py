@@ -70,7 +70,7 @@ def _sides_of_keys(sizes, by):
 @functools.cache
 def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
     """Of tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
-    tile_n, group, rows = columns or config.tile_n, config.group, 2 * strips
+    tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks = tile_n // 8
     words = -(-blocks // 16)  # of mask bits for a row
     has_bias, has_mask = config.has("bias"), config.has("mask")

@@ -12,13 +12,18 @@ from .tiles import row_base
 def make(config):
     """-> (count, stage_rows, write_rows): how many uint32 both need to work in, and device functions.
 
-    acc_o (width / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
+    acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
     """
     own_place = config.o_buffer
     rows = 16 if own_place else config.tile_m  # of what a warp stages O in
     panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
-    group, note_bytes, head_dim_v, wide_o = config.group, config.NOTE_BYTES, config.head_dim_v, config.wide_o
-    o_blocks = config.width // 8
+    group, row_state_bytes, head_dim_v, o_vectorized = (
+        config.group_size,
+        config.ROW_STATE_BYTES,
+        config.head_dim_v,
+        config.o_vectorized,
+    )
+    o_blocks = config.head_dim_v_padded // 8
     o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     bfly_b32, store_matrices, load_shared = shfl.bfly_b32, stmatrix.x4, ld_st.load_b32
@@ -64,15 +69,15 @@ def make(config):
             store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
     @inlined
-    def write_rows(lane_row, lane_column, lane, notes, acc_o, inverse, words, tile, arrays, strides, sizes):
+    def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
         """A warp's 16 rows of O from its registers to global memory, without those that are not finite."""
         for r in range(2):
             row = lane_row + 8 * r
             query = divide(row, group)
             index = tile.first_query + query
             at = row_base(strides.o, tile.b, tile.h + row - query * group, index)
-            here = index < sizes.seqlen_q and load_shared(notes + row * note_bytes) == 0
-            if wide_o:
+            here = index < sizes.seqlen_q and load_shared(row_states + row * row_state_bytes) == 0
+            if o_vectorized:
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
                 exchange_blocks(words, lane)

@@ -4,10 +4,10 @@ A row's scores lie in the four lanes of a quad; only its maximum has to be the s
 tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
 end. Exponents are of 2: with m the running maximum in units of log2(e), p = 2^(s * scale_log2 - m).
 
-With config.lag m may be behind the true maximum by that many powers of two, so that p is at most 2^lag. The result is
-the same, since O and l have the same factor, and nothing comes near the ends of float16's or float32's range. But then
-almost every tile leaves m as it is, and needs neither an exchange between lanes nor O multiplied by alpha = 1 (a
-thought of FlashAttention-4's).
+With config.rescale_threshold m may be behind the true maximum by that many powers of two, so that p is at most
+2^rescale_threshold. The result is the same, since O and l have the same factor, and nothing comes near the ends of
+float16's or float32's range. But then almost every tile leaves m as it is, and needs neither an exchange between lanes
+nor O multiplied by alpha = 1 (a thought of FlashAttention-4's).
 """
 
 from numba import cuda, uint32
@@ -25,10 +25,10 @@ def make(config, strips):
     """-> (start, update, finish), device functions. Rows as in steps/fragment_scores."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    scaled = config.scaled  # then the scores are in their own units already (score/stage.py)
-    natural = exponent_unit(config) == 1.0  # those of lag and of lse, too
+    scores_finished = config.scores_finished  # then the scores are in their own units already (score/stage.py)
+    natural = exponent_unit(config) == 1.0  # those of rescale_threshold and of lse, too
     real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
-    lag = real(config.lag * LN_2 if natural else config.lag)
+    rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
     any_lane = vote.any_lane
 
@@ -41,7 +41,7 @@ def make(config, strips):
     @inlined
     def in_units(s, scale_log2):
         """A score in units of log2(e), or in its own where it has been finished."""
-        return s if scaled else s * scale_log2
+        return s if scores_finished else s * scale_log2
 
     @inlined
     def tops(acc_s, top):
@@ -66,11 +66,11 @@ def make(config, strips):
 
     @inlined
     def move(top, m, l, alpha, scale_log2):
-        """m <- top where it is more than lag above it; alpha, l to match."""
+        """m <- top where it is more than rescale_threshold above it; alpha, l to match."""
         for r in range(rows):
             old, new = m[r], in_units(top[r], scale_log2)
-            if lag > 0:
-                m[r] = new if new - old > lag else old
+            if rescale_threshold > 0:
+                m[r] = new if new - old > rescale_threshold else old
             else:
                 m[r] = maximum(new, old)
             alpha[r] = exponential(old - m[r])
@@ -85,12 +85,12 @@ def make(config, strips):
         top = cuda.local.array(rows, real)
         tops(acc_s, top)
         moved = uint32(1)
-        if lag > 0:
+        if rescale_threshold > 0:
             for r in range(rows):
                 alpha[r] = real(1)
             some = uint32(0)
             for r in range(rows):
-                some |= uint32(1) if in_units(top[r], scale_log2) - m[r] > lag else uint32(0)
+                some |= uint32(1) if in_units(top[r], scale_log2) - m[r] > rescale_threshold else uint32(0)
             moved = any_lane(some)
         if moved != 0:
             exchange(top)

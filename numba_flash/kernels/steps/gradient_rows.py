@@ -43,14 +43,14 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             in_warp = int32(first_row_of(lane)) + r * 8
             row = first_row + in_warp
             counts = row < rows_that_count
-            suspect = float32(0)
+            nonfinite = float32(0)
             for n in range(blocks):
                 at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2
                 low = acc[at] * factor if counts else float32(0)
                 high = acc[at + 1] * factor if counts else float32(0)
-                suspect += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
+                nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
                 store_shared(tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane)), pack(low, high))
-            if suspect != 0:
+            if nonfinite != 0:
                 suspects |= uint32(1) << uint32(in_warp)
         for distance in (1, 2, 4, 8, 16):
             suspects |= bfly(suspects, distance)

@@ -8,7 +8,7 @@ from .plain import panel_offset
 
 
 def make(config, warp_rows, columns, own_place=False):
-    """-> store_rows(first_row, lane, o_smem, notes, tile, arrays, strides, sizes), a device function.
+    """-> store_rows(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes), a device function.
 
     One warp stores its warp_rows rows from first_row on of a QueryTile, the tile.part-th `columns` of them. It leaves
     out rows that are not finite.
@@ -17,14 +17,19 @@ def make(config, warp_rows, columns, own_place=False):
     which only 16 bytes at a time are taken from. Notes as in steps/recompute_rows.
     """
     tile_m = warp_rows if own_place else config.tile_m
-    head_dim_v, group, queries, note_bytes = config.head_dim_v, config.group, config.queries, config.NOTE_BYTES
+    head_dim_v, group, queries, row_state_bytes = (
+        config.head_dim_v,
+        config.group_size,
+        config.queries,
+        config.ROW_STATE_BYTES,
+    )
     panels, steps = -(-columns // 64), warp_rows // 4
     word_count = 4 * panels
     load_b32, load_v4 = ld_st.load_b32, ld_st.load_v4
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
-    def store_wide(first_row, lane, o_smem, notes, tile, arrays, strides, sizes):
+    def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
         # Eight lanes a row and panel. What does not wait for each other stands side by side: a warp that wrote one
         # piece after the other would take as long as two tiles of keys.
         words = cuda.local.array(word_count, uint32)
@@ -36,7 +41,7 @@ def make(config, warp_rows, columns, own_place=False):
         top = address(arrays.o, o_base + tile.h * strides.o[1] + (tile.first_query + top_row) * strides.o[2])
         for step in range(steps):
             row = int32(top_row + 4 * step)
-            flag = load_b32(notes + row * note_bytes)
+            flag = load_b32(row_states + row * row_state_bytes)
             staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
             to = top + step * (8 * strides.o[2])  # 4 rows further, if each is a query
             if group > 1:
@@ -50,7 +55,7 @@ def make(config, warp_rows, columns, own_place=False):
                     store_v4(to + int64(128 * panel), words, 4 * panel)
 
     @inlined
-    def store_narrow(first_row, lane, o_smem, notes, tile, arrays, strides, sizes):
+    def store_narrow(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         columns_left = int32(head_dim_v - tile.part * columns)
         o_base = tile.b * strides.o[0] + tile.part * columns * strides.o[3]
@@ -58,10 +63,10 @@ def make(config, warp_rows, columns, own_place=False):
             in_warp = int32(uint32(index) // uint32(columns))
             row, column = first_row + in_warp, index - in_warp * columns
             query, member = row // group, row % group
-            if query < queries_left and column < columns_left and load_b32(notes + row * note_bytes) == 0:
+            if query < queries_left and column < columns_left and load_b32(row_states + row * row_state_bytes) == 0:
                 pair = load_b32(o_smem + panel_offset(row, column >> 3, tile_m) + ((column & 6) << 1))
                 half = uint32(pair >> uint32(16)) if column % 2 else pair
                 at = o_base + (tile.h + member) * strides.o[1] + (tile.first_query + query) * strides.o[2]
                 store_b16(address(arrays.o, at + column * strides.o[3]), half)
 
-    return store_wide if config.wide_o else store_narrow
+    return store_wide if config.o_vectorized else store_narrow

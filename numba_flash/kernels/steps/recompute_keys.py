@@ -11,7 +11,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ...ptx import shfl
 from ..score import at_scores, fragments
 from ..score.stage import FragmentAt
-from . import elements, row_facts
+from . import elements, lse_delta
 from .inlined import inlined
 from .integers import divide
 from .plain import key_queries
@@ -24,10 +24,15 @@ def make(config):
     of_dk, of_dv = config.of_dk, config.of_dv
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     row_term = fragments.chain(config).row_term
-    (_, sure_weight), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
+    (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
-    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    row_blocks, block_words, place, minus_delta_at = (
+        lse_delta.row_blocks,
+        lse_delta.BLOCK_WORDS,
+        lse_delta.place,
+        lse_delta.MINUS_DELTA,
+    )
 
     @inlined
     def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
@@ -52,7 +57,7 @@ def make(config):
                     term = row_term(b, h, arrays, strides)
                     for query in range(first_query, end_query):
                         q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                        at = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece) + place(query)
+                        at = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words) + place(query)
                         product, dp = float32(0), float32(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)
@@ -66,12 +71,12 @@ def make(config):
                         for lanes in (1, 2, 4, 8, 16):
                             product += bfly(product, lanes)
                             dp += bfly(dp, lanes)
-                        lse, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                        lse, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
                         p, derivative = float32(0), float32(1)
                         if lse != inf and visible(b, h, query, key, arrays, strides):
                             bias = added(b, h, query, key, arrays, strides)
                             here = FragmentAt(term, float32(query + q_start - key), bias)
-                            p, derivative = sure_weight(product, here, score, lse)
+                            p, derivative = weight_or_zero(product, here, score, lse)
                         if p != 0:
                             ds = float32(0)
                             if of_dk:

@@ -7,7 +7,7 @@ from numba import cuda, float32, int32, int64, uint32
 from ...ptx import shfl
 from ..score import at_scores, fragments
 from ..score.stage import FragmentAt
-from . import elements, row_facts
+from . import elements, lse_delta
 from .inlined import inlined
 from .plain import row_keys
 from .tiles import row_base
@@ -17,10 +17,15 @@ def make(config):
     """-> recompute_queries, a device function."""
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
-    (_, sure_weight), (added, visible) = fragments.weights_at(config), at_scores.make(config)
+    (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
-    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    row_blocks, block_words, place, minus_delta_at = (
+        lse_delta.row_blocks,
+        lse_delta.BLOCK_WORDS,
+        lse_delta.place,
+        lse_delta.MINUS_DELTA,
+    )
 
     @inlined
     def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
@@ -36,8 +41,8 @@ def make(config):
                 for c in range(parts):
                     row_dq[c] = float32(0)
                 q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                at = int64(b * sizes.heads + h) * (pieces(sizes.seqlen_q) * piece) + place(query)
-                lse, minus_delta = arrays.row_facts[at], arrays.row_facts[at + minus_delta_at]
+                at = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words) + place(query)
+                lse, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
                 q_pos = query - tile.first_query + tile_keys.position
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
                 if lse == inf:
@@ -57,7 +62,7 @@ def make(config):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
                     here = FragmentAt(term, float32(q_pos - key), added(b, h, query, key, arrays, strides))
-                    p, derivative = sure_weight(product, here, score, lse)
+                    p, derivative = weight_or_zero(product, here, score, lse)
                     ds = p * (dp + minus_delta) * score.scale * derivative
                     if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):

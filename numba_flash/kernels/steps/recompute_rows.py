@@ -26,9 +26,9 @@ def make(config, warp_rows):
     Of each row of the tile there are 8 bytes in shared memory: a uint32 that is not 0 when the row is not finite, and
     the row's lse as a float32 in the scores' units (kernels/score/stage.py).
     """
-    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.width
-    group, queries, note_bytes = config.group, config.queries, config.NOTE_BYTES
-    columns = -(-width // 32)
+    head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.head_dim_v_padded
+    group, queries, row_state_bytes = config.group_size, config.queries, config.ROW_STATE_BYTES
+    columns = -(-head_dim_v_padded // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
@@ -36,15 +36,17 @@ def make(config, warp_rows):
     bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
-    def recompute_rows(first_row, lane, row_notes, tile, tile_keys, arrays, strides, sizes, score):
+    def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
         """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        first_column = tile.part * width
-        columns_left = int32(min(head_dim_v - first_column, width))  # what lies behind them is another block's
+        first_column = tile.part * head_dim_v_padded
+        columns_left = int32(
+            min(head_dim_v - first_column, head_dim_v_padded)
+        )  # what lies behind them is another block's
         row_o = cuda.local.array(columns, float32)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
-            note = row_notes + row * note_bytes
+            note = row_states + row * row_state_bytes
             if query < queries_left and load_b32(note) != 0:
                 index, lse = tile.first_query + query, load_b32(note + 4).view(np.float32)
                 term = row_term(tile.b, head, arrays, strides)

@@ -18,12 +18,17 @@ from .tiles import row_base
 def make(config, warp_rows):
     """-> recompute_rows, a device function.
 
-    Of each row of the tile there is a uint32 in shared memory, config.NOTE_BYTES from the next, that is not 0 when the
-    row is not finite.
+    Of each row of the tile there is a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 when
+    the row is not finite.
     """
-    head_dim, head_dim_v, width = config.head_dim, config.head_dim_v, config.group_columns
-    group, queries, note_bytes, write_lse = config.group, config.queries, config.NOTE_BYTES, config.write_lse
-    columns = -(-width // 32)
+    head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.group_columns
+    group, queries, row_state_bytes, write_lse = (
+        config.group_size,
+        config.queries,
+        config.ROW_STATE_BYTES,
+        config.write_lse,
+    )
+    columns = -(-head_dim_v_padded // 32)
     real, exp2, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     chain = fragments.chain(config)
@@ -31,15 +36,17 @@ def make(config, warp_rows):
     load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
 
     @inlined
-    def recompute_rows(first_row, lane, row_notes, tile, tile_keys, arrays, strides, sizes, score):
+    def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
         """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        first_column = tile.part * width
-        columns_left = int32(min(head_dim_v - first_column, width))  # what lies behind them is another block's
+        first_column = tile.part * head_dim_v_padded
+        columns_left = int32(
+            min(head_dim_v - first_column, head_dim_v_padded)
+        )  # what lies behind them is another block's
         row_o = cuda.local.array(columns, real)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
-            if query < queries_left and load_b32(row_notes + row * note_bytes) != 0:
+            if query < queries_left and load_b32(row_states + row * row_state_bytes) != 0:
                 index = tile.first_query + query
                 term = row_term(tile.b, head, arrays, strides)
                 q_at = row_base(strides.q, tile.b, head, index)

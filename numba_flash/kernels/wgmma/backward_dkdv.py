@@ -35,8 +35,8 @@ from .backward_state import BEGIN, CUT, FREE, GROUP, STOP
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
     of_dk, of_dv, plan, at = config.of_dk, config.of_dv, config.shared_plan(), config.barriers()
-    facts_bytes, s_count, frag_count = config.row_facts_bytes, tile_m // 2, tile_m // 4
-    dk_count, dv_count = config.depth // 2 if of_dk else 1, config.width // 2 if of_dv else 1
+    lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
+    dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     wait_all, wait_but_one, wait_but_two = wgmma.wait_group(0), wgmma.wait_group(1), wgmma.wait_group(2)
@@ -47,11 +47,11 @@ def make(config):
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
 
     keys = backward_keys.make(config)
-    note_work, produce_a, produce_b = keys.note_work, keys.produce_a, keys.produce_b
+    set_up_state, produce_a, produce_b = keys.set_up_state, keys.produce_a, keys.produce_b
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
-    look, term_of = keys.look, keys.term_of
+    find_visible, term_of = keys.find_visible, keys.term_of
     has_row_term, mask_words = keys.has_row_term, keys.mask_words
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
@@ -70,8 +70,8 @@ def make(config):
         """A consumer warpgroup: 64 of the block's keys."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dk = cuda.local.array(dk_count, float32)  # (depth / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (width / 8, 4)
+        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
@@ -108,26 +108,30 @@ def make(config):
             stage_b = b_stage_of(n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
             masked = i >= word(base, CUT) or i < word(base, FREE)
-            facts = base + plan.row_facts + a_stage_of(n) * facts_bytes
+            lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
             if has_row_term:
                 term = term_of(base, member, arrays, strides)
             if has_row_term or masked:
-                look(base, i, sizes, mask_bits, distance)
+                find_visible(base, i, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             if of_dk:
                 issue_dp(base, acc_dp, v_desc, n)
             if masked:
-                to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
+                to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
             else:
-                to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
+                to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
             if of_dk:
                 wait_all()
                 pin_s(acc_dp)
                 if masked:
-                    to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, TRUE)
+                    to_score_gradients(
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
+                    )
                 else:
-                    to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, FALSE)
+                    to_score_gradients(
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
+                    )
             if of_dv:
                 issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
@@ -163,12 +167,12 @@ def make(config):
             set_up(base)
             fence_init()
             b, h_kv, first_key = work_of(block_index(), sizes.heads_kv, sizes.seqlen_k)
-            note_work(base, b, h_kv, first_key, arrays, strides, sizes)
+            set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays.row_facts, sizes.heads, sizes.seqlen_q)
+                produce_a(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q)
             if thread == 32:
                 produce_b(base)
         else:

@@ -18,7 +18,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, positions
-from ..steps import gradient_rows, row_facts
+from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
@@ -32,22 +32,30 @@ from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, K
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
-    depth, width, head_dim = config.depth, config.width, config.head_dim
+    head_dim_padded, head_dim_v_padded, head_dim = config.head_dim_padded, config.head_dim_v_padded, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
     plan, at = config.shared_plan(), config.barriers()
-    s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, depth // 2
+    s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, head_dim_padded // 2
     varies, padded = config.derivative_varies, config.has("seqlens_k")
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
     own_panel, stream_panel = tile_m * 128, tile_n * 128
-    own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
-    stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
+    own_steps = tuple(
+        ((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
+    )
+    stream_steps = tuple(
+        ((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
+    )
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    k_panels, a_bytes, b_bytes = -(-depth // 64), config.stream_a_bytes, config.stream_b_bytes
-    multiply_q_k = wgmma.product_shared(tile_n, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
-    multiply_do_v = wgmma.product_shared(tile_n, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
-    multiply_ds_k = wgmma.product_registers(depth, kind, row_steps, 1)
+    k_panels, a_bytes, b_bytes = -(-head_dim_padded // 64), config.stream_a_bytes, config.stream_b_bytes
+    multiply_q_k = wgmma.product_shared(
+        tile_n, kind, own_steps[: head_dim_padded // 16], stream_steps[: head_dim_padded // 16], 0
+    )
+    multiply_do_v = wgmma.product_shared(
+        tile_n, kind, own_steps[: head_dim_v_padded // 16], stream_steps[: head_dim_v_padded // 16], 0
+    )
+    multiply_ds_k = wgmma.product_registers(head_dim_padded, kind, row_steps, 1)
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
     commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
@@ -61,7 +69,12 @@ def make(config):
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
     thread_index, block_index = special.thread_index, special.block_index
     shared_address = shared.address
-    pieces, piece, place, minus_delta_at = row_facts.pieces, row_facts.PIECE, row_facts.place, row_facts.MINUS_DELTA
+    row_blocks, block_words, place, minus_delta_at = (
+        lse_delta.row_blocks,
+        lse_delta.BLOCK_WORDS,
+        lse_delta.place,
+        lse_delta.MINUS_DELTA,
+    )
     inf = float32(math.inf)
 
     set_up, put, put_position, word, position = backward_state.make(config)
@@ -85,7 +98,7 @@ def make(config):
         return b, int32(head_of_all - b * heads), first_query
 
     @inlined
-    def note_work(base, arrays, strides, sizes):
+    def set_up_state(base, arrays, strides, sizes):
         """What the block is to do, for all of its roles; by one thread."""
         left, right = sizes.left, sizes.right
         b, h, first_query = work_of(block_index(), sizes.heads, sizes.seqlen_q)
@@ -181,19 +194,19 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def load_row_facts(base, facts, heads, seqlen_q, lse_log2, minus_delta):
+    def load_lse_delta(base, lse_and_delta, heads, seqlen_q, lse_log2, minus_delta):
         """lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
         row_head = int64(word(base, BATCH) * heads + word(base, HEAD))
-        head_facts = row_head * (pieces(seqlen_q) * piece)
+        head_lse_delta = row_head * (row_blocks(seqlen_q) * block_words)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
             if query < seqlen_q:
-                row = head_facts + place(query)
-                lse_log2[r] = facts[row]
-                minus_delta[r] = facts[row + minus_delta_at]
+                row = head_lse_delta + place(query)
+                lse_log2[r] = lse_and_delta[row]
+                minus_delta[r] = lse_and_delta[row + minus_delta_at]
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -233,7 +246,7 @@ def make(config):
                 ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
     @inlined
-    def look(base, j, sizes, mask_bits, distance):
+    def find_visible(base, j, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of key tile j count; distance: q_pos - k_pos."""
         first_row, lane = rows_of_lane()
         left, right, keys = sizes.left, sizes.right, word(base, KEYS)
@@ -244,7 +257,7 @@ def make(config):
         """A consumer warpgroup: 64 of the block's queries."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_dq = cuda.local.array(dq_count, float32)  # (depth / 8, 4)
+        acc_dq = cuda.local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_n / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
         distance = cuda.local.array(2, float32)
@@ -266,7 +279,7 @@ def make(config):
         term = float32(0)
         if has_row_term:
             term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
-        load_row_facts(base, arrays.row_facts, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
+        load_lse_delta(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
         j = int32(word(base, STOP) - 1)
@@ -285,7 +298,7 @@ def make(config):
             wait(base + at.b_full + 8 * b_stage_of(n), b_phase_of(n))
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if has_row_term or masked:
-                look(base, j, sizes, mask_bits, distance)
+                find_visible(base, j, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
@@ -335,7 +348,7 @@ def make(config):
         if thread == 0:
             set_up(base)
             fence_init()
-            note_work(base, arrays, strides, sizes)
+            set_up_state(base, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -34,19 +34,19 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, stmatrix, tma, wgmma
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.row_facts import TURNS_AT
+from ..steps.lse_delta import TURNS_AT
 from . import backward_keys, backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
 
 
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
-    depth, plan, at = config.depth, config.shared_plan(), config.barriers()
-    facts_bytes, s_count, frag_count = config.row_facts_bytes, tile_m // 2, tile_m // 4
-    dk_count, dv_count, dq_columns = depth // 2, config.width // 2, 64
+    head_dim_padded, plan, at = config.head_dim_padded, config.shared_plan(), config.barriers()
+    lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
+    dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     turns_at, abreast = TURNS_AT, config.ABREAST
-    padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-depth // 64)
+    padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -71,11 +71,11 @@ def make(config):
     thread_index, shared_address = special.thread_index, shared.address
 
     keys = backward_keys.make(config)
-    note_work, produce_a, produce_b, of_word = keys.note_work, keys.produce_a, keys.produce_b, keys.of_word
+    set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
-    to_score_gradients, look, term_of = keys.to_score_gradients, keys.look, keys.term_of
+    to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
@@ -202,8 +202,8 @@ def make(config):
         """A consumer warpgroup: 64 of the block's keys."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dk = cuda.local.array(dk_count, float32)  # (depth / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (width / 8, 4)
+        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         acc_dq = cuda.local.array(dq_count, float32)  # (dq_columns / 8, 4)
         p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
@@ -248,15 +248,15 @@ def make(config):
         pin_s(acc_s)
         while n < steps:
             masked = i >= word(base, CUT) or i < word(base, FREE)
-            facts = base + plan.row_facts + a_stage_of(n) * facts_bytes
+            lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
             if has_row_term:
                 term = term_of(base, member, arrays, strides)
             if has_row_term or masked:
-                look(base, i, sizes, mask_bits, distance)
+                find_visible(base, i, sizes, mask_bits, distance)
             if masked:
-                to_some_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
+                to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
             else:
-                to_some_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
+                to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
             wait_all()
             pin_dq(acc_dq)
             if n > 0:
@@ -265,15 +265,19 @@ def make(config):
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
             issue_dp(base, acc_dp, v_desc, n)
             if masked:
-                to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, TRUE)
+                to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
             else:
-                to_other_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, FALSE)
+                to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
             wait_all()
             pin_s(acc_dp)
             if masked:
-                to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, TRUE)
+                to_score_gradients(
+                    acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
+                )
             else:
-                to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, FALSE)
+                to_score_gradients(
+                    acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
+                )
             store_ds(base, ds_frag, n)
             issue_dv(base, acc_dv, p_frag, n)
             issue_dk(base, acc_dk, ds_frag, n)
@@ -310,12 +314,12 @@ def make(config):
             fence_init()
             ticket = int32(add(address(arrays.turns, 0), uint32(1)))
             b, h_kv, first_key = work_of(ticket, sizes.batch, sizes.heads_kv, sizes.seqlen_k)
-            note_work(base, b, h_kv, first_key, arrays, strides, sizes)
+            set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays.row_facts, sizes.heads, sizes.seqlen_q)
+                produce_a(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q)
             if thread == 32:
                 produce_b(base)
             if thread == 64 or thread == 96:

@@ -10,7 +10,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
-from ..steps import gradient_rows, row_facts
+from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -24,7 +24,7 @@ from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, 
 class KeyBlock(NamedTuple):
     """Device functions."""
 
-    note_work: Any
+    set_up_state: Any
     of_word: Any
     produce_a: Any
     produce_b: Any
@@ -37,7 +37,7 @@ class KeyBlock(NamedTuple):
     rows_of_lane: Any
     weights_of: Any
     to_score_gradients: Any
-    look: Any
+    find_visible: Any
     term_of: Any
     has_row_term: bool
     mask_words: int
@@ -46,24 +46,37 @@ class KeyBlock(NamedTuple):
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
-    depth, width, head_dim, head_dim_v = config.depth, config.width, config.head_dim, config.head_dim_v
+    head_dim_padded, head_dim_v_padded, head_dim, head_dim_v = (
+        config.head_dim_padded,
+        config.head_dim_v_padded,
+        config.head_dim,
+        config.head_dim_v,
+    )
     of_dk, of_dv = config.of_dk, config.of_dv
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
-    facts_bytes = config.row_facts_bytes
+    lse_delta_bytes = config.lse_delta_bytes
     blocks, varies = tile_m // 8, config.derivative_varies
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
     own_panel, stream_panel = tile_n * 128, tile_m * 128
-    own_steps = tuple(((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(depth, width) // 16))
-    stream_steps = tuple(((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(depth, width) // 16))
+    own_steps = tuple(
+        ((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
+    )
+    stream_steps = tuple(
+        ((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
+    )
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_m // 16))
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
-    multiply_k_q = wgmma.product_shared(tile_m, kind, own_steps[: depth // 16], stream_steps[: depth // 16], 0)
-    multiply_v_do = wgmma.product_shared(tile_m, kind, own_steps[: width // 16], stream_steps[: width // 16], 0)
-    multiply_ds_q = wgmma.product_registers(depth, kind, row_steps, 1)
-    multiply_p_do = wgmma.product_registers(width, kind, row_steps, 1)
+    multiply_k_q = wgmma.product_shared(
+        tile_m, kind, own_steps[: head_dim_padded // 16], stream_steps[: head_dim_padded // 16], 0
+    )
+    multiply_v_do = wgmma.product_shared(
+        tile_m, kind, own_steps[: head_dim_v_padded // 16], stream_steps[: head_dim_v_padded // 16], 0
+    )
+    multiply_ds_q = wgmma.product_registers(head_dim_padded, kind, row_steps, 1)
+    multiply_p_do = wgmma.product_registers(head_dim_v_padded, kind, row_steps, 1)
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
     commit = wgmma.commit_group
@@ -72,7 +85,7 @@ def make(config):
     wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
     thread_index, address = special.thread_index, memory.address
-    pieces, piece = row_facts.pieces, row_facts.PIECE
+    row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
 
     _, put, put_position, word, position = backward_state.make(config)
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
@@ -88,7 +101,7 @@ def make(config):
     recompute_keys = recompute.make(config)
 
     @inlined
-    def note_work(base, b, h_kv, first_key, arrays, strides, sizes):
+    def set_up_state(base, b, h_kv, first_key, arrays, strides, sizes):
         """What the block is to do, for all of its roles; by one thread."""
         seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
@@ -113,20 +126,22 @@ def make(config):
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
-    def produce_a(base, facts, heads, seqlen_q):
+    def produce_a(base, lse_and_delta, heads, seqlen_q):
         """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
-        tile_pieces = tile_m // 16
+        tile_row_blocks = tile_m // 16
         n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
         while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
             h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
-            # past the last piece masks see to what is there
-            count = int32(min(int32(pieces(seqlen_q) - i * tile_pieces), int32(tile_pieces)) * int32(4 * piece))
+            # past the last block masks see to what is there
+            count = int32(
+                min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
+            )
             stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
-            first_piece = int64(of_word(base, BATCH) * heads + h) * pieces(seqlen_q) + i * tile_pieces
+            first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
-                base + plan.row_facts + stage * facts_bytes, address(facts, first_piece * piece),
+                base + plan.lse_delta + stage * lse_delta_bytes, address(lse_and_delta, first_row_block * block_words),
                 base + at.a_full + 8 * stage, count,
             )  # fmt: skip
             n, i = int32(n + 1), int32(i - 1)
@@ -200,7 +215,7 @@ def make(config):
         """-> to_weights for pairs [first, end) of 8 queries each."""
 
         @inlined
-        def to_weights(acc_s, p_frag, facts, mask_bits, term, distance, score, masked):
+        def to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, masked):
             """acc_s <- P^T; without dK, which needs it for dS, p_frag <- the same in 16 bits as well.
 
             Where the derivative varies acc_s stays: it is needed again.
@@ -209,7 +224,7 @@ def make(config):
                 return
             four = cuda.local.array(4, uint32)
             p = cuda.local.array(2, float32)
-            place = facts + ((thread_index() & int32(3)) << 4)
+            place = lse_and_delta + ((thread_index() & int32(3)) << 4)
             for pair in range(first, end):
                 load_v4(four, 0, place + pair * 128)
                 for half in range(2):
@@ -230,12 +245,12 @@ def make(config):
         return to_weights
 
     @inlined
-    def to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, facts, mask_bits, term, distance, score, masked):
+    def to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, masked):
         """ds_frag <- dS^T in 16 bits, p_frag <- P^T: not before, so that fewer registers are in use at a time."""
         four = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
-        place = facts + ((thread_index() & int32(3)) << 4)
+        place = lse_and_delta + ((thread_index() & int32(3)) << 4)
         for pair in range(blocks // 2):
             if varies:
                 lse = cuda.local.array(4, uint32)
@@ -264,7 +279,7 @@ def make(config):
                     ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
     @inlined
-    def look(base, i, sizes, mask_bits, distance):
+    def find_visible(base, i, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of query tile i count; distance: q_pos - k_pos."""
         first_row, lane = rows_of_lane()
         # seen from the keys, left and right change places
@@ -303,6 +318,6 @@ def make(config):
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
     return KeyBlock(
-        note_work, of_word, produce_a, produce_b, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do,
-        rows_of_lane, weights_of, to_score_gradients, look, term_of, has_row_term, mask_words, write_gradients,
+        set_up_state, of_word, produce_a, produce_b, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do,
+        rows_of_lane, weights_of, to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip

@@ -21,7 +21,7 @@ def make(config, own_maps, stream_maps):
     own_rows, stream_rows = config.own_rows, config.stream_rows
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     load_4d, expect, wait = tma.load_4d, mbarrier.arrive_expect_tx, mbarrier.wait
-    a_panels, b_panels = -(-config.depth // 64), -(-config.width // 64)
+    a_panels, b_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     own_bytes = own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)

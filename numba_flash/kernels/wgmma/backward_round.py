@@ -19,9 +19,9 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n, depth, head_dim = config.tile_m, config.tile_n, config.depth, config.head_dim
+    tile_m, tile_n, head_dim_padded, head_dim = config.tile_m, config.tile_n, config.head_dim_padded, config.head_dim
     of_part, alignment = tile_m // 64, config.ALIGNMENT
-    columns, head_blocks = depth // 8, -(-head_dim // 16) * 2
+    columns, head_blocks = head_dim_padded // 8, -(-head_dim // 16) * 2
     dq_count = 4 * head_blocks
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
     thread_index, block_index = special.thread_index, special.block_index

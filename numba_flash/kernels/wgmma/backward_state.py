@@ -37,7 +37,7 @@ def make(config):
     init = mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
-    a_readers = 32 * consumer_warps if config.row_facts_bytes else consumer_warps  # who reads what comes with a tile
+    a_readers = 32 * consumer_warps if config.lse_delta_bytes else consumer_warps  # who reads what comes with a tile
 
     @inlined
     def set_up(base):

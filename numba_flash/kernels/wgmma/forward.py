@@ -3,7 +3,7 @@
 Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
 
 Roles. The scheduler, one thread, hands out query tiles and fetches their Q by TMA into shared memory; the
-producer, another one, fetches K and V (both in supply.py); each consumer warpgroup multiplies for
+producer, another one, fetches K and V (both in producer.py); each consumer warpgroup multiplies for
 64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when all consumers are done with
 it. Registers move from the first two to the consumers (setmaxnreg).
 
@@ -16,8 +16,9 @@ One block a multiprocessor stays for the whole launch and takes query tiles by a
 memory, those that see the most keys first, a few heads at a time so that their K and V stay in L2. The
 last block to find no tile left sets the counter back, so it is ready for the next launch.
 
-With config.paired two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each producer
-fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done with one.
+With config.cluster 2, two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each
+producer fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done
+with one.
 All their tiles take as long, so they are handed out in turn and no counter is asked.
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
@@ -37,35 +38,37 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
-from . import places as barriers
-from . import supply
-from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+from . import barriers, producer
+from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
 
 
 def make(config):
     tile_n, queries, consumers, q_buffers = config.tile_n, config.queries, config.consumers, config.q_buffers
-    depth, width = config.depth, config.width
-    group, note_bytes, alignment = config.group, config.NOTE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, o_at, notes_at, _, _ = config.shared_offsets()
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
+    group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
+    _, k_at, v_at, o_at, row_states_at, _, _ = config.shared_offsets()
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
-    k_panels, v_panels = -(-depth // 64), -(-width // 64)
+    k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
-    s_count, o_count, p_count = tile_n // 2, width // 2, tile_n // 4
-    o_blocks = width // 8
+    s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
+    o_blocks = head_dim_v_padded // 8
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
-    scaled = config.scaled
+    scores_finished = config.scores_finished
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
-    o_parts, o_bytes = -(-width // o_columns), 32 * o_columns  # bytes of a warp's rows that are staged at a time
+    o_parts, o_bytes = (
+        -(-head_dim_v_padded // o_columns),
+        32 * o_columns,
+    )  # bytes of a warp's rows that are staged at a time
     padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
 
     kind = "f16" if config.dtype == "float16" else "bf16"
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
-    q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(depth // 16))
-    k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(depth // 16))
+    q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(head_dim_padded // 16))
+    k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(head_dim_padded // 16))
     v_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
     multiply_q_k = wgmma.product_shared(tile_n, kind, q_steps, k_steps, 0)
-    multiply_p_v = wgmma.product_registers(width, kind, v_steps, 1)
+    multiply_p_v = wgmma.product_registers(head_dim_v_padded, kind, v_steps, 1)
     describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
     describe_v = wgmma.descriptor(kv_panel, 1024, 128)
     commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
@@ -81,12 +84,12 @@ def make(config):
     load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
     address, shared_address = memory.address, shared.address
 
-    places, notice_of = barriers.make(config)
+    places, work_tile_of = barriers.make(config)
     stage_of, phase_of = barriers.ring(config.stages)
     buffer_of, q_phase_of = barriers.ring(q_buffers)
-    notice_place_of, notice_phase_of = barriers.ring(barriers.NOTICES)
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
-    set_up, schedule, produce = supply.make(config)
+    tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    set_up, schedule, produce = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
     read, has_mask = score_reads.make(config, 1), config.has("mask")
@@ -102,7 +105,7 @@ def make(config):
     log2_e, to_natural = float32(LOG2_E), float32(1 / exponent_unit(config))
 
     @inlined
-    def erase(base, stage, rows, thread):
+    def zero_tail(base, stage, rows, thread):
         """All consumers: V's rows from `rows` on = 0. Behind the valid keys there may be NaN, and 0 * NaN is NaN."""
         zeros = cuda.local.array(4, uint32)
         for i in range(4):
@@ -135,8 +138,8 @@ def make(config):
         commit()
 
     @inlined
-    def wait_for_notice(base, i):
-        wait(base + NOTICE_FULL + 8 * notice_place_of(i), notice_phase_of(i))
+    def wait_for_work_tile(base, i):
+        wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
 
     @inlined
     def wait_for_q(base, i):
@@ -147,12 +150,12 @@ def make(config):
         wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
     @inlined
-    def take_turn(me):
+    def pingpong_wait(me):
         if ping_pong:
             bar_sync(me + 1, pair)
 
     @inlined
-    def pass_turn(following):
+    def pingpong_arrive(following):
         if ping_pong:
             bar_arrive(following + 1, pair)
 
@@ -160,13 +163,13 @@ def make(config):
     def issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
         """S of the n-th tile of keys and P . V of the one before."""
         wait_for_k(base, n)
-        take_turn(me)
+        pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, n)
         issue_outputs(base, acc_o, p_frag, n - 1)
-        pass_turn(following)
+        pingpong_arrive(following)
 
     @inlined
-    def give_back(base, empty_at, n, elected):
+    def consumer_release(base, empty_at, n, elected):
         """A warp is done with the n-th K or V. The next tile there is brought by all blocks of the cluster."""
         empty = int32(base + empty_at + 8 * stage_of(n))
         if blocks > 1:
@@ -178,7 +181,7 @@ def make(config):
     @inlined
     def done_with_scores(base, elected, last, n, seen):
         """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
-        give_back(base, K_EMPTY, n, elected)
+        consumer_release(base, K_EMPTY, n, elected)
         if o_place != "q":
             arrive_if(base + Q_EMPTY + 8 * buffer_of(seen), elected & last)
 
@@ -195,7 +198,7 @@ def make(config):
         moved = softmax(acc_s, m, l, alpha, scale_log2)
         wait_all()
         pin_o(acc_o)
-        give_back(base, V_EMPTY, n - 1, elected)
+        consumer_release(base, V_EMPTY, n - 1, elected)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
 
@@ -207,27 +210,27 @@ def make(config):
 
     @inlined
     def word(place):
-        """A word of a notice. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
-        descriptors and counts in uniform registers only where it knows that a warp stays together."""
+        """A word of a work tile. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas
+        keeps descriptors and counts in uniform registers only where it knows that a warp stays together."""
         return int32(idx_b32(load_shared(int32(place)), 0))
 
     @inlined
-    def position(notice):
+    def position(work_tile):
         """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
-        return int64(word(notice + POS_HIGH)) << int64(32) | int64(uint32(word(notice + POS_LOW)))
+        return int64(word(work_tile + POS_HIGH)) << int64(32) | int64(uint32(word(work_tile + POS_LOW)))
 
     @inlined
-    def look(j, notice, sizes, mask_bits, distance):
+    def find_visible(j, work_tile, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
         first_row, lane = rows_of_lane()
-        keys = word(notice + KEYS)
-        visible(j, first_row, lane, position(notice), sizes.left, sizes.right, keys, mask_bits, distance)
+        keys = word(work_tile + KEYS)
+        visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
 
     @inlined
-    def load_for_scores(j, notice, loaded, bits, arrays, strides, sizes, inside):
+    def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
         """What the scores of key tile j need from global memory: asked for before their product is."""
         first_row, lane = rows_of_lane()
-        origin = origin_of(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), arrays, strides)
+        origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
         load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
@@ -238,25 +241,26 @@ def make(config):
             mask_scores(acc_s, mask_bits)
 
     @inlined
-    def tile_of(notice):
-        """The QueryTile that a notice describes."""
-        return QueryTile(word(notice + B), word(notice + H), word(notice + FIRST_QUERY), int32(0))
+    def tile_of(work_tile):
+        """The QueryTile that a work tile describes."""
+        return QueryTile(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), int32(0))
 
     @inlined
-    def apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score):
+    def apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score):
         """The caller's own functions on the scores of key tile j."""
         first_row, lane = rows_of_lane()
-        tile = tile_of(notice)
+        tile = tile_of(work_tile)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         apply_functions(
-            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(notice), queries_left, arrays, strides, score
+            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, arrays, strides,
+            score,
         )  # fmt: skip
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_o = cuda.local.array(o_count, float32)  # (width / 8, 4)
+        acc_o = cuda.local.array(o_count, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = cuda.local.array(p_count, uint32)  # (tile_n / 8, 2)
         m = cuda.local.array(2, float32)
         l = cuda.local.array(2, float32)
@@ -279,16 +283,16 @@ def make(config):
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
-        wait_for_notice(base, seen)
+        wait_for_work_tile(base, seen)
         wait_for_q(base, seen)
         wait_for_k(base, taken)
-        take_turn(me)
+        pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, taken)
-        pass_turn(following)
-        while word(notice_of(base, seen) + WORK) != 0:
-            notice = notice_of(base, seen)
-            begin, free = word(notice + BEGIN), word(notice + FREE)
-            cut, j = word(notice + CUT), int32(word(notice + STOP) - 1)
+        pingpong_arrive(following)
+        while word(work_tile_of(base, seen) + WORK) != 0:
+            work_tile = work_tile_of(base, seen)
+            begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
+            cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
             masked = j >= cut or j < free
             # All that needs no score comes before they do.
             start(m, l)
@@ -298,22 +302,22 @@ def make(config):
                 terms[r] = float32(0)
                 if has_row_term:
                     first_row, lane = rows_of_lane()
-                    row_head = word(notice + H) + (first_row + first_row_of(lane) + 8 * r) % group
-                    terms[r] = row_term(word(notice + B), row_head, arrays, strides)
+                    row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
             if reads:
-                load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, FALSE)
-            if scaled or has_mask or masked or has_functions:
-                look(j, notice, sizes, mask_bits, distance)
+                load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
+            if scores_finished or has_mask or masked or has_functions:
+                find_visible(j, work_tile, sizes, mask_bits, distance)
             hide(mask_bits, shown_bits, TRUE)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
-            if scaled or has_mask or masked or has_functions:
+            if scores_finished or has_mask or masked or has_functions:
                 if has_functions:
-                    apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
-                if scaled:
+                    apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+                if scores_finished:
                     finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
@@ -321,9 +325,9 @@ def make(config):
             if padded:
                 stage = stage_of(taken)
                 wait(base + V_FULL + 8 * stage, phase_of(taken))
-                keys = word(notice + KEYS)
+                keys = word(work_tile + KEYS)
                 if keys < (j + 1) * tile_n:
-                    erase(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
+                    zero_tail(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
             taken = int32(taken + 1)
             j = int32(j - 1)
             while j >= begin:
@@ -331,14 +335,14 @@ def make(config):
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
                     if reads:
-                        load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, FALSE)
+                        load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    look(j, notice, sizes, mask_bits, distance)
+                    find_visible(j, work_tile, sizes, mask_bits, distance)
                     hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_functions:
-                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
-                    if scaled:
+                        apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+                    if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
                     weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
@@ -346,16 +350,16 @@ def make(config):
                     j = int32(j - 1)
                 while j >= free and j < cut:
                     if reads:
-                        load_for_scores(j, notice, loaded, shown_bits, arrays, strides, sizes, TRUE)
+                        load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, TRUE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    if scaled or has_functions:
-                        look(j, notice, sizes, mask_bits, distance)
+                    if scores_finished or has_functions:
+                        find_visible(j, work_tile, sizes, mask_bits, distance)
                     if has_functions:
                         hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_functions:
-                        apply(j, notice, acc_s, mask_bits, arrays, strides, sizes, score)
-                    if scaled:
+                        apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+                    if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     if has_functions:
                         mask_scores(acc_s, mask_bits)
@@ -368,19 +372,19 @@ def make(config):
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
             seen = int32(seen + 1)
-            wait_for_notice(base, seen)
-            take_turn(me)
+            wait_for_work_tile(base, seen)
+            pingpong_wait(me)
             issue_outputs(base, acc_o, p_frag, taken - 1)
             q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
             wait_for_q(base, seen)
             wait_for_k(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
-            pass_turn(following)
+            pingpong_arrive(following)
             wait_but_one()
             pin_o(acc_o)
-            give_back(base, V_EMPTY, taken - 1, elected)
+            consumer_release(base, V_EMPTY, taken - 1, elected)
 
-            tile = tile_of(notice)
+            tile = tile_of(work_tile)
             first_row, lane = rows_of_lane()
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             inverse_l, lse = alpha, distance  # the same registers, free by now
@@ -403,8 +407,8 @@ def make(config):
                 flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
                 some_nonfinite |= flag
                 if lane & 3 == 0:
-                    store_shared(base + notes_at + row * note_bytes, flag)
-                    store_shared(base + notes_at + row * note_bytes + 4, lse[r].view(np.uint32))
+                    store_shared(base + row_states_at + row * row_state_bytes, flag)
+                    store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
                     if write_lse and tile.first_query + query < sizes.seqlen_q:
                         head = tile.b * sizes.heads + tile.h + row - query * group
                         arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
@@ -418,26 +422,36 @@ def make(config):
                 stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
                 if o_place == "q":
                     fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-                warp_sync()  # a warp's notes, and its rows, are there for all of its lanes
-                store_rows(first_row, lane, o_smem, base + notes_at, tile, arrays, strides, sizes)
+                warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
+                store_rows(first_row, lane, o_smem, base + row_states_at, tile, arrays, strides, sizes)
                 if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                     warp_sync()  # all lanes have read the first part
                     stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
                     warp_sync()
                     second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
-                    store_rows(first_row, lane, o_smem, base + notes_at, second_part, arrays, strides, sizes)
+                    store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
             else:
-                warp_sync()  # a warp's notes are there for all of its lanes
+                warp_sync()  # the states of a warp's rows are there for all of its lanes
                 write_rows(
-                    lane_row, lane_column, lane, base + notes_at, acc_o, inverse_l, words, tile, arrays, strides, sizes
+                    lane_row,
+                    lane_column,
+                    lane,
+                    base + row_states_at,
+                    acc_o,
+                    inverse_l,
+                    words,
+                    tile,
+                    arrays,
+                    strides,
+                    sizes,
                 )
             if any_lane(some_nonfinite) != 0:
-                tile_keys = TileKeys(word(notice + H_KV), word(notice + KEYS), position(notice))
-                recompute_rows(first_row, lane, base + notes_at, tile, tile_keys, arrays, strides, sizes, score)
-            warp_sync()  # all lanes have read the notice, the notes, and what was staged
+                tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
+                recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
+            warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_place == "q":
                 arrive_if(base + Q_EMPTY + 8 * buffer_of(seen - 1), lane == 0)
-            arrive_if(base + NOTICE_EMPTY + 8 * notice_place_of(seen - 1), lane == 0)
+            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(seen - 1), lane == 0)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do

@@ -1,4 +1,4 @@
-"""What the roles of a wgmma block share: where mbarriers and notices are, and which place of a ring is used when.
+"""What the roles of a wgmma block share: where mbarriers and work tiles are, and which place of a ring is used when.
 
 Places are bytes from the block's base in shared memory.
 """
@@ -9,9 +9,9 @@ from numba import int32, uint32
 
 from ..steps.inlined import inlined
 
-# A notice is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
+# A work tile is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
 WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
-NOTICES = 4
+WORK_TILES = 4
 
 
 @functools.cache
@@ -31,20 +31,20 @@ def ring(count):
 
 
 def make(config):
-    """-> (where the mbarriers are, notice_of), the last one a device function.
+    """-> (where the mbarriers are, work_tile_of), the last one a device function.
 
-    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY. K and
-    V have one of either kind for each stage, Q two and notices four.
+    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY. K and
+    V have one of either kind for each stage, Q two and work tiles four.
     """
     stages = config.stages
     barriers_at = config.shared_offsets()[-2]
     singles = tuple(barriers_at + offset for offset in (0, 16, 32, 64, 96))
-    place_of, _ = ring(NOTICES)
-    *rings, notices_at = (barriers_at + 112 + 8 * stages * i for i in range(5))
+    place_of, _ = ring(WORK_TILES)
+    *rings, work_tiles_at = (barriers_at + 112 + 8 * stages * i for i in range(5))
 
     @inlined
-    def notice_of(base, i):
+    def work_tile_of(base, i):
         """Where the i-th query tile of the block is described."""
-        return base + notices_at + 64 * place_of(i)
+        return base + work_tiles_at + 64 * place_of(i)
 
-    return (*singles, *rings), notice_of
+    return (*singles, *rings), work_tile_of

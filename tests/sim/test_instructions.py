@@ -12,7 +12,7 @@ import pytest
 from numba_flash import arrays
 from numba_flash.machine import toolchain
 from numba_flash.select.tensor_maps import TensorMap
-from numba_flash.sim.errors import Misuse
+from numba_flash.sim.errors import InstructionError
 from numba_flash.sim.launch import run
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -59,11 +59,11 @@ def line_of(function, text):
 
 def misuse(kernel, threads, *operands, match, at=None, thread=None, **options):
     """The kernel's error says `match`, the line with the text `at`, and the thread."""
-    with pytest.raises(Misuse, match=match) as caught:
+    with pytest.raises(InstructionError, match=match) as caught:
         launch(kernel, threads, *operands, **options)
     message = str(caught.value)
     if at is not None:
-        assert re.search(rf"test_twins\.py:{line_of(kernel, at)}: ", message), message
+        assert re.search(rf"test_instructions\.py:{line_of(kernel, at)}: ", message), message
     if thread is not None:
         assert message.startswith(f"block (0, 0, 0), thread {thread} (warp {thread // 32}, lane {thread % 32}) at"), (
             message
@@ -635,7 +635,7 @@ def test_what_is_forgotten_in_a_cluster_is_named(right, wrong, match):
     names = dict(globals())
     exec(text.replace(right, wrong), names)
     tensor, tile = random(8, 16), np.zeros((2, 64), np.uint32)
-    with pytest.raises(Misuse, match=match):
+    with pytest.raises(InstructionError, match=match):
         launch(
             names["feed_each_other"], 2, tensor, tile, shared_bytes=512, blocks=2, in_cluster=2, maps=((0, TILE_MAP),)
         )
@@ -678,7 +678,7 @@ def test_a_block_that_has_left_its_cluster():
             memory.add(memory.address(out, 0), 1)  # the other one goes on
             mbarrier.arrive_there_if(cluster.place_in(at, 1), 1)
 
-    with pytest.raises(Misuse, match="block 1 of the cluster has left the kernel"):
+    with pytest.raises(InstructionError, match="block 1 of the cluster has left the kernel"):
         launch(arrives, 1, np.zeros(1, np.uint32), shared_bytes=8, blocks=2, in_cluster=2)
 
 
@@ -880,7 +880,11 @@ def test_a_warpgroup_fed_by_tma():
         ("early", None, "is read before it arrived|while wgmma or a TMA store still reads it"),
         ("overwrite", "ld_st.store_b32(a_smem + 4", "while wgmma or a TMA store still reads it"),
         ("commit", "pin(acc)", "accumulator is read before its wgmma.wait_group .or without commit_group"),
-        ("touch", "wait()", r"accumulators were written while the product at .*test_twins.py:\d+: multiply.* ran"),
+        (
+            "touch",
+            "wait()",
+            r"accumulators were written while the product at .*test_instructions.py:\d+: multiply.* ran",
+        ),
         ("scale", "wait()", "accumulators were written while the product"),
         ("product wait", None, "leaves the kernel without wgmma.wait_group for all products"),
         ("fence", "tma.store_2d", "fence.proxy_async is missing"),
@@ -1035,7 +1039,7 @@ def test_nobody_can_go_on():
 
 
 def test_a_loop_that_asks_memory_for_ever(monkeypatch):
-    monkeypatch.setattr("numba_flash.sim.turns.POLLS", 1000)
+    monkeypatch.setattr("numba_flash.sim.scheduler.POLLS", 1000)
 
     def kernel(flag):
         if cuda.threadIdx.x < 2:
@@ -1353,7 +1357,7 @@ def test_tma_with_a_wrong_box_or_target(attempt, match):
 
 
 def test_a_tensor_map_that_reaches_past_its_operand():
-    with pytest.raises(Misuse, match="reaches 128 bytes past its operand"):
+    with pytest.raises(InstructionError, match="reaches 128 bytes past its operand"):
         launch(lambda tensor_maps, tensor: None, 1, random(63, 64), maps=((0, TILE),))
 
 

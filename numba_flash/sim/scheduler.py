@@ -12,7 +12,7 @@ from threading import Lock
 from numba.cuda.simulator import kernel as numba_kernel
 
 from .block import Block
-from .errors import Abandoned, Misuse, name, place, place_of_error
+from .errors import Abandoned, InstructionError, name, place, place_of_error
 from .order import Order
 from .warp import current
 
@@ -103,7 +103,9 @@ class Turns(numba_kernel.BlockManager):
         """After something that a loop may do until another thread has done something."""
         self._polls += 1
         if self._polls > POLLS:
-            raise Misuse(f"looks at memory for the {POLLS}th time without anything else done:\n{self._standing()}")
+            raise InstructionError(
+                f"looks at memory for the {POLLS}th time without anything else done:\n{self._standing()}"
+            )
         if self.ready or self._arrive():
             self.ready.append(thread)
             self.wait(thread, None)
@@ -112,7 +114,7 @@ class Turns(numba_kernel.BlockManager):
         try:
             while not self.ready and self._arrive():
                 pass
-        except Misuse as error:  # of a copy, while no thread runs
+        except InstructionError as error:  # of a copy, while no thread runs
             self.fail(error)
         if not self.ready:
             self.fail(self._stuck())
@@ -176,13 +178,15 @@ class Turns(numba_kernel.BlockManager):
         if groups:
             group = groups[0]
             here, missing = group.came[0], next(x for x in group.members if x not in group.came)
-            return Misuse(
+            return InstructionError(
                 f"{name(here)} waits in {group.instruction[0]} at {place(here)}, but {name(missing)} waits in "
                 f"{missing.waits_for} at {place(missing)}; all of a {group.kind} must come to one instruction. "
                 f"Nobody can go on:\n{self._standing()}"
             )
         thread = waiting[0]
-        return Misuse(f"{name(thread)} waits for ever at {place(thread)}. Nobody can go on:\n{self._standing()}")
+        return InstructionError(
+            f"{name(thread)} waits for ever at {place(thread)}. Nobody can go on:\n{self._standing()}"
+        )
 
     def _standing(self):
         """Who stands where, the threads of one place together."""
@@ -203,13 +207,13 @@ def _named(error, thread):
     """An exception of one thread as the launch raises it."""
     if thread is None:
         return error
-    if isinstance(error, Misuse):
+    if isinstance(error, InstructionError):
         other = error.thread
         if other is None or other is thread:
             who, where = thread, "its end" if thread.ended else place_of_error(error)
         else:
             who, where = other, place(other)
-        return Misuse(f"{name(who)} at {where}\n{error}").with_traceback(error.__traceback__)
+        return InstructionError(f"{name(who)} at {where}\n{error}").with_traceback(error.__traceback__)
     # In Numba's words.
     text = f"tid={list(thread.threadIdx)} ctaid={list(thread.blockIdx)}" + (f": {error}" if str(error) else "")
     try:

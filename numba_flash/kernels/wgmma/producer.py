@@ -10,26 +10,26 @@ from ..score import positions, reads
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
-from . import places as barriers
-from .places import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, NOTICES, POS_HIGH, POS_LOW, STOP, WORK, B, H
+from . import barriers
+from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, WORK_TILES, B, H
 
 
 def make(config):
     """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
-    group, queries, blocks = config.group, config.queries, config.cluster
+    group, queries, blocks = config.group_size, config.queries, config.cluster
     cluster_queries, part_rows = queries * blocks, tile_n // blocks  # rows of a tile that a block fetches
     _, k_at, v_at, *_ = config.shared_offsets()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
-    k_panels, v_panels = -(-config.depth // 64), -(-config.width // 64)
+    k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     l2_rows = config.l2_bytes // (2 * (config.head_dim + config.head_dim_v))  # of K and V
-    places, notice_of = barriers.make(config)
+    places, work_tile_of = barriers.make(config)
     stage_of, phase_of = barriers.ring(stages)
     buffer_of, q_phase_of = barriers.ring(q_buffers)
-    notice_place_of, notice_phase_of = barriers.ring(NOTICES)
-    Q_FULL, Q_EMPTY, NOTICE_FULL, NOTICE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     maps_address = tma.parameter("numba_flash_wgmma")
     load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
     init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
@@ -48,9 +48,9 @@ def make(config):
             init(base + Q_FULL + 8 * i, 1)
             init(base + Q_EMPTY + 8 * i, 4 * consumers)
         init(base + ASKED, 1)
-        for i in range(NOTICES):
-            init(base + NOTICE_FULL + 8 * i, 1)
-            init(base + NOTICE_EMPTY + 8 * i, 4 * consumers)
+        for i in range(WORK_TILES):
+            init(base + TILE_FULL + 8 * i, 1)
+            init(base + TILE_EMPTY + 8 * i, 4 * consumers)
         for stage in range(stages):
             init(base + K_FULL + 8 * stage, 1)
             init(base + V_FULL + 8 * stage, 1)
@@ -137,34 +137,32 @@ def make(config):
     load_v = ring_loader(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
 
     @inlined
-    def noted(place):
-        """A word of a notice, for one thread."""
+    def field_of(place):
+        """A word of a work tile, for one thread."""
         return int32(load_shared(int32(place)))
 
     @inlined
-    def leave_hidden_out(notice, arrays, strides, sizes):
+    def leave_hidden_out(work_tile, arrays, strides, sizes):
         """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
 
-        Reads the notice and writes it again, because the scheduler has few registers."""
-        b, h, first_query = noted(notice + B), noted(notice + H), noted(notice + FIRST_QUERY)
+        Reads the work tile and writes it again, because the scheduler has few registers."""
+        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
         first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
-        begin = max(noted(notice + BEGIN), divide(first, tile_n))
-        stop = min(noted(notice + STOP), divide(end + int32(tile_n - 1), tile_n))
+        begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
+        stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
         if stop <= begin:  # as in tiles_of
             begin = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
-        store_shared(notice + BEGIN, uint32(begin))
-        store_shared(notice + FREE, uint32(max(noted(notice + FREE), begin)))
-        store_shared(notice + STOP, uint32(stop))
+        store_shared(work_tile + BEGIN, uint32(begin))
+        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
+        store_shared(work_tile + STOP, uint32(stop))
 
     @inlined
-    def announce(
-        base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes
-    ):
+    def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
         """To the producer and the consumers."""
-        at = notice_of(base, i)
-        wait(base + NOTICE_EMPTY + 8 * notice_place_of(i), notice_phase_of(i) ^ 1)
+        at = work_tile_of(base, i)
+        wait(base + TILE_EMPTY + 8 * tile_place_of(i), tile_phase_of(i) ^ 1)
         store_shared(at + WORK, uint32(work))
         store_shared(at + B, uint32(b))
         store_shared(at + H, uint32(h))
@@ -179,11 +177,11 @@ def make(config):
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
             leave_hidden_out(at, arrays, strides, sizes)
-        arrive(base + NOTICE_FULL + 8 * notice_place_of(i))
+        arrive(base + TILE_FULL + 8 * tile_place_of(i))
 
     @inlined
-    def take(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: announce it and fetch its Q.
+    def claim(base, i, t, arrays, strides, sizes):
+        """Query tile t is the block's i-th: publish it and fetch its Q.
 
         Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
         branch.
@@ -198,10 +196,10 @@ def make(config):
         tile_pos = first_query + q_start
         begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        announce(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
+        publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
         if has_mask:  # not kept in registers until here
-            notice = notice_of(base, i)
-            b, h, first_query = noted(notice + B), noted(notice + H), noted(notice + FIRST_QUERY)
+            work_tile = work_tile_of(base, i)
+            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         if q_buffers == 1:
             prefetch_q(h, first_query, b)
         load_q(base, i, h, first_query, b)
@@ -215,8 +213,8 @@ def make(config):
             t = int64(divide(block_index(), blocks))
         more = int32(1)
         while more != 0:
-            take(base, i, t, arrays, strides, sizes)
-            more = noted(notice_of(base, i) + WORK)
+            claim(base, i, t, arrays, strides, sizes)
+            more = field_of(work_tile_of(base, i) + WORK)
             if more != 0:
                 wait(base + ASKED, i & 1)
                 if blocks > 1:  # its blocks must take the same, and all tiles take as long: so no counter is asked
@@ -234,27 +232,27 @@ def make(config):
         """The producer's one thread: fetch K and V as the consumers will need them."""
         n = int32(0)  # tiles of K and V so far
         i = int32(0)  # query tiles so far
-        notice = notice_of(base, i)
-        wait(base + NOTICE_FULL, 0)
-        load_k(base, n, int32(noted(notice + STOP) - 1), noted(notice + H_KV), noted(notice + B))
-        while noted(notice + WORK) != 0:
-            following = notice_of(base, i + 1)
-            begin, j = noted(notice + BEGIN), int32(noted(notice + STOP) - 1)
+        work_tile = work_tile_of(base, i)
+        wait(base + TILE_FULL, 0)
+        load_k(base, n, int32(field_of(work_tile + STOP) - 1), field_of(work_tile + H_KV), field_of(work_tile + B))
+        while field_of(work_tile + WORK) != 0:
+            following = work_tile_of(base, i + 1)
+            begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
             ask_at = min(begin + 1, j)
             while j >= begin:
                 # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
                 # first K take a while.
                 arrive_if(base + ASKED, j == ask_at)
-                source, next_j = notice, int32(j - 1)
+                source, next_j = work_tile, int32(j - 1)
                 if j == begin:
-                    wait(base + NOTICE_FULL + 8 * notice_place_of(i + 1), notice_phase_of(i + 1))
-                    source, next_j = following, int32(noted(following + STOP) - 1)
+                    wait(base + TILE_FULL + 8 * tile_place_of(i + 1), tile_phase_of(i + 1))
+                    source, next_j = following, int32(field_of(following + STOP) - 1)
                 # The next K, if need be of the next query tile, before this V: in the order of the products.
-                load_k(base, int32(n + 1), next_j, noted(source + H_KV), noted(source + B))
-                load_v(base, n, j, noted(notice + H_KV), noted(notice + B))
+                load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
+                load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
                 n = int32(n + 1)
                 j = int32(j - 1)
             i = int32(i + 1)
-            notice = following
+            work_tile = following
 
     return set_up, schedule, produce

@@ -1,0 +1,27 @@
+"""What the backward on tensor cores takes of every query, worked out once by kernels/mma/backward_preprocess.py.
+
+Of each query there are lse in the scores' units (kernels/score/stage.py), +inf where it sees no key, so that its
+weights come out 0; and -delta. They lie in blocks of 16 queries, BLOCK_WORDS float32 numbers long: those of all, then
+these of all. Within both the four columns that a lane has of every 16 (ptx/fragments.py) stand side by side. A head has
+`row_blocks` of them; queries of the last one that do not exist have +inf and 0.
+"""
+
+from numba import int32, int64
+
+from .inlined import inlined
+
+BLOCK_WORDS = 32
+MINUS_DELTA = 16  # where those begin in a block
+TURNS_AT = 32  # where wgmma_backward_fused's counts of turns begin, in words: apart from the ticket
+
+
+@inlined
+def row_blocks(seqlen_q):
+    return int32(int32(int32(seqlen_q) + int32(15)) >> int32(4))
+
+
+@inlined
+def place(query):
+    """Where in its head's blocks the lse of a query is."""
+    at = query & 15
+    return int64(query >> 4) * BLOCK_WORDS + ((at & 6) << 1) + ((at & 8) >> 2) + (at & 1)
