@@ -84,6 +84,36 @@ def test_python_of_documents_runs(path):
         exec(compile(code, path.name, "exec"), namespace)
 
 
+# Names that are not ours, and that no source of ours has.
+FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb"}
+SOURCE_WORDS = {
+    word
+    for folder in ("numba_flash", "tests", "scripts", "examples", "setup.cfg")
+    for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
+    for word in re.findall(r"\w+", path.read_text())
+}
+
+
+def unknown_names(text):
+    """The names in `backticks` that occur in no source, such as those that were renamed."""
+    names = re.findall(r"`((?:\w+\.)*)([A-Za-z_]\w*)(?:\(.*?\)|=)?`", FENCE.sub("", text))
+    return sorted({n for of, n in names if n not in SOURCE_WORDS | FOREIGN and not (ROOT / f"{of}{n}").exists()})
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=lambda path: path.name)
+def test_names_in_documents_are_those_of_the_code(path):
+    assert unknown_names(path.read_text()) == []
+
+
+def test_the_finder_of_names_itself():
+    assert (
+        unknown_names("`kernel`, `numba_flash.attention`, `ring(count)`, `window=`, `CITATION.cff`; NOTICE, `/no/path`")
+        == []
+    )
+    assert unknown_names("`NOTICE_FULL`, `config.colour(x)`, `hue=`") == ["NOTICE_FULL", "colour", "hue"]
+
+
 def test_readme_is_short_and_has_python_to_run():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert runnable(ROOT / "README.md")
