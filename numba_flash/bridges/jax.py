@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import arrays
-from ..arrays import Array, GradientOperands, Layout, Operands
+from ..arrays import Array, GradientOperands, Layout, Operands, recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
@@ -72,7 +72,7 @@ def run(
     once; forward mode and second derivatives raise NotImplementedError.
     """
     if not score_mod is mask_mod is None or len(aux):
-        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+        raise NotImplementedError(recording.NO_FUNCTIONS)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")

@@ -89,7 +89,7 @@ def run(
     are not mapped and have a batch of 1; others are copied into such a form.
     """
     if not score_mod is mask_mod is None or len(aux):
-        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+        raise NotImplementedError(recording.NO_FUNCTIONS)
     if out is not None or stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")

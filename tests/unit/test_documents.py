@@ -66,6 +66,10 @@ def test_documents_name_files_that_exist(path):
     assert missing(FENCE.sub("", text) + BARE_NAME.sub("", examples), (ROOT, PACKAGE, path.parent)) == []
 
 
+def test_the_editor_s_settings_name_files_that_exist():
+    assert missing((ROOT / ".vscode" / "launch.json").read_text(), (ROOT, PACKAGE)) == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_name_files_that_exist(path):
     assert missing("\n".join(docstrings(path)), (ROOT, PACKAGE, path.parent)) == []
