@@ -118,6 +118,17 @@ def test_the_finder_of_names_itself():
     assert unknown_names("`NOTICE_FULL`, `config.colour(x)`, `hue=`") == ["NOTICE_FULL", "colour", "hue"]
 
 
+def test_every_variable_is_on_the_page():
+    named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
+    read = {word for word in SOURCE_WORDS if word.startswith("NUMBA_FLASH_")}
+    assert read and read <= named
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in numba_flash.__all__ if f"numba_flash.{name}" not in page] == []
+
+
 def test_readme_is_short_and_has_python_to_run():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert runnable(ROOT / "README.md")
