@@ -1,6 +1,7 @@
 """python -m numba_flash demo | info | explain"""
 
 import argparse
+import os
 import platform
 import sys
 import tempfile
@@ -288,5 +289,16 @@ def _print(title: str, rows: Rows) -> None:
         print(f"  {name:<14}  {value}")
 
 
+def run() -> int:
+    """`main`, and the end of a reader that had enough, as `| head` has, is no error."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has to go somewhere at exit
+        return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import arrays
-from ..arrays import Array, Layout
+from ..arrays import Array, Layout, recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
@@ -70,7 +70,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     """
     causal, window, q_offset, numbers, given_arrays, functions, layout = options
     if functions is not None:
-        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+        raise NotImplementedError(recording.NO_FUNCTIONS)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")

@@ -78,7 +78,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     """
     options = Options(*options)
     if options.functions is not None:
-        raise NotImplementedError("score_mod, mask_mod and aux are not implemented yet where autograd or jit records")
+        raise NotImplementedError(recording.NO_FUNCTIONS)
     if out is not None or stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
