@@ -9,6 +9,7 @@ from .. import arrays
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import NO_AUX, CallPlan, reject_unimplemented
 from ..dispatch.forward import AttentionOutput as AttentionOutput
+from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
 differentiated = arrays.differentiated.get
 NO_DROPOUT = 0.0  # a default that each call compares with: as an object, in a fifth of the time
@@ -84,7 +85,9 @@ def attention(
         (float64 for float64) and int64.
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
     aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
-    sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
+        without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
+    dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -93,7 +96,7 @@ def attention(
         with the same shapes it can be captured in a CUDA graph.
     kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` tells which runs and why.
 
-    A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf, never NaN.
+    A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf (or its sink), never NaN.
     What lies in positions that seqlens_k, window, causal or mask remove never reaches o, even NaN and
     Inf. The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
 
@@ -104,21 +107,26 @@ def attention(
     """
     if not (seed is None and dropout_p is NO_DROPOUT):
         reject_unimplemented(dropout_p, seed)
+    options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
+        causal,
+        window,
+        q_offset,
+        NO_NUMBERS if scale is softcap is None else (scale, softcap),
+        None
+        if bias is mask is alibi_slopes is seqlens_k is sinks is None
+        else (bias, mask, alibi_slopes, seqlens_k, sinks),
+        None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
+        layout,
+    )
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
         try:
-            return dispatch.run(
-                q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod,
-                mask_mod, aux, sinks, layout, return_lse, out, stream, kernel,
-            )  # fmt: skip
+            return dispatch.run(q, k, v, options, return_lse, out, stream, kernel)
         except arrays.NeedsBridge as recorded:
             family = recorded.family
     else:
         family = "torch"
-    return bridge(family)(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-        aux, sinks, layout, return_lse, out, stream, kernel,
-    )  # fmt: skip
+    return bridge(family)(q, k, v, options, return_lse, out, stream, kernel)
 
 
 @functools.cache
@@ -169,7 +177,7 @@ def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[
 
 
 def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the defaults of `function`, without those that later versions fill."""
+    """Arguments by name, with the defaults of `function`, and those of Options as one value."""
     try:
         bound = inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -177,4 +185,5 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     bound.apply_defaults()
     to_come = ("dropout_p", "seed")
     reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
-    return bound.arguments
+    named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
+    return dict(bound.arguments, options=Options.of(**named))

@@ -78,6 +78,10 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
         raise NotImplementedError(NO_TANGENTS)
 
 
+NO_FUNCTIONS = (
+    "score_mod, mask_mod and aux are not implemented yet where autograd or jit records. Meanwhile: bias= and mask= "
+    "are, or call numba_flash.attention and numba_flash.attention_backward yourself, on arrays that do not record"
+)
 NO_TANGENTS = (
     "numba_flash has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian): use "
     "reverse mode (backward, torch.func.grad, vjp, jacrev), or pass torch.autograd.forward_ad.unpack_dual(x).primal"

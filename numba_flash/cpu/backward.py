@@ -58,14 +58,14 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(
-    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks, do, dlse, dq, dk, dv,
+    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv,
     dbias, dalibi_slopes, dsinks,
 ):  # fmt: skip
     """All passes on this thread."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks, do, dlse, dq, dk, dv, dbias,
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
         dalibi_slopes, dsinks,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
@@ -78,7 +78,7 @@ def run_serial(
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(
-    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks, do, dlse, dq,
+    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq,
     dk, dv, dbias, dalibi_slopes, dsinks,
 ):  # fmt: skip
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
@@ -86,7 +86,7 @@ def run_parallel(
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks, do, dlse, dq, dk, dv, dbias,
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
         dalibi_slopes, dsinks,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
@@ -132,7 +132,7 @@ class Ready(NamedTuple):
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write the gradients wanted; addresses in the order of arrays.GradientOperands, 0 = none."""
+        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none."""
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:

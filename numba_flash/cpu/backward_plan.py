@@ -14,17 +14,17 @@ from . import plan as slot
 # Where the numbers stand that come to those of the forward; *_STRIDE as there.
 DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
 HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
-# Of a gradient that is summed (dbias, dalibi_slopes; dsinks takes four of these): its strides and type, which dimensions it has itself, whether
-# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
+# Of a gradient that is summed (dbias, dalibi_slopes): its strides and type, which dimensions it has itself, whether
+# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is. dsinks has the first of these.
 SUM_STRIDE = slot.NUMBERS + 27
 SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
     slot.NUMBERS + 31, slot.NUMBERS + 39
 )
 NUMBERS = slot.NUMBERS + 39
 
-# A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
+# A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-O, LSE, SINKS, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI, DSINKS = 3, 4, *range(10, 19)  # among the pointers
+O, LSE, SINKS, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI, DSINKS = 3, 4, 9, *range(11, 19)  # among the pointers
 ALL_POINTERS = 19
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(20, 26)
 FRAME_NUMBERS = 32  # whole cache lines

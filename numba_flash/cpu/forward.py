@@ -41,13 +41,13 @@ def set_up(frame, plan, pointers, shared, stop):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks):
+def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
     """All tasks on this thread."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
     memory[0] = 0  # keeps it alive until here
@@ -55,13 +55,13 @@ def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, se
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks):
+def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, sinks), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
     store(at, 0, workers)
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
@@ -93,7 +93,7 @@ class Ready(NamedTuple):
     nothing: bool
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write o, and lse where the problem wants it; addresses in the order of arrays.Operands, 0 = none."""
+        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none."""
         if self.nothing:
             return
         if self.long:

@@ -211,7 +211,7 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
             if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
                 lse = double(best) * natural + math.log(double(total))
         if has_sinks:
-            at = load(pointers, 10, INT) + b * load(plan, slot.SINKS_STRIDE, INT)
+            at = load(pointers, 9, INT) + b * load(plan, slot.SINKS_STRIDE, INT)
             sink = get(at + head * load(plan, slot.SINKS_STRIDE + 1, INT), sinks_dtype, 0.0)
             if sink != -INFINITY:  # log(e^lse + e^sink) comes in lse's place
                 whole = max(lse, sink) + math.log1p(math.exp(-abs(lse - sink)))

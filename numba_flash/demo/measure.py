@@ -27,8 +27,8 @@ class LayerReport:
 class Measured:
     """Call it in place of `attention`. The model calls its layers in turn: the call's number is the layer."""
 
-    def __init__(self, attention: Attention, plain: Attention, oracle: Attention, layers: int):
-        self.attention, self.plain, self.oracle = attention, plain, oracle
+    def __init__(self, attention: Attention, plain: Attention, oracle: Attention, layers: int, repeats: int = REPEATS):
+        self.attention, self.plain, self.oracle, self.repeats = attention, plain, oracle, repeats
         self.layers = [LayerReport() for _ in range(layers)]
         self.calls = 0
         self.score_bytes = 0  # of the largest score matrix that the plain formula had to hold
@@ -45,7 +45,7 @@ class Measured:
             return o, time.perf_counter() - begin
 
         # In turns, so that whatever else this machine does slows both alike.
-        turns = [(run(self.attention), run(self.plain)) for _ in range(REPEATS)]
+        turns = [(run(self.attention), run(self.plain)) for _ in range(self.repeats)]
         report.seconds += statistics.median(ours[1] for ours, _ in turns)
         report.plain_seconds += statistics.median(plain[1] for _, plain in turns)
         (o, _), (plain_o, _) = turns[-1]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numba_flash
 
-# Beside the package in a checkout; an installed package has none.
-DOCUMENTS = (
-    "README.md", "CHANGELOG.md", "docs/contract.md", "docs/environment.md", "docs/frameworks.md", "docs/stepping.md",
+# What is written for users. The pages lie beside the package in a checkout; an installed package has none.
+PAGES = (
+    "README.md", "docs/contract.md", "docs/environment.md", "docs/frameworks.md", "docs/numerics.md",
+    "docs/stepping.md", "docs/testing_your_kernel.md", "docs/troubleshooting.md", "docs/variants.md",
 )  # fmt: skip
+MODULES = ("api/*.py", "compat/*.py", "debug/*.py", "mods.py", "reference.py", "testing/*.py")
 MIN_WORDS = 25  # less says too little to be found by its meaning
 MAX_WORDS = 100  # more no longer fits the 256 tokens the model reads
 
@@ -27,12 +29,10 @@ def project_passages() -> list[Passage]:
     package = Path(numba_flash.__file__).parent
     root = package.parent
     found: list[Passage] = []
-    for name in DOCUMENTS:
+    for name in PAGES:
         if (root / name).is_file():
             found += split((root / name).read_text(encoding="utf-8"), name)
-    for path in sorted(package.rglob("*.py")):
-        if package / "demo" in path.parents:  # or the demo would find its own words
-            continue
+    for path in sorted(path for names in MODULES for path in package.glob(names)):
         for line, text in docstrings(path.read_text(encoding="utf-8")):
             if len(text.split()) >= MIN_WORDS:
                 found += split(text, path.relative_to(root).as_posix(), line)
@@ -49,16 +49,22 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def split(text: str, file: str, first_line: int = 1) -> list[Passage]:
-    """Join paragraphs and list items until they say enough; a heading starts anew, too long is cut."""
+    """Join paragraphs and list items until they say enough; a heading starts anew, too long is cut.
+
+    What is left at the end says too little by itself. It goes to what is before it, if it fits.
+    """
     passages: list[Passage] = []
     words: list[str] = []
-    start = first_line
+    start, headed = first_line, False  # of the words: their first line, and whether a heading is above them
     in_code = False  # a line that starts with # is a comment there, not a heading
 
     def close() -> None:
-        if words:
+        joined = [*passages[-1].text.split(), *words] if passages and not headed and len(words) < MIN_WORDS else []
+        if joined and len(joined) <= MAX_WORDS:
+            passages[-1] = Passage(file, passages[-1].line, " ".join(joined))
+        elif words:
             passages.append(Passage(file, start, " ".join(words)))
-            words.clear()
+        words.clear()
 
     for line, content in enumerate(text.splitlines(), first_line):
         in_code ^= content.startswith("```")
@@ -67,7 +73,7 @@ def split(text: str, file: str, first_line: int = 1) -> list[Passage]:
         if heading or (pause and len(words) >= MIN_WORDS) or len(words) + len(content.split()) > MAX_WORDS:
             close()
         if not words:
-            start = line
-        words += content.split()
+            start, headed = line, bool(heading)
+        words += [word for word in content.split() if word.strip("|-:")]  # not the lines of a table
     close()
     return passages

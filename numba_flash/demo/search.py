@@ -8,10 +8,10 @@ import numpy as np
 from numba_flash.demo.passages import Passage
 
 QUESTIONS = (
-    "Which rows come out as zero because no key is visible to them?",
     "How do I stop inside a kernel with a debugger?",
+    "What is returned for a query that sees no key?",
     "How can attention over parts of the keys be put together?",
-    "Where is compiled code kept?",
+    "Where are compiled kernels kept?",
 )
 
 

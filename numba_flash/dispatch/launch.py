@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, reference
-from ..arrays import Array, GradientOperands, Operands
+from ..arrays import Array
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, NUMBERS
+from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
 from ..select.arguments import (
     FORWARD_WORKSPACE,
     MASK_BITS,
@@ -51,7 +51,7 @@ class Launch:
 
 
 def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
-    """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
+    """The chosen kernel for this problem; its operands come in the order of options.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
@@ -306,7 +306,9 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands, a
         q_offset = q_offset + seqlens_k
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
-    given = {option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")}
+    given = {
+        option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")
+    }
     for option in ARRAYS:  # (heads,) is read as (1, heads)
         array = given.get(option.name)
         if option.shape == "heads" and array is not None and array.ndim == 1:

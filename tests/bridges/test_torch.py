@@ -81,7 +81,7 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
     real = gradients.plan
 
     def spy(*facts):
-        asked.append((facts[9], facts[6] is None))  # wanted, dlse
+        asked.append((facts[8], facts[6] is None))  # wanted, dlse
         return real(*facts)
 
     monkeypatch.setattr(gradients, "plan", spy)
@@ -122,6 +122,12 @@ def test_autograd_is_asked_before_anything_is_read(monkeypatch):
     for inputs in ((q, k, v), (q.detach(), k, v.detach()), (q.detach(), k.detach(), v)):
         assert numba_flash.attention(*inputs).requires_grad
     assert prepared == [False] * 3
+
+
+def test_functions_are_refused_with_what_works_meanwhile():
+    q, k, v = tensors(Q, K, V)
+    with pytest.raises(NotImplementedError, match="autograd or jit.*Meanwhile: bias= and mask= are, or call"):
+        numba_flash.attention(q, k, v, mask_mod=numba_flash.mods.causal)
 
 
 def test_gradients_of_gradients_are_refused():

@@ -4,20 +4,32 @@ import importlib.util
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import numba_flash
 from numba_flash import demo
-from numba_flash.demo import passages, story, weights
+from numba_flash.demo import memory, passages, story, weights
 from numba_flash.demo.measure import REPEATS, LayerReport, Measured
 from numba_flash.demo.online_softmax import online_softmax
 from numba_flash.demo.picture_text import text_picture
 from numba_flash.demo.plain import plain_attention
 from numba_flash.demo.scene import TILE, make_scene
 
+ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, HEADS = 24, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def remembered(tmp_path_factory, monkeypatch):
+    """What the demo remembers is kept here, and not where the user's is."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(memory, "cache_folder", lambda: folder)
+    return folder
+
+
 TEXTS = ["the cat", "because it was too tired , the cat did not cross the street .", "it"]
 
 
@@ -151,6 +163,62 @@ def test_no_passage_is_longer_than_the_model_reads():
     assert " ".join(p.text for p in found).split() == text.split()
 
 
+def test_a_short_end_goes_to_the_passage_before_it_but_not_over_a_heading():
+    words = "word " * passages.MIN_WORDS
+    assert [p.text.split()[-1] for p in passages.split(f"{words}\n\nthe end\n", "f")] == ["end"]
+    assert [p.line for p in passages.split(f"{words}\n\n# One\nthe end\n", "f")] == [1, 3]
+    long = "word " * passages.MAX_WORDS
+    assert [p.line for p in passages.split(f"{long}\nthe end\n", "f")] == [1, 2]
+
+
+def test_a_second_run_reads_only_what_is_new_and_answers_the_same(folder, remembered, monkeypatch, capsys):
+    said = passages.project_passages()[:40]
+    monkeypatch.setattr(story, "project_passages", lambda: said)
+    read, encode = [], story.MiniLM.encode
+
+    def counted(self, texts, *rest):
+        read.append(len(texts))
+        return encode(self, texts, *rest)
+
+    monkeypatch.setattr(story.MiniLM, "encode", counted)
+
+    def run():
+        read.clear()
+        assert demo.main(["--model", str(folder), "--picture", str(folder / "p.png")]) == 0
+        return capsys.readouterr().out.partition("Questions")[2].partition("Each layer")[0], read[:2]
+
+    measured = len(range(0, 40, story.MEASURED_EACH))
+    answers, counts = run()
+    assert answers and counts == [40 - measured, measured]
+    assert run() == (answers, [0, measured])
+    said[1] = passages.Passage("README.md", 1, "the cat was too tired")
+    assert run()[1] == [1, measured]
+    (file,) = (remembered / "demo").iterdir()
+    file.write_bytes(file.read_bytes()[:100])  # cut off
+    assert run()[1] == [40 - measured, measured]
+
+
+def test_another_model_remembers_nothing(folder):
+    model = weights.load(folder)
+    memory.Memory(model).keep(TEXTS, model.encode(TEXTS, plain_attention))
+    assert all(point is not None for point in memory.Memory(model).recall(TEXTS))
+    next(iter(model.weights.values()))[0] += 1
+    assert memory.Memory(model).recall(TEXTS) == [None] * len(TEXTS)
+
+
+def test_where_nothing_can_be_kept_the_demo_still_runs(folder, monkeypatch):
+    monkeypatch.setattr(memory, "cache_folder", lambda: folder / "config.json")  # a file
+    model = weights.load(folder)
+    memory.Memory(model).keep(TEXTS, model.encode(TEXTS, plain_attention))
+    assert memory.Memory(model).recall(TEXTS) == [None] * len(TEXTS)
+
+
+def test_a_table_is_read_without_its_lines():
+    words = "word " * passages.MIN_WORDS
+    (found,) = passages.split(f"| a | b |\n| --- | :-- |\n| c | {words} |\n", "f")
+    assert found.text.split()[:3] == ["a", "b", "c"] and set(found.text.split()[3:]) == {"word"}
+
+
 def test_docstrings_come_with_their_lines():
     source = '"""Module."""\n\n\ndef f():\n    """Function,\n    two lines."""\n\n\nclass C:\n    x = 1\n'
     assert list(passages.docstrings(source)) == [(1, "Module."), (5, "Function,\n    two lines.")]
@@ -158,8 +226,12 @@ def test_docstrings_come_with_their_lines():
 
 def test_project_passages_point_at_real_lines_outside_the_demo():
     found = passages.project_passages()
-    assert found
-    assert not [p for p in found if "demo/" in p.file]
+    files = {passage.file for passage in found}
+    assert files >= {"README.md", "docs/contract.md", "numba_flash/api/forward.py", "numba_flash/mods.py"}
+    assert not [file for file in files if "demo/" in file]
+    for passage in found:
+        line = (ROOT / passage.file).read_text().splitlines()[passage.line - 1]
+        assert set(passage.text.split()[0]) <= set(line), passage
 
 
 @pytest.mark.parametrize("tile", [1, 3, 4, 16, 100])

@@ -1,16 +1,20 @@
 """README.md, CHANGELOG.md, docs and docstrings: what they name exists, and the Python of README and docs runs.
 
 A block of Python that starts with an import is run, all of a page in order and in one namespace; the others (a
-signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges.
+signature, a part of a session) are only shown. Those for frameworks are run by tests/bridges. Commands of the package
+are run, sessions with a debugger by tests/sim; of scripts the options are compared.
 """
 
 import ast
+import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import numba_flash
+from numba_flash.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
@@ -62,6 +66,10 @@ def test_documents_name_files_that_exist(path):
     assert missing(FENCE.sub("", text) + BARE_NAME.sub("", examples), (ROOT, PACKAGE, path.parent)) == []
 
 
+def test_the_editor_s_settings_name_files_that_exist():
+    assert missing((ROOT / ".vscode" / "launch.json").read_text(), (ROOT, PACKAGE)) == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_name_files_that_exist(path):
     assert missing("\n".join(docstrings(path)), (ROOT, PACKAGE, path.parent)) == []
@@ -80,9 +88,82 @@ def test_python_of_documents_runs(path):
         exec(compile(code, path.name, "exec"), namespace)
 
 
+# Names that are not ours, and that no source of ours has.
+FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb"}
+SOURCE_WORDS = {
+    word
+    for folder in ("numba_flash", "tests", "scripts", "examples", "setup.cfg")
+    for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
+    for word in re.findall(r"\w+", path.read_text())
+}
+
+
+def unknown_names(text):
+    """The names in `backticks` that occur in no source, such as those that were renamed."""
+    names = re.findall(r"`((?:\w+\.)*)([A-Za-z_]\w*)(?:\(.*?\)|=)?`", FENCE.sub("", text))
+    return sorted({n for of, n in names if n not in SOURCE_WORDS | FOREIGN and not (ROOT / f"{of}{n}").exists()})
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=lambda path: path.name)
+def test_names_in_documents_are_those_of_the_code(path):
+    assert unknown_names(path.read_text()) == []
+
+
+def test_the_finder_of_names_itself():
+    assert (
+        unknown_names("`kernel`, `numba_flash.attention`, `ring(count)`, `window=`, `CITATION.cff`; NOTICE, `/no/path`")
+        == []
+    )
+    assert unknown_names("`NOTICE_FULL`, `config.colour(x)`, `hue=`") == ["NOTICE_FULL", "colour", "hue"]
+
+
+def test_every_variable_is_on_the_page():
+    named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
+    read = {word for word in SOURCE_WORDS if word.startswith("NUMBA_FLASH_")}
+    assert read and read <= named
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in numba_flash.__all__ if f"numba_flash.{name}" not in page] == []
+
+
 def test_readme_is_short_and_has_python_to_run():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert runnable(ROOT / "README.md")
+
+
+def commands(start):
+    """What README and docs show to be typed behind `start`: in a fence, a table or a sentence. Not the history."""
+    shown = re.compile(rf"(?:^|`)(?:\$ )?{start}(.*?)(?:`|$)", re.MULTILINE)
+    found = {text for path in DOCUMENTS if path.stem != "CHANGELOG" for text in shown.findall(path.read_text())}
+    return sorted(found)
+
+
+OF_THE_PACKAGE = commands(r"(?:\S*)python -m numba_flash ")
+OF_SCRIPTS = commands(r"(?:\S*python |sh )?scripts/(?!results/|results`)")
+
+
+@pytest.mark.parametrize("arguments", OF_THE_PACKAGE)
+def test_a_command_that_documents_show_runs(arguments, capsys):
+    assert main(shlex.split(arguments)) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", OF_SCRIPTS)
+def test_a_script_that_documents_show_takes_these_options(command):
+    name, *arguments = shlex.split(command)
+    script = ROOT / "scripts" / name
+    text = script.read_text()
+    assert os.access(script, os.X_OK)
+    passed_on = '"$@"' in text  # to pytest or Sphinx
+    assert passed_on or [word for word in arguments if word.startswith("--") and f'"{word}"' not in text] == []
+
+
+def test_documents_show_commands():
+    assert {"info", "explain"} <= {command.split()[0] for command in OF_THE_PACKAGE}
+    assert {"demo", "test", "docs", "step", "tune", "gpu_check"} <= {command.split()[0] for command in OF_SCRIPTS}
 
 
 def test_what_is_cited_is_this_version():

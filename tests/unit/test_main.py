@@ -1,5 +1,6 @@
 """python -m numba_flash: what is printed, and the exit status."""
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def test_as_a_module_and_without_frameworks():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("imported: []\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's pipe")
+def test_a_reader_that_has_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "numba_flash", "explain"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # explain

@@ -25,8 +25,7 @@ def make(config):
     def start(b, h, arrays, strides):
         if has_sinks:
             return load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]), one
-        else:
-            return minus_inf, zero
+        return minus_inf, zero
 
     return start
 

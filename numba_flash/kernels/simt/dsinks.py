@@ -1,7 +1,7 @@
 """The gradient of sinks, for every rung's backward: a sum over the rows of a head.
 
-A sink is the score of one more key whose value is 0 (kernels/score/sinks.py). Its weight in a row is e^(sink - lse), its
-dP is 0, and so equation 17 of docs/algorithm.md gives
+A sink is the score of one more key whose value is 0 (kernels/score/sinks.py). Its weight in a row is e^(sink - lse) and
+its dP is 0, so that dS = P * (dP - delta) gives
 
     dsink = sum over rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse
 
@@ -31,8 +31,7 @@ def make(config):
         if of_blocks:
             at = int64(head_of_all) * (row_blocks(seqlen_q) * block_words) + place(int32(q_index))
             return -arrays.lse_delta[at + minus_delta_at]
-        else:
-            return arrays.delta[head_of_all * seqlen_q + q_index]
+        return arrays.delta[head_of_all * seqlen_q + q_index]
 
     @cuda.jit
     def sinks_of_rows(arrays, strides, sizes):
