@@ -113,6 +113,7 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
     """As of contiguous arrays."""
     from .arrays import ITEM_SIZE, Layout
     from .problem.forward import LAYOUTS, Problem, contiguous_strides
+    from .problem.options import Options
 
     heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
@@ -132,15 +133,15 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
     )
     scores = (1, 1, asked.seqlen_q, seqlen_k)
     window = asked.window and tuple(asked.window)
-    return Problem.of(
-        q, k, v, out=None, out_lse=None,
+    options = Options.of(
         bias=array(asked.dtype, *scores) if asked.bias else None,
         mask=array("bool", *scores) if asked.mask else None,
         alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
         seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
-        q_offsets=None, q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale,
-        softcap=asked.softcap, layout=asked.layout, return_lse=asked.return_lse, bias_aligned=True,
+        q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale, softcap=asked.softcap,
+        layout=asked.layout,
     )  # fmt: skip
+    return Problem.of(q, k, v, options, return_lse=asked.return_lse, bias_aligned=True)
 
 
 def _made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 from numba_flash.arrays import read
 from numba_flash.machine.target import Target
 from numba_flash.problem.forward import Problem
+from numba_flash.problem.options import OPTION_NAMES, Options
 
 KB = 1024
 TURING = Target(False, cc=(7, 5), shared_bytes=64 * KB, multiprocessors=40, name="T4")
@@ -36,10 +37,7 @@ def problem(head_dim=64, head_dim_v=None, dtype="float16", seqlen=4096, *, seqle
         k=empty(1, heads_kv, seqlen_k, head_dim, dtype=dtype) if k is None else k,
         v=empty(1, heads_kv, seqlen_k, head_dim_v or head_dim, dtype=dtype) if v is None else v,
     )
-    arguments = dict.fromkeys(
-        "out out_lse bias mask alibi_slopes seqlens_k q_offsets q_offset window scale softcap".split()
-    )
-    arguments |= dict(causal=False, layout="bhsd", return_lse=False) | options | given
-    return Problem.of(
-        **{name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
-    )
+    arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
+    operands = {name: read(name, x).layout for name, x in given.items()}
+    return Problem.of(**operands, options=Options.of(**named), **arguments)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -60,43 +60,6 @@ class Array:
     owner: Any  # the object that came in; keeps the memory alive
     view: Any = None  # a view of it that NumPy or cuda.core made, where one was needed
     after: int | None = None  # the stream on which its producer still may be at work
-
-
-class Operands(NamedTuple):
-    """The arrays of one attention call; None where there is none. The order is that of the kernels' pointers."""
-
-    q: Array
-    k: Array
-    v: Array
-    o: Array | None
-    lse: Array | None
-    bias: Array | None
-    mask: Array | None
-    alibi_slopes: Array | None
-    seqlens_k: Array | None
-    q_offset: Array | None
-
-
-class GradientOperands(NamedTuple):
-    """The arrays of one attention_backward call: those of Operands, where o and lse are read, and then its own."""
-
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    bias: Array | None
-    mask: Array | None
-    alibi_slopes: Array | None
-    seqlens_k: Array | None
-    q_offset: Array | None
-    do: Array
-    dlse: Array | None
-    dq: Array | None
-    dk: Array | None
-    dv: Array | None
-    dbias: Array | None
-    dalibi_slopes: Array | None
 
 
 class _Layouts(dict):

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import arrays
-from ..arrays import Array, GradientOperands, Layout, Operands, recording
+from ..arrays import Array, Layout, recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
 from ..problem import forward as problem
+from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NUMBERS, OPTION_ARRAYS, GradientOperands, Operands, Options
 from ..select import rungs
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
@@ -38,29 +39,25 @@ except ImportError:
         f"{jax.__version__} does not have; a newer JAX has it"
     ) from None
 
-# Where each array stands that the operation is given, and which is the gradient of which.
-OPERANDS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k", "q_offset")
-GRADIENT_OF = dict(dq="q", dk="k", dv="v", dbias="bias", dalibi_slopes="alibi_slopes")
+OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
 SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
+NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
-class Options(NamedTuple):
-    """What is known when XLA compiles."""
+class Known(NamedTuple):
+    """What is known when XLA compiles: Options without its arrays, and the kernel."""
 
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    q_offset: Any  # None also where it is an array
-    scale: float | None
-    softcap: float | None
-    layout: str
+    options: Options
     kernel: str
 
+    def plan(self) -> dict[str, Any]:
+        """As dispatch takes it."""
+        named = self.options._asdict()
+        del named["arrays"]
+        return named | dict(kernel=self.kernel)
 
-def run(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
-) -> Any:  # fmt: skip
+
+def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
     """`dispatch.forward.run` for traced JAX arrays: gradients of q, k, v, bias and alibi_slopes, also through lse.
 
     >>> jax.jit(jax.grad(lambda q: numba_flash.attention(q, k, v, causal=True).sum()))(q)
@@ -71,32 +68,33 @@ def run(
     batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
     once; forward mode and second derivatives raise NotImplementedError.
     """
-    if not score_mod is mask_mod is None or len(aux):
+    causal, window, q_offset, numbers, given_arrays, functions, layout = options
+    if functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
     offsets, q_offset = (q_offset, None) if arrays.is_array(q_offset) else (None, q_offset)
-    operands = dict(zip(OPERANDS, (q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets), strict=True))
+    operands = dict(zip(OPERANDS, (q, k, v, *(given_arrays or NO_ARRAYS), offsets), strict=True))
     for name, array in operands.items():
         if not isinstance(array, jax.Array) and (array is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(array).__name__} beside JAX arrays")
-    known = dict(causal=causal, window=window, q_offset=q_offset, scale=scale, softcap=softcap, return_lse=return_lse)
-    for name, value in known.items():
+    static = dict(causal=causal, window=window, q_offset=q_offset, return_lse=return_lse)
+    for name, value in (static | dict(zip(NUMBERS, numbers, strict=True))).items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
     rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
-    options = Options(causal, window, q_offset, scale, softcap, layout, kernel)
+    known = Known(Options(causal, window, q_offset, numbers, None, None, layout), kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
-    _check(options, operands, return_lse)
+    _check(known.options, operands, return_lse)
     axes = axes_of(operands.values())
     operands = {name: varying(array, axes) for name, array in operands.items()}
     for name in GRADIENT_OF.values():
         if name in operands:
             operands[name] = reverse_only(operands[name])
     try:
-        o, lse = _attention(options, operands)
+        o, lse = _attention(known, operands)
     except TypeError as error:  # jax.jit(jax.jacfwd) comes here: mapped tangents are refused by JAX when it traces
         if "forward-mode" not in str(error):
             raise
@@ -111,34 +109,31 @@ def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
         unit, strides = array.dtype.itemsize, problem.contiguous_strides(array.shape)
         return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
 
-    known = {name: layout(array) for name, array in operands.items()}
-    problem.Problem.of(
-        known["q"], known["k"], known["v"], None, None, known.get("bias"), known.get("mask"), known.get("alibi_slopes"),
-        known.get("seqlens_k"), known.get("q_offset"), options.q_offset, options.causal, options.window, options.scale,
-        options.softcap, options.layout, return_lse,
-    )  # fmt: skip
+    known: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
+    options = dispatch.with_layouts(options, [known.get(name) for name in ARRAY_NAMES])
+    problem.Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, operands: dict[str, Any]) -> tuple[Any, Any]:
-    operands, axes = _in_order(operands), problem.LAYOUTS[options.layout]
+def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
+    operands, axes = _in_order(operands), problem.LAYOUTS[known.options.layout]
     q, v = operands["q"], operands["v"]
     o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     lse = jax.ShapeDtypeStruct(
         tuple(q.shape[axis] for axis in axes[:3]), jax.numpy.promote_types(q.dtype, jax.numpy.float32)
     )
-    return _call(_Forward(options, *_facts(dict(operands, o=o, lse=lse))), tuple(operands.values()), (o, lse))
+    return _call(_Forward(known, *_facts(dict(operands, o=o, lse=lse))), tuple(operands.values()), (o, lse))
 
 
-def _forward(options: Options, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+def _forward(known: Known, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
     """What JAX differentiates comes marked; which gradients that asks for is kept as keys, which are not traced."""
     wanted = {name: () for name, of in GRADIENT_OF.items() if of in operands and operands[of].perturbed}
     values = {name: operand.value for name, operand in operands.items()}
-    o, lse = _attention(options, values)
+    o, lse = _attention(known, values)
     return (o, lse), (wanted, values, o, lse)
 
 
-def _backward(options: Options, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+def _backward(known: Known, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     wanted, operands, o, lse = kept
     do, dlse = cotangents
     given = dict(_in_order(operands), o=o, lse=lse, do=_dense(do))
@@ -146,7 +141,7 @@ def _backward(options: Options, kept: Any, cotangents: tuple[Any, Any]) -> tuple
         given["dlse"] = dlse
     of = {name: operands[GRADIENT_OF[name]] for name in GRADIENT_OF if name in wanted}
     results = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
-    callback = _Backward(options, *_facts(given | results))
+    callback = _Backward(known, *_facts(given | results))
     found = _call(callback, tuple(given.values()), tuple(results.values()))
     gradients_of = {GRADIENT_OF[name]: gradient for name, gradient in zip(results, found, strict=True)}
     return ({name: gradients_of.get(name) for name in operands},)
@@ -195,12 +190,12 @@ class _Plan(NamedTuple):
 class _Callback:
     """What XLA calls. Equal ones are compiled once."""
 
-    options: Options
+    known: Known
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.options, self.names, self.dtypes)))
+        object.__setattr__(self, "_hash", hash((self.known, self.names, self.dtypes)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # asked for in every call
@@ -227,8 +222,7 @@ class _Forward(_Callback):
     ) -> tuple[problem.Problem, Launch]:
         found = dispatch.plan(
             layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
-            **self.options._asdict(), score_mod=None, mask_mod=None, return_lse=True, has_stream=has_stream,
-            aligned=aligned, bias_aligned=bias_aligned,
+            **self.known.plan(), return_lse=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
         )  # fmt: skip
         if found.choice.copies:
             raise NotImplementedError(
@@ -244,14 +238,11 @@ class _Backward(_Callback):
     def plan(
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
     ) -> tuple[problem.Problem, Launch]:
-        known = self.options._asdict()
-        if known["kernel"] not in rungs.WITH_BACKWARD:
-            known["kernel"] = "auto"
+        kernel = self.known.kernel if self.known.kernel in rungs.WITH_BACKWARD else "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
-        optional = tuple(layouts.get(name) for name in self.order[5:10])
         found = gradients.plan(
-            **inputs, **known, optional=optional, functions=None, deterministic=True, has_stream=has_stream,
-            aligned=aligned, bias_aligned=bias_aligned,
+            **inputs, **self.known._replace(kernel=kernel).plan(), deterministic=True, has_stream=has_stream,
+            optional=tuple(layouts.get(name) for name in ARRAY_NAMES), aligned=aligned, bias_aligned=bias_aligned,
             wanted=tuple(name for name in GRADIENT_OF if name in layouts),
         )  # fmt: skip
         return found.problem.forward, found.launch

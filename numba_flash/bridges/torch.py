@@ -9,7 +9,7 @@ Autocast leaves them alone, since nothing is cast in silence: q, k and v are of 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,19 @@ from .. import arrays
 from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
-from ..dispatch.backward import AttentionGradients
-from ..dispatch.forward import NO_AUX, AttentionOutput, reject_unimplemented
+from ..dispatch.forward import AttentionOutput, reject_unimplemented
 from ..problem import forward as problem
+from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options
+from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select import rungs
 from . import torch_vmap
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
-ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "seqlens_k", "q_offset")
-GRADIENT_OF = dict(dq=0, dk=1, dv=2, dbias=3, dalibi_slopes=5)
+ARRAYS = ("q", "k", "v", *ARRAY_NAMES)
+NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
+GRADIENT_OF = {name: ARRAYS.index(of) for name, of in ARRAY_OF_GRADIENT.items()}
+# Where the gradient of each of ARRAYS stands in AttentionGradients; None: it has none.
+FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() else None for n in range(len(ARRAYS))]
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # not a subclass that traces, such as FakeTensor
 NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients themselves yet"
 # A whole number: torch.compile(dynamic=True) makes a float that is a default an input of the graph, and cannot hand it
@@ -34,8 +38,11 @@ NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients 
 NO_DROPOUT = 0
 
 
-# The arguments that are no tensors: q_offset, causal, window, scale, softcap, layout, kernel.
-Call = tuple[Any, Any, Any, Any, Any, Any, Any]
+class Call(NamedTuple):
+    """The arguments that are no tensors: Options without its arrays, and the kernel."""
+
+    options: Options
+    kernel: str
 
 
 def attention(
@@ -43,40 +50,21 @@ def attention(
     k: Any,
     v: Any,
     *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    q_offset: Any = None,
-    seqlens_k: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    aux: tuple[Any, ...] = (),
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
-    layout: str = "bhsd",
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
     kernel: str = "auto",
+    **named: Any,
 ) -> Any:
     """What torch.compile traces in the place of `numba_flash.attention`."""
     reject_unimplemented(sinks, dropout_p, seed)
-    return run(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-        aux, layout, return_lse, out, stream, kernel,
-    )  # fmt: skip
+    return run(q, k, v, Options.of(**named), return_lse, out, stream, kernel)
 
 
-def run(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
-) -> Any:  # fmt: skip
+def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
     """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias and alibi_slopes, also through lse.
 
     The arguments and errors are the same, except that out and stream are refused: a result that has a gradient is
@@ -88,16 +76,13 @@ def run(
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
     are not mapped and have a batch of 1; others are copied into such a form.
     """
-    if not score_mod is mask_mod is None or len(aux):
+    options = Options(*options)
+    if options.functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
     if out is not None or stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
-    offsets = None
-    if isinstance(q_offset, Tensor):
-        offsets, q_offset = q_offset, None
-    tensors = (q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets)
-    call = (q_offset, causal, window, scale, softcap, layout, kernel)
+    tensors, call = _taken_apart(q, k, v, options, kernel)
     if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
         o, lse = _operation(call, tensors)
     elif torch._C._are_functorch_transforms_active():  # before all tracers: what it calls comes here again
@@ -111,6 +96,22 @@ def run(
     return AttentionOutput(o, lse) if return_lse else o
 
 
+def _taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
+    """-> the tensors in the order of ARRAYS, and the rest."""
+    offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
+    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets)
+    rest = Options(options.causal, options.window, q_offset, options.numbers, None, None, options.layout)
+    return tensors, Call(rest, kernel)
+
+
+def _put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
+    """-> q, k, v and the options with their tensors."""
+    q, k, v, *arrays_given, offsets = tensors
+    causal, window, q_offset, numbers, _, functions, layout = call.options
+    q_offset = q_offset if offsets is None else offsets
+    return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout)
+
+
 def _operation(call: Call, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """By torch's dispatcher, where everything that traces sees it. It costs 75 us."""
     for name, x in zip(ARRAYS, tensors, strict=True):
@@ -118,8 +119,24 @@ def _operation(call: Call, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside torch tensors")
     if not torch.compiler.is_compiling():
         recording.refuse_tangents(tensors)
-    q_offset, causal, window, *others = call
-    return forward(*tensors, q_offset, causal, *problem.window_sides(window), *others)
+    return forward(*tensors, *_flat(call))
+
+
+def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> tuple[Tensor, Tensor]:
+    """o and lse by torch's dispatcher, for tensors of any kind that it knows, such as meta tensors."""
+    tensors, call = _taken_apart(q, k, v, options, kernel)
+    return forward(*tensors, *_flat(call))
+
+
+def _flat(call: Call) -> tuple[Any, ...]:
+    """A call as an operation takes it; see SCHEMA."""
+    causal, window, q_offset, numbers, _, _, layout = call.options
+    return (q_offset, causal, *problem.window_sides(window), *numbers, layout, call.kernel)
+
+
+def _from_flat(flat: tuple[Any, ...]) -> Call:
+    q_offset, causal, left, right, *numbers, layout, kernel = flat
+    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -129,44 +146,25 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
 
 
-def _compute(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None,
-    seqlens_k: Tensor | None, q_offsets: Tensor | None, q_offset: int | None, causal: bool, left: int | None,
-    right: int | None, scale: float | None, softcap: float | None, layout: str, kernel: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tensors = _without_grad(q, k, v, bias, mask, alibi_slopes, seqlens_k, q_offsets)
-    return _both((q_offset, causal, (left, right), scale, softcap, layout, kernel), tensors)
+def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors, flat = arguments[: len(ARRAYS)], arguments[len(ARRAYS) :]
+    return _both(_from_flat(flat), _without_grad(*tensors))
 
 
 def _both(call: Call, tensors: tuple[Any, ...]) -> Any:
     """o and lse of tensors for which torch records nothing now, unless an outer transform or tracer does."""
-    q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets = tensors
-    q_offset, causal, window, scale, softcap, layout, kernel = call
-    q_offset = q_offset if offsets is None else offsets
+    q, k, v, options = _put_together(call, tensors)
     try:
-        return dispatch.run(
-            q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
-            layout, True, None, None, kernel,
-        )  # fmt: skip
+        return dispatch.run(q, k, v, options, True, None, None, call.kernel)
     except arrays.NeedsBridge:
         pass
-    return run(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, None, None, NO_AUX,
-        layout, True, None, None, kernel,
-    )  # fmt: skip
+    return run(q, k, v, options, True, None, None, call.kernel)
 
 
-def _compute_gradients(
-    wanted: str, do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None, seqlens_k: Tensor | None,
-    q_offsets: Tensor | None, q_offset: int | None, causal: bool, left: int | None, right: int | None,
-    scale: float | None, softcap: float | None, layout: str, kernel: str,
-) -> list[Tensor]:  # fmt: skip
-    do, dlse, o, lse, *tensors = _without_grad(
-        do, dlse, o, lse, q, k, v, bias, mask, alibi_slopes, seqlens_k, q_offsets
-    )
-    call = (q_offset, causal, (left, right), scale, softcap, layout, kernel)
-    return _all_gradients(call, tuple(wanted.split()), do, dlse, o, lse, tensors)
+def _compute_gradients(wanted: str, *arguments: Any) -> list[Tensor]:
+    own = len(ARRAYS) + 4
+    do, dlse, o, lse, *tensors = _without_grad(*arguments[:own])
+    return _all_gradients(_from_flat(arguments[own:]), tuple(wanted.split()), do, dlse, o, lse, tensors)
 
 
 def _all_gradients(
@@ -185,13 +183,9 @@ def _gradients_now(
         do = torch.zeros_like(o)
     elif do.stride(-1) != 1:  # of sum().backward(): one number as a whole array, whose rows no tensor core could fetch
         do = do.contiguous()
-    q, k, v, bias, mask, alibi_slopes, seqlens_k, offsets = tensors
-    q_offset, causal, window, scale, softcap, layout, kernel = call
-    return gradients.run(
-        do, q, k, v, o, lse, dlse, wanted, causal, window, q_offset if offsets is None else offsets, seqlens_k, scale,
-        softcap, alibi_slopes, bias, mask, None, None, NO_AUX, layout, True, None,
-        kernel if kernel in rungs.WITH_BACKWARD else "auto",
-    )  # fmt: skip
+    q, k, v, options = _put_together(call, tensors)
+    kernel = call.kernel if call.kernel in rungs.WITH_BACKWARD else "auto"
+    return gradients.run(do, q, k, v, o, lse, dlse, wanted, options, True, None, kernel)
 
 
 def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -235,8 +229,7 @@ class _Recorded(torch.autograd.Function):
             else:
                 named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
             found = AttentionGradients(**dict(zip(wanted, named, strict=True)))
-        dq, dk, dv, dbias, dalibi_slopes = found
-        return None, dq, dk, dv, dbias, None, dalibi_slopes, None, None  # of the call and of ARRAYS
+        return (None, *[None if n is None else found[n] for n in FOUND_AT])  # of the call and of ARRAYS
 
     jvp = staticmethod(_no_tangents)
 
@@ -326,10 +319,7 @@ class _TransformedGradients(torch.autograd.Function):
 def _gradients_operation(
     call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
-    q_offset, causal, window, *others = call
-    return backward(
-        " ".join(wanted), do, dlse, o, lse, *tensors, q_offset, causal, *problem.window_sides(window), *others
-    )
+    return backward(" ".join(wanted), do, dlse, o, lse, *tensors, *_flat(call))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -347,9 +337,19 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     return tuple(result)
 
 
-forward = torch.library.custom_op("numba_flash::attention", _compute, mutates_args=())
+_SCHEMA = ", ".join(
+    ["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in OPTION_ARRAYS), "Tensor? q_offsets",
+     "SymInt? q_offset, bool causal, SymInt? left, SymInt? right", *(f"float? {name}" for name in NUMBERS),
+     "str layout, str kernel"]
+)  # fmt: skip
+_GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
+forward = torch.library.custom_op(
+    "numba_flash::attention", _compute, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+)
 forward.register_autograd(_gradients, setup_context=_remember)
-backward = torch.library.custom_op("numba_flash::attention_backward", _compute_gradients, mutates_args=())
+backward = torch.library.custom_op(
+    "numba_flash::attention_backward", _compute_gradients, mutates_args=(), schema=f"({_GIVEN}, {_SCHEMA}) -> Tensor[]"
+)
 backward.register_autograd(_no_second_gradients)
 
 

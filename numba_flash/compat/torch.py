@@ -11,6 +11,7 @@ from ..arrays import Layout
 from ..bridges import torch as bridge
 from ..bridges.torch import NO_DROPOUT
 from ..problem.forward import Problem, check_bool
+from ..problem.options import Options
 from .arguments import check_no_dropout, number, renamed
 from .leading import attend_by_views, result_shape
 
@@ -147,13 +148,10 @@ def _on_meta(
     """What torch's dispatcher says of tensors without numbers, after the checks that they would have with numbers."""
     _check_devices(query, key=key, value=value, attn_mask=mask if bias is None else bias)
     added, seen = (x if x is None else _layout(x) for x in (bias, mask))
-    Problem.of(
-        _layout(query), _layout(key), _layout(value), None, None, added, seen, None, None, None, q_offset, is_causal,
-        None, scale, None, "bhsd", True,
-    )  # fmt: skip
-    return bridge.forward(
-        query, key, value, bias, mask, None, None, None, q_offset, is_causal, None, None, scale, None, "bhsd", "auto"
-    )[0]  # fmt: skip
+    options = Options.of(bias=added, mask=seen, q_offset=q_offset, causal=is_causal, scale=scale)
+    Problem.of(_layout(query), _layout(key), _layout(value), options)
+    options = Options.of(bias=bias, mask=mask, q_offset=q_offset, causal=is_causal, scale=scale)
+    return bridge.recorded(query, key, value, options, "auto")[0]
 
 
 def _layout(x: Tensor) -> Layout:

@@ -127,7 +127,7 @@ class Ready(NamedTuple):
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write the gradients wanted; addresses in the order of arrays.GradientOperands, 0 = none."""
+        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none."""
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:

@@ -22,7 +22,7 @@ SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, S
 )
 NUMBERS = slot.NUMBERS + 39
 
-# A call's own numbers: the plan, the pointers in the order of arrays.GradientOperands, and what tasks share.
+# A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(18, 24)

@@ -93,7 +93,7 @@ class Ready(NamedTuple):
     nothing: bool
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write o, and lse where the problem wants it; addresses in the order of arrays.Operands, 0 = none."""
+        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none."""
         if self.nothing:
             return
         if self.long:

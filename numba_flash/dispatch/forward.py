@@ -9,17 +9,23 @@ import functools
 from typing import Any, NamedTuple
 
 from .. import arrays
-from ..arrays import Layout, Operands
+from ..arrays import Layout
 from ..functions.function import Function
 from ..machine.target import Target
 from ..problem.forward import Problem, check_memory, window_sides
+from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, Operands, Options
 from ..select.forward import Choice, select
 from . import host_copies
 from .launch import Launch, make_launch
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
-_NO_OTHERS = [None] * (len(Operands._fields) - 3)
+BIAS = Operands._fields.index("bias")
+_NO_OTHERS: list[Any] = [None] * (len(Operands._fields) - 3)
+NO_ARRAYS: list[Any] = [None] * len(OPTION_ARRAYS)
 NO_AUX: tuple[Any, ...] = ()  # a default, which each call compares with: as an object, in a fifth of the time
+
+
+Given = tuple[Any, ...]  # the fields of Options, or an Options
 
 
 class AttentionOutput(NamedTuple):
@@ -38,16 +44,9 @@ class CallPlan(NamedTuple):
     launch: Launch
 
 
-def run(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
-) -> Any:  # fmt: skip
+def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
     """`attention` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is done."""
-    given, (problem, _, _, launch) = prepare(
-        q, k, v, causal, window, q_offset, seqlens_k, scale, softcap, alibi_slopes, bias, mask, score_mod, mask_mod,
-        aux, layout, return_lse, out, stream, kernel,
-    )  # fmt: skip
+    given, (problem, _, _, launch) = prepare(q, k, v, options, return_lse, out, stream, kernel)
     like, o, lse = given[0], given[O], given[LSE]
     work_on = arrays.stream_of(given, stream)
     empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
@@ -64,15 +63,14 @@ def run(
 
 
 def prepare(
-    q: Any, k: Any, v: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, scale: Any, softcap: Any,
-    alibi_slopes: Any, bias: Any, mask: Any, score_mod: Any, mask_mod: Any, aux: Any, layout: Any, return_lse: Any,
-    out: Any, stream: Any, kernel: Any,
-) -> tuple[list[Any], CallPlan]:  # fmt: skip
+    q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, stream: Any, kernel: Any
+) -> tuple[list[Any], CallPlan]:
     """Everything before memory is allocated or anything runs; what `explain` reports.
 
     The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
     """
     read, checks = arrays.read, arrays.checks
+    causal, window, q_offset, numbers, option_arrays, functions, layout = options
     o = lse = None
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
@@ -84,57 +82,52 @@ def prepare(
     if q_offset is not None and arrays.is_array(q_offset):
         offsets, q_offset = read("q_offset", q_offset), None
     q, k, v = read("q", q), read("k", k), read("v", v)
-    bias = None if bias is None else read("bias", bias)
-    mask = None if mask is None else read("mask", mask)
-    alibi_slopes = None if alibi_slopes is None else read("alibi_slopes", alibi_slopes)
-    seqlens_k = None if seqlens_k is None else read("seqlens_k", seqlens_k)
+    more = NO_ARRAYS if option_arrays is None else read_options(option_arrays)
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
-    given = [q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, offsets]
-    if not (score_mod is mask_mod is None and aux is NO_AUX):
-        score_mod, mask_mod, more = read_functions(score_mod, mask_mod, aux)
-        given += more
+    given = [q, k, v, o, lse, *more, offsets]
+    if functions is not None:
+        functions, aux = read_functions(functions)
+        given += aux
     if q.layout.family in checks:
         checks[q.layout.family](given)
     # nearly always q, k and v are all, and what is not there need not be looked at one by one
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
-    key = (
-        q.layout, k.layout, v.layout, others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
-        return_lse, kernel, stream is not None, addresses % 16 == 0, bias is not None and bias.pointer % 8 == 0,
+    key: tuple[Any, ...] = (
+        q.layout, k.layout, v.layout, others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
+        stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 8 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
-        type(q_offset), type(causal), type(scale), type(softcap), type(return_lse),
+        type(q_offset), type(causal), type(return_lse), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
     try:
         found = _plans.get(key)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        found = plan(*key[:-5])  # something that cannot be a key was given: say what is wrong with it
+        found = plan(*key[:KEY])  # something that cannot be a key was given: say what is wrong with it
     if found is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        found = _plans[key] = plan(*key[:-5])
+        found = _plans[key] = plan(*key[:KEY])
     if others is not None or addresses & 7:
         check_memory(given, found.problem)
     return given, found
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, q_offset: Any, causal: Any, window: Any,
-    scale: Any, softcap: Any, score_mod: Function | None, mask_mod: Function | None, layout: Any, return_lse: Any,
-    kernel: Any, has_stream: bool, aligned: bool, bias_aligned: bool = False,
+    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, causal: Any, window: Any, q_offset: Any,
+    numbers: tuple[Any, ...], functions: tuple[Function | None, ...] | None, layout: Any, return_lse: Any, kernel: Any,
+    has_stream: bool, aligned: bool, bias_aligned: bool = False,
 ) -> CallPlan:  # fmt: skip
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
     begins at a multiple of 8 bytes.
     """
-    o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, *aux = others or _NO_OTHERS
-    problem = Problem.of(
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale, softcap,
-        layout, return_lse, aligned, bias_aligned, score_mod, mask_mod, tuple(aux),  # type: ignore[arg-type]
-    )  # fmt: skip
+    o, lse, *more = others or _NO_OTHERS
+    options = with_layouts(Options(causal, window, q_offset, numbers, None, functions, layout), more)
+    problem = Problem.of(q, k, v, options, o, lse, return_lse, aligned, bias_aligned)
     target = Target.of(q.device)
     choice = select(problem, target, kernel, q.family, has_stream)
     if not choice.copies:
@@ -142,8 +135,8 @@ def plan(
     copy = host_copies.layout_of_copy
     others = others and tuple([array and copy(array) for array in others])
     there = plan(
-        copy(q), copy(k), copy(v), others, q_offset, causal, window, scale, softcap, score_mod, mask_mod, layout,
-        return_lse, kernel, has_stream=False, aligned=True, bias_aligned=True,
+        copy(q), copy(k), copy(v), others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
+        has_stream=False, aligned=True, bias_aligned=True,
     )  # fmt: skip
     choice = dataclasses.replace(there.choice, copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
@@ -155,17 +148,33 @@ _plans: dict[tuple[Any, ...], CallPlan] = {}
 MOST_PLANS = 4096
 
 
-def read_functions(
-    score_mod: Any, mask_mod: Any, aux: Any
-) -> tuple[Function | None, Function | None, list[arrays.Array]]:
+KEY = 15  # how many entries of a key are the arguments of `plan`
+
+
+def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
+    """The arrays of OPTION_ARRAYS."""
+    read, found = arrays.read, []
+    for name, x in zip(OPTION_ARRAYS, given):  # noqa: B905 - strict= takes as long as reading one
+        found.append(None if x is None else read(name, x))
+    return found
+
+
+def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
     """The caller's functions as values, and the arrays that they read."""
+    *functions, aux = given
     if not isinstance(aux, tuple):
         raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
-    return (
-        None if score_mod is None else Function.of("score_mod", score_mod),
-        None if mask_mod is None else Function.of("mask_mod", mask_mod),
-        [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)],
-    )
+    values = [None if x is None else Function.of(name, x) for name, x in zip(FUNCTIONS, functions, strict=True)]
+    return tuple(values), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
+
+
+def with_layouts(options: Options, found: list[Layout | None]) -> Options:
+    """With the layouts of ARRAY_NAMES, and behind them those of aux, in their places."""
+    own, aux = found[: len(OPTION_ARRAYS)], tuple(found[len(ARRAY_NAMES) :])
+    offsets = found[len(OPTION_ARRAYS)]
+    functions = None if options.functions is None else (*options.functions, aux)
+    q_offset = options.q_offset if offsets is None else offsets
+    return options._replace(arrays=tuple(own), q_offset=q_offset, functions=functions)
 
 
 def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:

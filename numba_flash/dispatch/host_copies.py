@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, Layout, Operands
+from ..arrays import Array, Layout
+from ..problem.options import Operands
 from .launch import Given, Launch
 
 WRITTEN = (Operands._fields.index("o"), Operands._fields.index("lse"))

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, reference
-from ..arrays import Array, GradientOperands, Operands
+from ..arrays import Array
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, NUMBERS
+from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
 from ..select.arguments import (
     FORWARD_WORKSPACE,
     MASK_BITS,
@@ -51,7 +51,7 @@ class Launch:
 
 
 def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
-    """The chosen kernel for this problem; its operands come in the order of arrays.Operands."""
+    """The chosen kernel for this problem; its operands come in the order of options.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":

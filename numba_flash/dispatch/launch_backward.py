@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, reference
-from ..arrays import GradientOperands
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.options import GradientOperands
 from ..select.arguments import (
     BACKWARD_WORKSPACE,
     MASK_BITS,
@@ -31,7 +31,7 @@ from .launch import Given, KernelSequence, Launch, OnCpu, WarnsIfSlow, heads_fir
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
-    """The chosen kernels for this problem; their operands come in the order of arrays.GradientOperands."""
+    """The chosen kernels for this problem; their operands come in the order of options.GradientOperands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":

@@ -16,8 +16,9 @@ from .forward import (
     element_strides,
     ordered_strides,
 )
+from .options import GRADIENT_OF, OPTION_ARRAYS, Options
 
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
+GRADIENTS = tuple(GRADIENT_OF)
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,14 @@ class BackwardProblem:
 
     @staticmethod
     def of(
-        do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, bias: Layout | None,
-        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
-        q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, wanted: Any, deterministic: Any,
-        aligned: bool = True, bias_aligned: bool = False, score_mod: Any = None, mask_mod: Any = None,
-        aux: tuple[Layout, ...] = (),
+        do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, options: Options,
+        wanted: Any, deterministic: Any, aligned: bool = True, bias_aligned: bool = False,
     ) -> "BackwardProblem":  # fmt: skip
         """Check a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
-        forward = Problem.of(
-            q, k, v, None, None, bias, mask, alibi_slopes, seqlens_k, q_offsets, q_offset, causal, window, scale,
-            softcap, layout, True, aligned, bias_aligned, score_mod, mask_mod, aux,
-        )  # fmt: skip
+        forward = Problem.of(q, k, v, options, None, None, True, aligned, bias_aligned)
         check_bool("deterministic", deterministic)
-        wanted = _wanted(wanted, bias, alibi_slopes)
+        of = dict(q=q, k=k, v=v) | {name: options.array(name) for name in OPTION_ARRAYS}
+        wanted = _wanted(wanted, of)
         if q.family == "foreign":
             raise TypeError(
                 "q is an array of a bare protocol, of which numba_flash cannot make new ones for the gradients; "
@@ -69,10 +65,8 @@ class BackwardProblem:
             raise ValueError(f"lse must be contiguous, but its strides are {lse.strides}")
         if dlse is not None:
             _check_input("dlse", dlse, q, forward.lse_shape, forward.compute_dtype)
-        order = LAYOUTS[layout]
-        own = dict(dbias=bias, dalibi_slopes=alibi_slopes)
-        shapes = {name: () if array is None else array.shape for name, array in own.items()}
-        shapes |= dict(dq=q.shape, dk=k.shape, dv=v.shape)
+        order = LAYOUTS[options.layout]
+        shapes = {name: () if of[array] is None else of[array].shape for name, array in GRADIENT_OF.items()}
         batch, head, query = (0, 0, 0) if dlse is None else element_strides(dlse)
         return BackwardProblem(
             dataclasses.replace(forward, o_strides=ordered_strides(o, order)),
@@ -91,14 +85,15 @@ class BackwardProblem:
         )
 
 
-def _wanted(wanted: Any, bias: Layout | None, alibi_slopes: Layout | None) -> tuple[str, ...]:
+def _wanted(wanted: Any, arrays: dict[str, Layout | None]) -> tuple[str, ...]:
+    """arrays: by name, those that gradients are of."""
     if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
         raise TypeError(f"wanted must be a tuple of names of {', '.join(GRADIENTS)}, not {wanted!r}")
     unknown = [name for name in wanted if name not in GRADIENTS]
     if unknown or not wanted:
         raise ValueError(f"wanted must name some of {', '.join(GRADIENTS)}, not {wanted!r}")
-    for name, of, given in (("dbias", "bias", bias), ("dalibi_slopes", "alibi_slopes", alibi_slopes)):
-        if name in wanted and given is None:
+    for name, of in GRADIENT_OF.items():
+        if name in wanted and arrays[of] is None:
             raise ValueError(f"wanted names {name}, but no {of} was given")
     return tuple(name for name in GRADIENTS if name in wanted)
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import AUX_DTYPES, DTYPES, ITEM_SIZE, Array, Layout, Operands, host_view
+from ..arrays import AUX_DTYPES, DTYPES, ITEM_SIZE, Array, Layout, host_view
 from ..functions.function import Function
-from .options import ARRAYS, Option, Uses, uses
+from .options import ARRAYS, BY_NAME, FUNCTIONS, NUMBERS, Operands, Option, Options, Uses, uses
 
 Strides = tuple[int, int, int, int]
 Window = tuple[int | None, int | None]
@@ -115,24 +115,20 @@ class Problem:
 
     @staticmethod
     def of(
-        q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, bias: Layout | None,
-        mask: Layout | None, alibi_slopes: Layout | None, seqlens_k: Layout | None, q_offsets: Layout | None,
-        q_offset: Any, causal: Any, window: Any, scale: Any, softcap: Any, layout: Any, return_lse: Any,
-        aligned: bool = True, bias_aligned: bool = False, score_mod: Function | None = None,
-        mask_mod: Function | None = None, aux: tuple[Layout, ...] = (),
+        q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
+        return_lse: Any = False, aligned: bool = True, bias_aligned: bool = False,
     ) -> "Problem":  # fmt: skip
-        """Check a problem. q_offsets is the layout of an array given as q_offset; q_offset is then None. bias_aligned:
-        bias begins at a multiple of 8 bytes."""
+        """Check a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 8 bytes."""
+        causal, layout = options.causal, options.layout
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
         check_bool("causal", causal)
         check_bool("return_lse", return_lse)
-        named = {
-            "q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse, "bias": bias, "mask": mask,
-            "alibi_slopes": alibi_slopes, "seqlens_k": seqlens_k, "q_offset": q_offsets,
-            **{f"aux[{number}]": array for number, array in enumerate(aux)},
-        }  # fmt: skip
-        given = {name: array for name, array in named.items() if array is not None}
+        *own, aux = options.functions or (None, ())
+        named = {"q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse}
+        named |= {option.name: options.array(option.name) for option in ARRAYS}
+        named |= {f"aux[{number}]": array for number, array in enumerate(aux)}
+        given = {name: array for name, array in named.items() if isinstance(array, Layout)}
         check_one_place(given)
         for name, array in given.items():
             check_strides(name, array)
@@ -150,12 +146,12 @@ class Problem:
                 )
         order = LAYOUTS[layout]
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = _sizes(q, k, v, layout)
-        left, right = window_sides(window)
+        left, right = window_sides(options.window)
         if causal:
             right = 0  # no window reaches less far
         number, source = 0, "array"
-        if q_offsets is None:
-            number, source = _q_offset(q_offset, seqlen_q, seqlen_k, seqlens_k is not None)
+        if "q_offset" not in given:
+            number, source = _q_offset(options.q_offset, seqlen_q, seqlen_k, "seqlens_k" in given)
         o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
         contiguous = contiguous_strides(o_shape)
         o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
@@ -173,17 +169,20 @@ class Problem:
             for option in ARRAYS
             if option.name in given
         )
-        cap = _softcap(softcap, q.dtype)
-        functions = tuple((name, x) for name, x in (("score_mod", score_mod), ("mask_mod", mask_mod)) if x is not None)
+        numbers = dict(zip(NUMBERS, options.numbers, strict=True))
+        scale = _number("scale", numbers.pop("scale"), q.dtype)
+        functions = tuple((name, x) for name, x in zip(FUNCTIONS, own, strict=False) if x is not None)
         return Problem(
             batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
             ordered_strides(q, order), ordered_strides(k, order), ordered_strides(v, order), o_strides,
-            scale=_number("scale", scale, head_dim**-0.5, q.dtype),
+            scale=head_dim**-0.5 if scale is None else scale,
             left=left,
             right=right,
             q_offset=number,
             q_offset_source=source,
-            numbers=() if cap is None else (("softcap", cap),),
+            numbers=tuple(
+                (name, value) for name, x in numbers.items() if (value := _number(name, x, q.dtype)) is not None
+            ),
             arrays=arrays,
             functions=functions,
             aux=_aux(aux, functions),
@@ -323,9 +322,9 @@ def _q_offset(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) 
     return number, "number"
 
 
-def _number(name: str, value: Any, default: float, dtype: str) -> float:
+def _number(name: str, value: Any, dtype: str) -> float | None:
     if value is None:
-        return default
+        return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number or None, not {value!r}")
     try:
@@ -336,16 +335,9 @@ def _number(name: str, value: Any, default: float, dtype: str) -> float:
         raise ValueError(f"{name} must be finite, not {number}")
     if dtype != "float64" and abs(number) > float(FLOAT32.max):
         raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
-    return number
-
-
-def _softcap(softcap: Any, dtype: str) -> float | None:
-    if softcap is None:
-        return None
-    number = _number("softcap", softcap, 0.0, dtype)
     least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # below it float32 would divide by zero
-    if number <= least:
-        raise ValueError(f"softcap must be above {least:.3g} (None = no cap), not {number}")
+    if BY_NAME[name].positive and number <= least:
+        raise ValueError(f"{name} must be above {least:.3g} (None = none), not {number}")
     return number
 
 

@@ -1,10 +1,12 @@
 """The options of attention() that say which keys a query sees and what its scores are: one row each.
 
-Problem checks arrays by this table, Config says which options a kernel is compiled for, select refuses by it, and
-select/arguments.py derives the kernels' arrays, strides and numbers. The public signatures, the bridges and the CPU
-kernel do not read it yet. docs/adding_an_option.md adds an option and names every place.
+Options are what a call asks for. They travel as one value from the public signature through the bridges and dispatch
+to Problem, which checks arrays by this table. Config says which options a kernel is compiled for, select refuses by it,
+and select/arguments.py derives the kernels' arrays, strides and numbers. docs/adding_an_option.md adds an option and
+names every place.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 FLOATS = ("float32", "q")  # or q's own dtype
@@ -18,6 +20,7 @@ class Option(NamedTuple):
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
+    positive: bool = False  # of a number: it must be above 0
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
     function: bool = False  # one of the caller's own
     on_tensor_cores: bool = True
@@ -28,10 +31,10 @@ class Option(NamedTuple):
 OPTIONS = (
     Option("scale", "score"),
     Option("score_mod", "score", function=True, derivative=True, on_cpu=False),
-    Option("softcap", "score", derivative=True),
-    Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
+    Option("softcap", "score", positive=True, derivative=True),
     Option("bias", "score", "scores", FLOATS, gradient="dbias"),
     Option("mask", "mask", "scores", ("bool",)),
+    Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
     Option("mask_mod", "mask", function=True, on_cpu=False),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
@@ -43,6 +46,77 @@ NUMBERS = tuple(
     option.name for option in OPTIONS if option.acts_on == "score" and not (option.shape or option.function)
 )
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
+NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, which each call compares with
+
+
+def _tuple_of(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)
+
+
+# Of an array the option, and of a gradient the array that it is of.
+ARRAY_NAMES = tuple(option.name for option in ARRAYS)
+GRADIENT_OF = dict(dq="q", dk="k", dv="v") | {option.gradient: option.name for option in ARRAYS if option.gradient}
+
+# The arrays of one call, an Array or None each. The order is that of the kernels' pointers. o and lse are written by
+# attention, and read by attention_backward.
+Operands = _tuple_of("Operands", ("q", "k", "v", "o", "lse", *ARRAY_NAMES))
+GradientOperands = _tuple_of("GradientOperands", (*Operands._fields, "do", "dlse", *GRADIENT_OF))
+
+
+class AttentionGradients(NamedTuple):
+    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias and dalibi_slopes in those of bias and
+    alibi_slopes. None for what was not wanted."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dalibi_slopes: Any = None
+
+
+class Options(NamedTuple):
+    """What a call asks for beside q, k and v: as the caller gave it, or with layouts in the place of arrays.
+
+    numbers, arrays and functions are in the order of the table, so that nobody in between has to name them.
+    """
+
+    causal: Any = False
+    window: Any = None
+    q_offset: Any = None  # a number or an array
+    numbers: tuple[Any, ...] = NO_NUMBERS
+    arrays: tuple[Any, ...] | None = None  # of ARRAYS, but for q_offset; None = there are none
+    functions: tuple[Any, ...] | None = None  # of FUNCTIONS, and behind them the tuple aux; None = there are none
+    layout: Any = "bhsd"
+
+    @staticmethod
+    def of(
+        causal: Any = False, window: Any = None, q_offset: Any = None, layout: Any = "bhsd", aux: Any = (), **named: Any
+    ) -> "Options":
+        """By name, as attention() takes them."""
+        unknown = set(named) - {*NUMBERS, *OPTION_ARRAYS, *FUNCTIONS}
+        if unknown:
+            raise TypeError(f"attention() got an unexpected keyword argument {min(unknown)!r}")
+        numbers = tuple([named.get(name) for name in NUMBERS])
+        given = tuple([named.get(name) for name in OPTION_ARRAYS])
+        functions = (*[named.get(name) for name in FUNCTIONS], aux)
+        return Options(
+            causal, window, q_offset, numbers,
+            None if all(x is None for x in given) else given,
+            None if functions == NO_FUNCTIONS else functions,
+            layout,
+        )  # fmt: skip
+
+    def array(self, name: str) -> Any:
+        """An array of ARRAYS; None where it is not given."""
+        if name == "q_offset":
+            return self.q_offset
+        return None if self.arrays is None else self.arrays[OPTION_ARRAYS.index(name)]
+
+
+OPTION_ARRAYS = ARRAY_NAMES[:-1]  # without q_offset
+NO_FUNCTIONS = ((None,) * len(FUNCTIONS)) + ((),)
+OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *OPTION_ARRAYS, *FUNCTIONS, "aux", "layout")
+assert ARRAY_NAMES[-1] == "q_offset"
 
 Uses = tuple[tuple[str, Any], ...]
 

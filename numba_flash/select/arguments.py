@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import GradientOperands, Operands
 from ..config.forward import WgmmaConfig
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, BY_NAME, NUMBERS, OPTIONS
+from ..problem.options import ARRAYS, BY_NAME, NUMBERS, OPTIONS, GradientOperands, Operands
 from ..problem.ranges import UNBOUNDED
 from .tensor_maps import TensorMap
 

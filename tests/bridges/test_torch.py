@@ -81,7 +81,7 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
     real = gradients.plan
 
     def spy(*facts):
-        asked.append((facts[9], facts[6] is None))  # wanted, dlse
+        asked.append((facts[8], facts[6] is None))  # wanted, dlse
         return real(*facts)
 
     monkeypatch.setattr(gradients, "plan", spy)

@@ -12,6 +12,7 @@ import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.arrays import read
 from numba_flash.dispatch.launch import Launch
+from numba_flash.problem.options import Operands
 
 KERNELS = ["reference", "cpu"]  # the rungs that compute in host memory
 
@@ -216,7 +217,7 @@ def test_no_copy_of_the_inputs_is_made(kernel, monkeypatch):
 
     class Spy(Launch):
         def run(self, operands, stream):
-            named = zip(arrays.Operands._fields, operands, strict=True)
+            named = zip(Operands._fields, operands, strict=True)
             seen.update({name: array.pointer for name, array in named if array is not None})
 
     monkeypatch.setattr("numba_flash.dispatch.forward.make_launch", lambda *about: Spy())

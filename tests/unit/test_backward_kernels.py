@@ -16,7 +16,7 @@ from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, Wg
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
-from numba_flash.problem.options import uses
+from numba_flash.problem.options import OPTION_NAMES, Options, uses
 from numba_flash.select import arguments
 from numba_flash.select.backward import mma_configs, select_backward, v2_configs, wgmma_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
@@ -35,21 +35,17 @@ def problem(head_dim=64, head_dim_v=None, dtype="float32", wanted=("dq", "dk", "
         k=empty(1, 2, 500, head_dim, dtype=dtype), v=empty(1, 2, 500, head_dim_v, dtype=dtype),
         o=empty(1, 2, 300, head_dim_v, dtype=dtype), lse=empty(1, 2, 300, dtype=lse_dtype),
     )  # fmt: skip
-    names = "dlse bias mask alibi_slopes seqlens_k q_offsets q_offset window scale softcap".split()
-    arguments = dict.fromkeys(names) | dict(causal=False, layout="bhsd", wanted=wanted, deterministic=True)
-    return BackwardProblem.of(
-        **{
-            name: read(name, x).layout if isinstance(x, np.ndarray) else x
-            for name, x in (arguments | given | options).items()
-        }
-    )
+    arguments = dict(dlse=None, wanted=wanted, deterministic=True) | given | options
+    arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
+    return BackwardProblem.of(**arguments, options=Options.of(**named))
 
 
 def everything(bias_shape, dtype="float16"):
     return problem(
         59, 33, dtype, ALL, causal=True, softcap=3.0, bias=empty(*bias_shape, dtype=dtype),
         mask=empty(300, 500, dtype="bool"), alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
-        q_offsets=empty(1, dtype="int32"), dlse=empty(1, 2, 300, dtype="float32"),
+        q_offset=empty(1, dtype="int32"), dlse=empty(1, 2, 300, dtype="float32"),
     )  # fmt: skip
 
 

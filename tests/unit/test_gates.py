@@ -124,7 +124,7 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     made = problem(
         dtype="bfloat16", q=apart(8, seqlen, head_dim), k=apart(2, 4096, head_dim), v=apart(2, 4096, head_dim_v),
         softcap=5.0, alibi_slopes=empty(8, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
-        q_offsets=empty(1, dtype="int32"), causal=True, return_lse=True,
+        q_offset=empty(1, dtype="int32"), causal=True, return_lse=True,
     )  # fmt: skip
     config = select.select(made, HOPPER, kernel).config
     assert (config.group_size > 1) == (seqlen < 64)
@@ -143,7 +143,7 @@ def reading(kernel, head_dim, bias, mask, everything):
     if everything:
         given |= dict(
             softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
-            q_offsets=empty(1, dtype="int32"), return_lse=True,
+            q_offset=empty(1, dtype="int32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
     return next(

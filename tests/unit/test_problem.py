@@ -7,11 +7,7 @@ import pytest
 
 from numba_flash.arrays import Layout, read
 from numba_flash.problem.forward import Problem, contiguous_strides
-
-NAMES = (
-    "q k v out out_lse bias mask alibi_slopes seqlens_k q_offsets "
-    "q_offset causal window scale softcap layout return_lse"
-)
+from numba_flash.problem.options import OPTION_NAMES, Options
 
 
 def array(*shape, dtype=np.float32):
@@ -19,10 +15,11 @@ def array(*shape, dtype=np.float32):
 
 
 def make(q=None, k=None, v=None, **options):
-    given = dict.fromkeys(NAMES.split()) | dict(causal=False, layout="bhsd", return_lse=False)
-    given |= dict(q=array(2, 4, 5, 8) if q is None else q, k=array(2, 2, 7, 8) if k is None else k)
+    given = dict(q=array(2, 4, 5, 8) if q is None else q, k=array(2, 2, 7, 8) if k is None else k)
     given |= dict(v=array(2, 2, 7, 6) if v is None else v) | options
-    return Problem.of(**{name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in given.items()})
+    given = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    named = {name: given.pop(name) for name in OPTION_NAMES if name in given}
+    return Problem.of(**given, options=Options.of(**named))
 
 
 def test_extents():
@@ -117,7 +114,7 @@ def test_causal_and_window_become_two_bounds(options, expected):
         (dict(q_offset=np.int8(3)), (3, "number")),
         (dict(seqlens_k=array(2, dtype=np.int32)), (-5, "seqlens_k")),
         (dict(seqlens_k=array(2, dtype=np.int32), q_offset=1), (1, "number")),
-        (dict(q_offsets=array(2, dtype=np.int32)), (0, "array")),
+        (dict(q_offset=array(2, dtype=np.int32)), (0, "array")),
     ],
 )
 def test_where_query_0_stands(options, expected):

@@ -1,0 +1,49 @@
+"""Options: the public signatures pack what they are given as Options.of does by name."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import numba_flash
+from numba_flash.api import backward, forward
+from numba_flash.dispatch import backward as dispatch_backward
+from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.problem.options import GRADIENT_OF, OPTION_NAMES, AttentionGradients, Options
+
+X = np.zeros((1, 1, 2, 4), np.float32)
+ROW = np.zeros((1, 1, 2), np.float32)
+
+
+class Packed(Exception):
+    """What came."""
+
+
+@pytest.mark.parametrize("function", [numba_flash.attention, numba_flash.attention_backward])
+@pytest.mark.parametrize("given", [(), *((name,) for name in OPTION_NAMES), OPTION_NAMES], ids=",".join)
+def test_every_option_arrives_in_its_place(function, given, monkeypatch):
+    def caught(*arguments):
+        raise Packed(*arguments)
+
+    monkeypatch.setattr(dispatch_forward, "run", caught)
+    monkeypatch.setattr(dispatch_backward, "run", caught)
+    named = {name: ("the", name) for name in given}
+    operands = (X, X, X) if function is numba_flash.attention else (X, X, X, X, X, ROW)
+    with pytest.raises(Packed) as packed:
+        function(*operands, **named)
+    (options,) = (x for x in packed.value.args if isinstance(x, tuple) and len(x) == len(Options._fields))
+    assert options == Options.of(**named)
+
+
+@pytest.mark.parametrize("function", [forward.attention, backward.attention_backward])
+def test_the_signatures_have_every_option(function):
+    assert set(OPTION_NAMES) <= set(inspect.signature(function).parameters)
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcapp'"):
+        Options.of(softcapp=3.0)
+
+
+def test_gradients_are_those_of_the_table():
+    assert AttentionGradients._fields == tuple(GRADIENT_OF)
