@@ -269,7 +269,7 @@ def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
         ensured.append(device)
 
     ensured = []
-    monkeypatch.setattr(streams.context, "ensure", ensure)
+    monkeypatch.setattr("numba_flash.machine.context.ensure", ensure)
     core = Stream(Stream=CoreStream, LEGACY_DEFAULT_STREAM=CoreStream(1))
     monkeypatch.setitem(sys.modules, "cuda.core", core)
     monkeypatch.setattr(reading, "_device_of", lambda pointer: 0)
