@@ -37,11 +37,17 @@ class Rung:
     limits: dict = field(default_factory=lambda: dict(max_seqlen=150))
     tensor: bool = False
     tile: int = 16
+    slow: bool = False
 
     @property
     def dtype(self):
         """Of a problem that does not say which."""
         return "float16" if self.tensor else "float32"
+
+    @property
+    def batch(self):
+        """Entries of a problem that is not about them."""
+        return 1 if self.slow else 2
 
     @property
     def features(self):
@@ -123,7 +129,7 @@ def test_all_options_at_once(rung, dtype):
 # None, one that turns the order around, and one by which a single key takes all.
 @pytest.mark.parametrize("scale", [0, -0.5, 1e4])
 def test_scale(rung, scale):
-    gradients = rung.check(rung.problem(scale=scale))
+    gradients = rung.check(rung.problem(batch=rung.batch, scale=scale))
     assert scale or not (gradients.dq.any() or gradients.dk.any())
 
 
@@ -198,7 +204,7 @@ def test_whole_numbers_come_out_exactly(rung, causal):
 
 def with_scores_around(rung, level):
     """A case whose scores and lse are about `level`: one element of each row makes it."""
-    case = rung.problem(20, 30, head_dim=8, scale=1.0)
+    case = rung.problem(20, 30, batch=rung.batch, heads=1, head_dim=8, scale=1.0)
     case.q[..., 0], case.k[..., 0] = 16, level / 16
     return case
 
@@ -278,9 +284,10 @@ UNSEEN = {
 def test_what_no_query_sees_never_reaches_a_gradient(rung, how, value):
     if "mask" in how and "mask" not in rung.features:
         pytest.skip("it takes no mask")
-    case = rung.problem(dtype="float16" if value == 6e4 else rung.dtype, **UNSEEN[how])
+    batch = 2 if how == "seqlens_k" else rung.batch
+    case = rung.problem(batch=batch, dtype="float16" if value == 6e4 else rung.dtype, **UNSEEN[how])
     if "bias" in rung.features:
-        case.options["bias"] = np.zeros((2, 2, 20, 30), np.float32)
+        case.options["bias"] = np.zeros((batch, 2, 20, 30), np.float32)
     given = incoming(case)
     clean = rung(case, given)
     case.k[:, :, 13:14], case.v[:, :, 13:14] = value, value
@@ -347,7 +354,7 @@ def test_scores_of_any_size(rung, dtype, level, sign, how):
 )  # fmt: skip
 def test_what_is_not_wanted_changes_nothing(rung, wanted):
     slopes, sinks = np.array([0.5, 0.125], np.float32), np.array([1.5, -0.5], np.float32)
-    case = rung.problem(softcap=4.0, alibi_slopes=slopes, sinks=sinks)
+    case = rung.problem(batch=rung.batch, softcap=4.0, alibi_slopes=slopes, sinks=sinks)
     if "bias" in rung.features:
         case.options["bias"] = np.random.default_rng(2).standard_normal((2, 20, 1)).astype(np.float32)
     if not set(wanted) <= set(rung.gradients_of(case)):

@@ -1,7 +1,11 @@
 """What the gates found, kept while nothing has changed that could change it: compiling takes minutes.
 
-A result is kept under a key of all that shapes the code: the sources that the kernel's file imports, the Config, the
-compilers, and what the gate asks for. `sh scripts/gates` compiles what has no result with its key and writes the file.
+A result is kept under a key of all that the project has a hand in: the sources that the kernel's file imports, the
+Config, and what the gate asks for. The compilers stand in the file once. Where others are installed, nothing that is
+kept counts and every gate compiles, so that a new version of a compiler is judged by what it makes and by nothing else.
+Python's version is not looked at: the run of each week compiles everything on each Python (NUMBA_FLASH_FRESH_GATES=1).
+
+`sh scripts/gates` compiles what has no result and writes the file.
 """
 
 import ast
@@ -9,7 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import json
-import sys
+import os
 from pathlib import Path
 
 import numba_flash
@@ -17,26 +21,64 @@ from numba_flash.gpu import compiled
 
 PACKAGE = Path(numba_flash.__file__).parent
 FILE = Path(__file__).parent / "unit" / "gate_results.json"
+TO_WRITE = "run sh scripts/gates, and commit tests/unit/gate_results.json"
 # Imports are followed into these rooms; what else shapes the code of every kernel.
 ROOMS = ("kernels", "ptx", "config", "functions", "problem.ranges", "problem.options")
 OF_ALL = ("gpu.compiled", "gpu.assembler", "select.arguments")
 
 
+def kept(name, key):
+    """What was found for a gate with this key by the compilers that are here, or None: {"key", "line", "wrong"}."""
+    compilers, results = _read(FILE)
+    if os.environ.get("NUMBA_FLASH_FRESH_GATES") or compilers != installed():
+        return None
+    result = results.get(name)
+    return result if result and result["key"] == key else None
+
+
+def keep(found, whole):
+    """Write what was found, {gate: result}; whole: by all gates that there are, so that others are gone."""
+    compilers, before = _read(FILE)
+    results = found if whole or compilers != installed() else before | found
+    _write(FILE, dict(compilers=installed(), gates=results))
+    _read.cache_clear()
+
+
+def stale(keys):
+    """What is wrong with the file, by the keys of all gates, {gate: key}, in words; None where there is no file."""
+    if not FILE.exists():
+        return None
+    _, results = _read(FILE)
+    without = [name for name in keys if name not in results]
+    changed = [name for name in keys if name in results and results[name]["key"] != keys[name]]
+    gone = [name for name in results if name not in keys]
+    named = {"no result": without, "changed since": changed, "no such gate": gone}
+    return "; ".join(f"{words}: {_few(names)}" for words, names in named.items() if names)
+
+
+def _few(names):
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 @functools.cache
-def kept():
-    """{gate: {"key", "line", "wrong"}}"""
-    return json.loads(FILE.read_text()) if FILE.exists() else {}
+def _read(file):
+    """(the compilers, {gate: result})"""
+    content = json.loads(file.read_text()) if file.exists() else dict(compilers=[], gates={})
+    return content["compilers"], content["gates"]
 
 
-def keep(found):
-    """Write the results of a run: {gate: ...} of all gates that there are."""
-    FILE.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+def _write(file, content):
+    file.write_text(json.dumps(content, indent=0, sort_keys=True) + "\n")
+
+
+def installed():
+    """The compilers with their versions, by the names of their packages."""
+    return sorted({folder.rpartition(".")[0] for folder in compiled._compilers()})
 
 
 def key(config, asked):
     """asked: whatever else the gate's verdict depends on, as something whose repr says it all."""
-    parts = [config, asked, compiled._compilers(), sys.version_info[:2], sources_of(config.kernel)]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr([config, asked, sources_of(config.kernel)]).encode()).hexdigest()[:32]
 
 
 @functools.cache

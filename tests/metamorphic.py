@@ -7,7 +7,7 @@ the results are compared within a few roundings; where they do not, bit by bit.
 import numpy as np
 import pytest
 from contract import same_bits, unchanged
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numba_flash
@@ -46,6 +46,11 @@ def with_mask(rung):
     return rung.problem(batch=1, mask=MASK)
 
 
+def examples(rung):
+    """As many as elsewhere, or three where each call takes a second."""
+    return settings(max_examples=3) if rung.slow else settings()
+
+
 # What all examples are compared with is computed once: in the simulator that is half of the time.
 
 
@@ -53,6 +58,7 @@ def test_the_order_of_the_keys_does_not_matter(rung):
     case = with_mask(rung)
     expected = rung(case)
 
+    @examples(rung)
     @given(st.permutations(range(30)))
     def in_any_order(order):
         assert both_close(rung(part(case, keys=np.array(order))), expected)
@@ -64,6 +70,7 @@ def test_the_order_of_the_queries_does_not_matter(rung):
     case = with_mask(rung)
     o, lse = rung(case)
 
+    @examples(rung)
     @given(st.permutations(range(20)))
     def in_any_order(order):
         assert both_close(rung(part(case, rows=np.array(order))), (o[:, :, order], lse[:, :, order]))
@@ -84,7 +91,7 @@ def test_a_constant_added_to_a_row_of_scores_changes_only_its_lse(rung, shift):
 
 @pytest.mark.parametrize("group", [2, 3])  # a power of two, and not
 def test_shared_kv_heads_equal_repeated_ones(rung, group):
-    case = rung.problem(heads=2 * group, heads_kv=2, causal=True)
+    case = rung.problem(batch=rung.batch, heads=2 * group, heads_kv=2, causal=True)
     repeated = Case(case.q, np.repeat(case.k, group, 1), np.repeat(case.v, group, 1), case.options)
     assert both_close(rung(repeated), rung(case))
 
@@ -94,6 +101,7 @@ def test_parts_of_the_keys_merge_to_the_whole(rung):
     case = with_mask(rung)
     whole = rung(case)
 
+    @examples(rung)
     @given(st.lists(st.integers(0, 30), max_size=4).map(sorted))
     def split_at(cuts):
         edges = [0, *cuts, 30]
@@ -118,6 +126,7 @@ def test_causal_rows_do_not_know_later_keys(rung):
     clean = rung.problem(n, n, batch=1, causal=True)
     whole = rung(clean)
 
+    @examples(rung)
     @given(st.integers(1, n - 1), st.sampled_from([np.nan, np.inf, 0.0]))
     def from_there_on(length, later):
         case = Case(clean.q, clean.k.copy(), clean.v.copy(), clean.options)
@@ -151,7 +160,7 @@ def test_scale_zero_gives_the_mean_of_v(rung):
 
 
 def test_causal_is_a_window_without_a_right(rung):
-    case = rung.problem()
+    case = rung.problem(batch=rung.batch)
     assert both_same(rung(case, causal=True), rung(case, window=(None, 0)))
     assert both_same(rung(case, causal=True, window=(5, 9)), rung(case, window=(5, 0)))
     assert both_same(rung(case, window=(None, None)), rung(case))
@@ -167,11 +176,11 @@ def test_the_window_is_the_mask_that_it_describes(rung):
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(20, 30), (30, 20), (7, 7)])  # either longer, and equal
 def test_bottom_right_is_the_default_offset(rung, seqlen_q, seqlen_k):
-    case = rung.problem(seqlen_q, seqlen_k, causal=True)
+    case = rung.problem(seqlen_q, seqlen_k, batch=rung.batch, causal=True)
     expected = rung(case)
     number = seqlen_k - seqlen_q
     assert both_same(rung(case, q_offset=number), expected)
-    assert both_same(rung(case, q_offset=rung.move(np.full(2, number, np.int32))), expected)
+    assert both_same(rung(case, q_offset=rung.move(np.full(rung.batch, number, np.int32))), expected)
 
 
 def test_bottom_right_counts_from_the_valid_keys(rung):
@@ -225,7 +234,7 @@ def test_a_softcap_bounds_the_scores(rung):
 
 
 def test_huge_offsets_and_windows_do_not_overflow(rung):
-    case = rung.problem()
+    case = rung.problem(batch=rung.batch)
     far = 2**31 - 1
     assert both_same(rung(case, causal=True, q_offset=far), rung(case))
     assert (rung(case, causal=True, q_offset=-far)[0] == 0).all()

@@ -114,8 +114,8 @@ def register(name: str = NAME) -> str:
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
     position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
-    with NotImplementedError: dropout, paged caches, keys that a model chooses by their indices, and attention weights as a
-    result.
+    with NotImplementedError: dropout, paged caches, keys that a model chooses by their indices, and attention weights
+    as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -145,8 +145,8 @@ def attention(
 
     attention_mask: what `visible` made; or a tensor (batch, 1 or heads, seqlen_q, seqlen_k), bool or added to the
     scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
-    Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands them
-    over; some models call them sinks.
+    Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
+    them over; some models call them sinks.
     """
     _refuse(attention_mask, query, key, dropout, others)
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory

@@ -156,7 +156,8 @@ class TensorConfig(Config):
         if self.group_size < 1 or self.tile_m % self.group_size:
             raise ValueError(f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
         if changes_scores(self.uses) and not self.scores_finished:
-            raise ValueError("options that change scores, as softcap and alibi_slopes do, need scores_finished=True")
+            named = ", ".join(name for name, _ in self.uses)
+            raise ValueError(f"{named}: options that change scores need scores_finished=True")
         if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
             raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
         if not 0 <= self.rescale_threshold <= self.MAX_RESCALE_THRESHOLD:

@@ -107,7 +107,7 @@ def panel_gradients(
 ):  # fmt: skip
     """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS before a softcap.
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before the cap.
     """
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)

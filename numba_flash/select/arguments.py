@@ -3,7 +3,7 @@
     arrays   pointers; None where an optional array is not given
     strides  of those arrays, in elements: (batch, head, row, column), or what STRIDES says
     sizes    batch, heads, lengths, and the window: whole numbers
-    score    the numbers of the score, in the type that the kernel computes in: scale and softcap
+    score    the numbers of the score, in the type that the kernel computes in (options.NUMBERS)
 
 PARAMETERS says which fields each kernel's tuples have. Numba passes a NamedTuple as its members, one behind the other,
 so the compiled kernel takes plain pointers and numbers.

@@ -57,7 +57,7 @@ class Wgmma(NamedTuple):
 
 class MmaDkdv(NamedTuple):
     head_dim: int
-    plain: bool  # for scores without softcap, ALiBi and the like, which need registers of their own
+    plain: bool  # for scores that no option changes; those that do need registers of their own
     tile_m: int
     tile_n: int
     warp_rows: int

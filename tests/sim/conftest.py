@@ -3,12 +3,16 @@
 import dataclasses
 import os
 from pathlib import Path
+from unittest import mock
 
 import contract
 import pytest
 
 from numba_flash import testing
-from numba_flash.select import rungs
+from numba_flash.dispatch import backward as dispatch_backward
+from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.select import backward as select_backward
+from numba_flash.select import rungs, tiles
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -34,15 +38,69 @@ def one_core():
 
 
 SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
-TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # every tile is of 64 keys
+TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # over several tiles
+
+# Tiles on tensor cores: small, so that few keys make several, in warps of either kind. What the tables have besides is
+# in test_tiles_of_the_table and, for gradients, in test_every_kind_of_row.
+TILES = {
+    "mma": (
+        tiles.Mma(64, 64, 32, warp_rows=32, q_registers=True, blocks_per_sm=0, rescale_threshold=0),
+        tiles.Mma(128, 64, 32, warp_rows=32, q_registers=False, blocks_per_sm=0, rescale_threshold=8),
+        tiles.Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=0, rescale_threshold=0),
+        tiles.Mma(64, 32, 32, warp_rows=16, q_registers=True, blocks_per_sm=0, rescale_threshold=0, reads=True),
+        tiles.Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=0, rescale_threshold=0, reads=True),
+    ),
+    "mma_float32": (tiles.MmaWide(512, 16, 16, 16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),),
+    "mma_float64": (tiles.MmaWide(512, 16, 16, 16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),),
+    "wgmma": (
+        tiles.Wgmma(64, 128, 32, ping_pong=True, q_buffers=2, rescale_threshold=8),
+        tiles.Wgmma(256, 128, 32, ping_pong=True, q_buffers=1, rescale_threshold=8),
+    ),
+    "mma_dkdv": (
+        tiles.MmaDkdv(128, False, 16, 32, 16, False, 0, column_groups=1, stages=2),
+        tiles.MmaDkdv(256, False, 16, 32, 16, False, 0, column_groups=1, stages=2, apart=True),
+    ),
+    "mma_dq": (tiles.MmaDq(256, False, 32, 16, 16, False, 0, column_groups=1, stages=2),),
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_tiles():
+    tables = {name: of_gpus(name) + [row._replace(gpu=tiles.SIMULATOR) for row in own] for name, own in TILES.items()}
+    with mock.patch.dict(tiles.TABLES, tables):
+        yield
+
+
+def of_gpus(table):
+    return [row for row in tiles.TABLES[table] if row.gpu != tiles.SIMULATOR]
+
+
+@pytest.fixture
+def tiles_of_gpus(monkeypatch, nothing_remembered):
+    """The tables as they are for GPUs."""
+    for name in TILES:
+        monkeypatch.setitem(tiles.TABLES, name, of_gpus(name))
+
+
+@pytest.fixture
+def nothing_remembered(monkeypatch):
+    """For tests that change a table or the machine: what was decided is remembered by problem."""
+    remembered = (select_backward.mma_configs, select_backward.wgmma_configs)
+    for module in (dispatch_forward, dispatch_backward):
+        monkeypatch.setattr(module, "_plans", {})
+    for configs in remembered:
+        configs.cache_clear()
+    yield
+    for configs in remembered:
+        configs.cache_clear()
 
 
 def tensor(kernel):
-    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=64, slow=True)
+    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
     return dataclasses.replace(rung, limits=TENSOR)
 
 
-# Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma.
+# Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma_forward.
 @pytest.fixture(scope="session", params=["v1", "v2", "mma"])
 def rung(request):
     if request.param in rungs.TENSOR:

@@ -13,7 +13,7 @@ SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row 
 
 @pytest.fixture(scope="module")
 def rung():
-    return Rung("v2", limits=SMALL)
+    return Rung("v2", limits=SMALL, slow=True)
 
 
 def test_a_problem_of_minutes_is_announced(monkeypatch):

@@ -17,7 +17,7 @@ def run(path, **variables):
     """In a process of its own, as a user would: an example turns the simulator on where it wants it."""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
     environment |= dict(MPLBACKEND="agg", PYTHONPATH=str(ROOT)) | variables
-    return subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from numba_flash import arrays
+from numba_flash.arrays.making import aligned_memory
 from numba_flash.machine import toolchain
 from numba_flash.select.tensor_maps import TensorMap
 from numba_flash.sim.errors import InstructionError
@@ -1096,7 +1097,7 @@ def test_an_access_that_is_none(text, match):
         wrong(at, g, r, i, values)
 
     wrong = eval(f"lambda at, g, r, i, values: {text}", globals())
-    memory_of_both = arrays._aligned((4096,), np.dtype(np.uint32))
+    memory_of_both = aligned_memory((4096,), np.dtype(np.uint32))
     operand, constant = memory_of_both[1024:1040], memory_of_both[3072:3088]
     constant.flags.writeable = False
     misuse(kernel, 32, operand, constant, match=match, shared_bytes=64)
@@ -1172,7 +1173,7 @@ def copies(after, other=1):
         after(at + 16 * i)
         out[i] = ld_st.load_b32(at + 16 * (i ^ other))
 
-    return kernel, 32, arrays._aligned((32, 4), np.dtype(np.uint32)), np.zeros(32, np.uint32)
+    return kernel, 32, aligned_memory((32, 4), np.dtype(np.uint32)), np.zeros(32, np.uint32)
 
 
 def wait_for_copies():
@@ -1351,7 +1352,7 @@ def test_tma_with_a_wrong_box_or_target(attempt, match):
         fence.mbarrier_init()
         attempt(at, maps)
 
-    tensor = arrays._aligned((64, 64), np.dtype(np.float16))
+    tensor = aligned_memory((64, 64), np.dtype(np.float16))
     tensor.flags.writeable = False
     misuse(kernel, 1, tensor, match=match, thread=0, shared_bytes=16384, maps=((0, TILE),))
 

@@ -23,15 +23,20 @@ def rung(request):
     return contract.Rung(request.param)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, exitstatus):
     """What test_gates found, also where tests ran in processes of their own. scripts/gates has it written down."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     properties = [found for report in reports for found in getattr(report, "user_properties", ())]
-    gates = dict(value for name, value in properties if name == "gate")
-    if gates:
-        terminalreporter.section("tensor-core kernels as compiled")
+    gates = {value[0]: value[1:] for name, value in properties if name == "gate"}
+    if not gates:
+        return
+    compiled = sorted(result["line"] for result, was_kept in gates.values() if not was_kept)
+    kept = len(gates) - len(compiled)
+    terminalreporter.section(f"tensor-core kernels: {len(compiled)} compiled, {kept} as kept in gate_results.json")
+    if compiled:
         terminalreporter.write_line(f"{'':34}   registers   spilled    local   shared seconds")
-        for line in sorted(result["line"] for result in gates.values()):
-            terminalreporter.write_line(line)
-        if os.environ.get("NUMBA_FLASH_WRITE_GATES"):
-            gate_results.keep(gates)
+    for line in compiled:
+        terminalreporter.write_line(line)
+    if os.environ.get("NUMBA_FLASH_WRITE_GATES"):
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        gate_results.keep({name: result for name, (result, _) in gates.items()}, whole=ended)

@@ -10,7 +10,7 @@ from contract import problem, same_bits
 
 import numba_flash
 from numba_flash import arrays, testing
-from numba_flash.arrays import read
+from numba_flash.arrays import read, reading, streams
 from numba_flash.dispatch.launch import Launch
 from numba_flash.problem.options import Operands
 
@@ -237,7 +237,7 @@ class Stream:
     "stream", [7, Stream(cuda_stream=7), Stream(ptr=7), Stream(handle=7), Stream(handle=Stream(value=7))]
 )
 def test_streams_are_addresses(stream):
-    assert arrays._stream_address(stream) == 7
+    assert streams.address_of(stream) == 7
 
 
 # Which streams the one that is worked on waits for: those of all producers, but for itself and for nothing twice.
@@ -269,10 +269,10 @@ def test_producers_are_waited_for(streams, stream, expected, monkeypatch):
         ensured.append(device)
 
     ensured = []
-    monkeypatch.setattr(arrays.context, "ensure", ensure)
+    monkeypatch.setattr("numba_flash.machine.context.ensure", ensure)
     core = Stream(Stream=CoreStream, LEGACY_DEFAULT_STREAM=CoreStream(1))
     monkeypatch.setitem(sys.modules, "cuda.core", core)
-    monkeypatch.setattr(arrays, "_device_of", lambda pointer: 0)
+    monkeypatch.setattr(reading, "_device_of", lambda pointer: 0)
 
     def array(after):
         interface = dict(data=(4096, False), typestr="<f4", shape=(2, 3), version=3, stream=after)
@@ -332,4 +332,4 @@ def test_memory_is_taken_for_the_stream_that_is_worked_on(current, stream, while
 
 def test_what_is_no_stream_is_refused():
     with pytest.raises(TypeError, match="stream must be a stream of CuPy, torch, Numba or cuda.core.* not str"):
-        arrays._stream_address("7")
+        streams.address_of("7")

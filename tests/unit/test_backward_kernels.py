@@ -73,6 +73,7 @@ def local_bytes(config):
 
 
 @compiler.needed
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=named)
 def test_nothing_is_spilled_on_hopper(config):
     ptx = compiled.to_ptx(config, (9, 0))
@@ -84,6 +85,7 @@ def test_nothing_is_spilled_on_hopper(config):
 
 # One of each kernel on a GPU of each generation. PTX for the oldest is what every later one takes.
 @compiler.needed
+@pytest.mark.slow
 @pytest.mark.parametrize("config", v2_configs(everything((300, 500)), HOPPER), ids=named)
 def test_every_gpu_from_turing_on(config):
     ptx = compiled.to_ptx(config, (7, 5))

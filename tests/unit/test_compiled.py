@@ -55,6 +55,7 @@ def local_bytes(config):
     return row if row > 512 else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_nothing_is_spilled_on_hopper(config):
     text = ptx(config)
@@ -66,6 +67,7 @@ def test_nothing_is_spilled_on_hopper(config):
 
 # One of each kernel on each generation; the dtypes differ only in loads and stores. PTX for the oldest is what every
 # later one takes, and making it is what takes seconds.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [PLAIN, EVERYTHING, dataclasses.replace(EVERYTHING, kernel="v1"), SoftmaxConfig("blocked", "float16", 128)],

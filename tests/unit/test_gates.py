@@ -5,11 +5,13 @@ C7519), registers and shared memory suffice for the blocks that its Config count
 sake it was written are there. The terminal summary has what was found.
 
 PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
-was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it.
+was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it. Those
+that will compile are marked slow.
 """
 
 import dataclasses
 import functools
+import inspect
 import shutil
 import subprocess
 import time
@@ -155,8 +157,10 @@ def reading_gates():
     """Of both kernels each head_dim at which their tables change, with bias, mask and everything."""
     for kernel, head_dims in (("mma", (64, 128, 256, 512)), ("wgmma", (64, 128, 192, 256))):
         for head_dim in head_dims:
+            # Tiles of mma are the same with everything and without; where everything spills, less must not.
+            alone = (False,) if kernel == "wgmma" or head_dim > 128 else ()
             for bias in (None, "bfloat16", "float32"):
-                for everything in (False, True):
+                for everything in (*alone, True):
                     name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
                     yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
 
@@ -165,15 +169,14 @@ def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(dtype="bfloat16", uses=uses(**used), q_offset_source="array")
-    # What is read for each score, in the rows of mma that are not for plain scores only.
+    # What is read for each score, in the rows of mma that are not for plain scores only. A mask alone takes less.
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
-    masked = dict(dtype="float16", uses=uses(mask="bool"))
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
         for row in tiles.rows_for(kernel, HOPPER):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
-                of_row |= {"-reading": reading, "-masked": masked}
+                of_row["-reading"] = reading
             for words, options in of_row.items():
                 features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
                 size = f"{row.tile_m}x{row.tile_n}" + (
@@ -234,6 +237,8 @@ def gates():
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():
         marks = [pytest.mark.xfail(strict=name in FAILING, reason=reasons[name])] if name in reasons else []
+        if gate_results.kept(name, key_of(config)) is None:
+            marks.append(pytest.mark.slow)
         yield pytest.param(config, id=name, marks=marks)
 
 
@@ -310,35 +315,109 @@ def measured(name, config, folder):
     return line, wrong
 
 
-@pytest.mark.parametrize("config", list(gates()))
+def key_of(config):
+    judges = [inspect.getsource(function) for function in (measured, complaints, machine_code)]
+    return gate_results.key(config, [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS, judges])
+
+
+def judged(name, config, folder):
+    """(what was found for a gate, whether it was kept)"""
+    key = key_of(config)
+    result = gate_results.kept(name, key)
+    if result is not None:
+        return result, True
+    line, wrong = measured(name, config, folder)
+    return dict(key=key, line=line, wrong=wrong), False
+
+
+GATES = list(gates()) if compiler.missing() is None else []
+
+
+@pytest.mark.parametrize("config", GATES)
 def test_gate(config, request, record_property, tmp_path):
     name = request.node.callspec.id
-    asked = [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS]
-    result = dict(key=gate_results.key(config, asked + [bool(tool("nvdisasm"))]))
-    before = gate_results.kept().get(name, {})
-    if before.get("key") == result["key"]:
-        result = before
+    result, was_kept = judged(name, config, tmp_path)
+    record_property("gate", (name, result, was_kept))
+    wrong = "; ".join(result["wrong"])
+    assert not wrong, f"{wrong}{' (as kept in gate_results.json)' * was_kept}"
+
+
+def test_what_is_kept_is_of_these_sources():
+    """Whatever compilers are here: those who have the file's would compile what is missing, each time anew."""
+    stale = gate_results.stale({gate.id: key_of(gate.values[0]) for gate in GATES})
+    if stale is None:
+        pytest.skip("no results are kept: every gate compiles")
+    assert not stale, f"{stale}: {gate_results.TO_WRITE}"
+
+
+@pytest.fixture
+def a_file(tmp_path, monkeypatch):
+    """A file of results of its own, with two gates: one that passed and one that did not."""
+    monkeypatch.setattr(gate_results, "FILE", tmp_path / "results.json")
+    monkeypatch.delenv("NUMBA_FLASH_FRESH_GATES", raising=False)
+    good, bad = (gate.values[0] for gate in GATES[:2])
+    results = dict(good=dict(key=key_of(good), line="", wrong=[]), bad=dict(key=key_of(bad), line="", wrong=["spills"]))
+    gate_results.keep(results, whole=True)
+    yield good, bad
+    gate_results._read.cache_clear()
+
+
+def test_what_is_kept_is_not_compiled_again(a_file, monkeypatch, tmp_path):
+    good, bad = a_file
+    monkeypatch.setattr(compiled, "to_ptx", None)
+    assert judged("good", good, tmp_path)[0]["wrong"] == [] and judged("bad", bad, tmp_path)[0]["wrong"] == ["spills"]
+
+
+# A Config, a source, what is asked for, a compiler, who judges; and where everything is to be compiled.
+@pytest.mark.parametrize("what", ["config", "source", "asked", "compiler", "judge", "fresh", "no file"])
+def test_a_change_makes_the_gate_compile(a_file, what, monkeypatch, tmp_path):
+    good, _ = a_file
+    if what == "config":
+        good = dataclasses.replace(good, blocks_per_sm=good.blocks_per_sm + 1)
+    elif what == "source":
+        monkeypatch.setattr(gate_results, "sources_of", lambda kernel: "other sources")
+    elif what == "asked":
+        monkeypatch.setitem(IN_PTX, good.kernel, ("another instruction",))
+    elif what == "compiler":
+        monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
+    elif what == "judge":
+        monkeypatch.setitem(globals(), "complaints", lambda config, made, target, arch: [])
+    elif what == "fresh":
+        monkeypatch.setenv("NUMBA_FLASH_FRESH_GATES", "1")
     else:
-        result["line"], result["wrong"] = measured(name, config, tmp_path)
-    record_property("gate", (name, result))
-    assert not result["wrong"], result["wrong"]
+        monkeypatch.setattr(gate_results, "FILE", tmp_path / "none.json")
+    monkeypatch.setattr(compiled, "to_ptx", compiles)
+    with pytest.raises(ZeroDivisionError, match="it compiles"):
+        judged("good", good, tmp_path)
 
 
-def test_a_gates_key_knows_what_shapes_the_code(monkeypatch):
-    """Everything that the kernel imports, below kernels and beside it, and what the gate is asked for."""
-    config = of_row("mma", tiles.TABLES["mma"][0])
+def compiles(config, cc):
+    raise ZeroDivisionError("it compiles")
+
+
+def test_who_changes_a_gate_is_told_to_write_the_file(a_file, monkeypatch):
+    good, bad = map(key_of, a_file)
+    assert gate_results.stale(dict(good=good, bad=bad)) == ""
+    assert gate_results.stale(dict(good=good, bad=bad, more=good)) == "no result: more"
+    assert gate_results.stale(dict(good=bad, bad=bad)) == "changed since: good"
+    assert gate_results.stale(dict(good=good)) == "no such gate: bad"
+    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])  # those are no reason to tell anybody
+    assert gate_results.stale(dict(good=good, bad=bad)) == ""
+
+
+def test_a_part_of_the_gates_leaves_the_results_of_the_others(a_file):
+    gate_results.keep(dict(more=dict(key="", line="", wrong=[])), whole=False)
+    assert set(gate_results._read(gate_results.FILE)[1]) == {"good", "bad", "more"}
+    gate_results.keep(dict(more=dict(key="", line="", wrong=[])), whole=True)
+    assert set(gate_results._read(gate_results.FILE)[1]) == {"more"}
+
+
+def test_a_gates_key_knows_every_source_of_the_kernel():
+    """Everything that the kernel imports, below kernels and beside it, and nothing of other kernels."""
     reached = gate_results.reached_from("kernels.mma.forward")
     expected = {"kernels.score.softcap", "kernels.steps.tiles", "ptx.mma", "ptx.asm", "problem.ranges"}
     assert expected <= reached
     assert not reached & {"kernels.wgmma.forward", "problem.forward", "select.tiles"}
-    keys = {gate_results.key(config, []), gate_results.key(config, [1])}
-    keys.add(gate_results.key(dataclasses.replace(config, tile_m=64), []))
-    monkeypatch.setattr(gate_results, "sources_of", lambda kernel: "other sources")
-    keys.add(gate_results.key(config, []))
-    monkeypatch.undo()
-    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
-    keys.add(gate_results.key(config, []))
-    assert len(keys) == 5
 
 
 def test_what_the_gates_look_for_is_found():

@@ -163,6 +163,7 @@ def test_other_threads_are_not_stopped():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where another test has imported it
 def test_a_forked_process_has_a_watcher_of_its_own():
     interrupt.stoppable(lambda address: None)
     process = os.fork()

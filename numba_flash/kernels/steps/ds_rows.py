@@ -38,7 +38,7 @@ class RowTiles(NamedTuple):
 def make(config, of_product):
     """-> ds_row, a device function.
 
-    of_product: dS is that of scale * q . k, before softcap; else that of the finished score.
+    of_product: dS is that of scale * q . k, with the derivative of what follows it; else that of the finished score.
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]

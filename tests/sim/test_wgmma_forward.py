@@ -27,26 +27,26 @@ from numba_flash.select import tiles
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=64, slow=True)
+    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # Blocks stay and take tile after tile, which takes more tiles than multiprocessors: rings of stages go round, phases
-# turn, notices follow each other, and every consumer has its turn. In causal order tiles have 3, 2 and 1 tiles of keys.
+# turn, notices follow each other, and every consumer has its turn. In causal order tiles differ in their tiles of keys.
 # One block does it alone; where there are two, what they share is the counter.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiprocessors", "shape", "options"),
     [
-        (1, dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
-        (2, dict(seqlen_q=300, seqlen_k=300, batch=1, heads=2, heads_kv=1), dict(causal=True)),
-        (1, dict(seqlen_q=130, seqlen_k=200, batch=2, heads=2, heads_kv=2), dict(seqlens=(200, 37))),
+        (1, dict(seqlen_q=200, seqlen_k=140, batch=1, heads=2, heads_kv=1), dict(causal=True)),
+        (2, dict(seqlen_q=200, seqlen_k=140, batch=1, heads=2, heads_kv=1), dict(causal=True)),
+        (1, dict(seqlen_q=130, seqlen_k=100, batch=2, heads=1, heads_kv=1), dict(seqlens=(100, 37))),
         (2, dict(seqlen_q=300, seqlen_k=60, batch=1, heads=2, heads_kv=2), dict(causal=True)),  # some see no key at all
     ],
     ids=["causal", "causal, two", "lengths", "empty tiles"],
 )
-def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch):
+def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    monkeypatch.setattr(dispatch, "_plans", {})  # nothing remembered of the usual machine
     options = dict(options)
     if "seqlens" in options:
         options["seqlens_k"] = np.array(options.pop("seqlens"), np.int32)
@@ -69,10 +69,9 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     ],
     ids=["pairs", "clusters", "one too many", "group", "no keys"],
 )
-def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
+def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    monkeypatch.setattr(dispatch, "_plans", {})
     row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
@@ -81,8 +80,21 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
     rung.check(case)
 
 
+# Two or three tiles of keys for each of as many consumers as the table has: one tile of queries, which is whole.
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (192, 128)), (72, (128, 128))])
+def test_tiles_of_the_table(rung, head_dim, tile, monkeypatch, tiles_of_gpus):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=1)
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    case = rung.problem(tile[0], 270, batch=1, heads=1, heads_kv=1, head_dim=head_dim, causal=True)
+    config = api.prepare_call(case.q, case.k, case.v, dict(case.options, kernel="wgmma"))[1].choice.config
+    assert (config.tile_m, config.tile_n) == tile
+    rung.check(case)
+
+
 # O goes to global memory by way of Q's second buffer, of a place of its own, or of neither. A row of a mask of 144
 # columns takes more than one word of bits.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
@@ -91,10 +103,9 @@ def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch):
         (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, rescale_threshold=0), 40, 48, ""),
     ],
 )
-def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch):
+def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1, shared_bytes=kilobytes * 1024)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    monkeypatch.setattr(dispatch, "_plans", {})
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
     assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place

@@ -1,0 +1,194 @@
+"""New arrays of the caller's own library, scratch memory of any, and how they are handed over."""
+
+import contextlib
+import ctypes
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .layout import ITEM_SIZE, Array, Layout, host_pointer, numpy_dtype, strides_of_contiguous
+from .reading import is_transformed, read_numba, read_numpy
+from .recording import NeedsBridge
+from .streams import LEGACY_DEFAULT, core_stream, current_stream
+
+
+def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """A new contiguous array of like's family on like's device."""
+    layout = _contiguous_like(like.layout, shape, dtype)
+    make = _MAKERS.get(layout.family)
+    if make is None:
+        raise TypeError(
+            f"q is a {type(like.owner).__module__}.{type(like.owner).__name__}, of which "
+            "numba_flash cannot make new ones: pass out= (and with return_lse a pair out=(o, lse))"
+        )
+    return make(like, layout)
+
+
+@functools.lru_cache(maxsize=20_000)
+def _contiguous_like(layout: Layout, shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of what `empty` makes; the same one where it is the same, which `_empty_torch` looks at."""
+    if layout.contiguous and layout.shape == shape and layout.dtype == dtype and not layout.readonly:
+        return layout
+    unit = ITEM_SIZE[dtype] if layout.family == "torch" else 1  # what the family counts its strides in
+    strides = strides_of_contiguous(shape, ITEM_SIZE[dtype] // unit)
+    return Layout(layout.family, layout.device, shape, strides, unit, dtype, False)
+
+
+def _empty_numpy(like: Array, layout: Layout) -> Array:
+    x = np.empty(layout.shape, numpy_dtype(layout.dtype))
+    return Array(host_pointer(x), layout, x, x)
+
+
+def _empty_cupy(like: Array, layout: Layout) -> Array:
+    cupy = sys.modules["cupy"]
+    if cupy.cuda.runtime.getDevice() == layout.device:
+        x = cupy.ndarray(layout.shape, numpy_dtype(layout.dtype))  # what cupy.empty() makes one call later
+    else:
+        with cupy.cuda.Device(layout.device):
+            x = cupy.ndarray(layout.shape, numpy_dtype(layout.dtype))
+    return Array(x.data.ptr, layout, x)
+
+
+def _empty_torch(like: Array, layout: Layout) -> Array:
+    torch = sys.modules["torch"]
+    if layout is like.layout:
+        x = torch.empty_like(like.owner)  # 0.8 us sooner than new_empty (H200)
+    else:
+        x = like.owner.new_empty(layout.shape, dtype=getattr(torch, layout.dtype))
+    try:
+        return Array(x.data_ptr(), layout, x)
+    except RuntimeError:
+        if not is_transformed(x):
+            raise
+        raise NeedsBridge("torch.func transforms whatever is made here", "torch") from None
+
+
+def _empty_numba(like: Array, layout: Layout) -> Array:
+    from numba import cuda
+
+    with cuda.gpus[layout.device]:
+        return read_numba(cuda.device_array(layout.shape, numpy_dtype(layout.dtype)))
+
+
+def _empty_jax(like: Array, layout: Layout) -> Array:
+    if layout.device is not None:
+        return scratch(like, layout.shape, layout.dtype)
+    return read_numpy(aligned_memory(layout.shape, numpy_dtype(layout.dtype)))
+
+
+_MAKERS: dict[str, Callable[[Array, Layout], Array]] = dict(
+    numpy=_empty_numpy, cupy=_empty_cupy, torch=_empty_torch, numba=_empty_numba, jax=_empty_jax
+)
+
+
+def empty_for(stream: int, like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """`empty` for work on this stream. CuPy and torch hand memory out for work on their current stream, which it may
+    still serve, and hand it out again as soon as nobody holds it."""
+    layout = like.layout
+    if layout.device is None or layout.family not in ("cupy", "torch"):
+        return empty(like, shape, dtype)
+    if (stream or LEGACY_DEFAULT) == (current_stream(like) or LEGACY_DEFAULT):
+        return empty(like, shape, dtype)
+    with _library_on(like, stream):
+        return empty(like, shape, dtype)
+
+
+def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) -> Array:
+    """New memory beside `like` that no caller gets to see as such: any family has it. `stream` is where it is used, and
+    what is enqueued there is done before another gets the memory."""
+    if like.layout.family in ("numpy", "cupy", "torch"):
+        return empty_for(stream, like, shape, dtype)
+    from cuda.core import Device
+    from cuda.core.utils import StridedMemoryView
+
+    device = Device(like.layout.device or 0)
+    device.set_current()
+    # cuda.core exports no bfloat16 by DLPack: there it is called int16, which no array here is, until _Handover says so
+    known_dtype = numpy_dtype("int16" if dtype == "bfloat16" else dtype)
+    size = math.prod(shape) * known_dtype.itemsize
+    buffer = device.allocate(max(size, 1), stream=core_stream(stream))  # also the stream that frees it
+    view = StridedMemoryView.from_buffer(buffer, shape, itemsize=known_dtype.itemsize, dtype=known_dtype)
+    return Array(int(buffer.handle), like.layout, buffer, view)
+
+
+@contextlib.contextmanager
+def _library_on(like: Array, stream: int) -> Iterator[None]:
+    """With this one as the current stream of CuPy or torch."""
+    device = like.layout.device
+    if like.layout.family == "cupy":
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(device), _cupy_stream(stream) if stream > LEGACY_DEFAULT else cuda.Stream.null:
+            yield
+    else:
+        cuda = sys.modules["torch"].cuda
+        known = cuda.ExternalStream(stream, device) if stream > LEGACY_DEFAULT else cuda.default_stream(device)
+        with cuda.stream(known):
+            yield
+
+
+def _cupy_stream(address: int) -> Any:
+    """CuPy's object for a stream that belongs to somebody else."""
+    # Past ExternalStream's own __init__, which warns since CuPy 14 that Stream.from_external is to be used: CuPy 13 has
+    # no such thing, and it gives an object of the class that destroys its stream.
+    external = sys.modules["cupy"].cuda.ExternalStream
+    made = external.__new__(external)
+    super(external, made).__init__(address, -1)  # of the device that is current
+    return made
+
+
+def note_writing(*written: Array | None) -> None:
+    """Before arrays of the caller's are written: torch then notices it where autograd saved what stood there."""
+    for array in written:
+        if array is not None and array.layout.family == "torch":
+            sys.modules["torch"].autograd.graph.increment_version(array.owner)
+
+
+def give(like: Array, array: Array) -> Any:
+    """The object to hand to the caller for an array that `empty` made."""
+    if like.layout.family != "jax" or isinstance(array.owner, type(like.owner)):
+        return array.owner
+    jax = sys.modules["jax"]
+    return jax.numpy.asarray(array.owner) if array.layout.device is None else jax.dlpack.from_dlpack(_Handover(array))
+
+
+class _Handover:
+    """Device memory for another library by DLPack, which says on what stream that library will use it."""
+
+    def __init__(self, array: Array):
+        self._view = array.view
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._view.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        if stream is not None and stream > 2:  # else it is the default stream, where the work is
+            from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+            Stream.from_handle(stream).wait(LEGACY_DEFAULT_STREAM)
+        capsule = self._view.__dlpack__(stream=-1, **options)
+        return as_bfloat16(capsule) if self._view.dtype == np.int16 else capsule
+
+
+def as_bfloat16(capsule: Any) -> Any:
+    """A DLPack capsule of int16 as one of bfloat16. A field of dlpack.h's DLTensor is written in place: code of dtype,
+    20 bytes from its beginning, which is that of the capsule or, since version 1.0, 32 bytes behind it."""
+    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    name = name_of(capsule)
+    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
+    ctypes.c_uint8.from_address(tensor + 20).value = 4  # kDLBfloat
+    return capsule
+
+
+def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
+    """Memory aligned as JAX wants it, so that it takes the array over without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size].view(dtype).reshape(shape)
