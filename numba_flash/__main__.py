@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", type=float, metavar="X")
     add("--softcap", type=float, metavar="X")
     add("--alibi-slopes", action="store_true", help="with slopes, (heads,) in float32")
+    add("--sinks", action="store_true", help="with sinks, (heads,) in float32")
     add("--bias", action="store_true", help="with a bias (1, 1, seqlen_q, seqlen_k) of the dtype")
     add("--mask", action="store_true", help="with a mask (1, 1, seqlen_q, seqlen_k)")
     add("--return-lse", action="store_true")
@@ -137,6 +138,7 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
         bias=array(asked.dtype, *scores) if asked.bias else None,
         mask=array("bool", *scores) if asked.mask else None,
         alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
+        sinks=array("float32", asked.heads) if asked.sinks else None,
         seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
         q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale, softcap=asked.softcap,
         layout=asked.layout,

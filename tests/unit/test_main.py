@@ -121,9 +121,11 @@ def test_explain_takes_the_options_of_attention(capsys):
     x, rng = np.zeros((2, 4, 30, 8), np.float16), np.random.default_rng(0)
     given = dict(
         mask=np.ones((1, 1, 30, 30), bool), bias=np.zeros((1, 1, 30, 30), np.float16), softcap=3.0, scale=0.5,
-        alibi_slopes=rng.random(4).astype(np.float32), seqlens_k=np.full(2, 30, np.int32), q_offset=4, return_lse=True,
+        alibi_slopes=rng.random(4).astype(np.float32), sinks=np.ones(4, np.float32), seqlens_k=np.full(2, 30, np.int32),
+        q_offset=4, return_lse=True,
     )  # fmt: skip
     flags = ["--mask", "--bias", "--softcap", "3", "--scale", "0.5", "--alibi-slopes", "--seqlens-k", "--q-offset", "4"]
+    flags += ["--sinks"]
     sizes = ["--batch", "2", "--heads", "4", "--seqlen-q", "30", "--head-dim", "8"]
     asked = command._parser().parse_args(["explain", *sizes, *flags, "--return-lse"])
     assert command._problem(asked, "numpy") == numba_flash.explain(x, x, x, **given).problem
