@@ -15,7 +15,7 @@ from . import plan as slot
 DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
 HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
 # Of a gradient that is summed (dbias, dalibi_slopes): its strides and type, which dimensions it has itself, whether
-# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is. dsinks has the first of these.
+# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
 SUM_STRIDE = slot.NUMBERS + 27
 SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
     slot.NUMBERS + 31, slot.NUMBERS + 39
@@ -115,7 +115,7 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
 
 
 def make_sinks_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for dsinks; a task is one element of it."""
+    """The same for dsinks, of which a task is one element: SUM_STRIDE (two of them), SUM_DTYPE and OWN_BATCH."""
     p, sinks = problem.forward, problem.forward.array("sinks")
     assert sinks is not None
     numbers = make_plan(problem, lanes, 1).numbers
