@@ -156,7 +156,7 @@ def test_the_report():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (dict(features=("causal", "sinks")), "features must be some of causal, .*, not sinks"),
+        (dict(features=("causal", "dropout")), "features must be some of causal, .*, not dropout"),
         (dict(dtypes="float32"), "dtypes must be a sequence"),
         (dict(layouts=()), "layouts must be a sequence"),
     ],
