@@ -24,6 +24,7 @@ class Gradients(NamedTuple):
     dv: Array
     dbias: Array | None  # of bias' own shape: summed over the dimensions that it is broadcast in
     dalibi_slopes: Array | None  # of the slopes' own shape
+    dsinks: Array | None  # of the sinks' own shape
 
 
 def visible_keys(
@@ -66,20 +67,24 @@ def forward(
     score_mod: Function | None = None,
     mask_mod: Function | None = None,
     aux: tuple[NDArray, ...] = (),  # what these read
+    sinks: NDArray | None = None,  # (batch or 1, heads)
 ) -> tuple[Array, Array]:
     """-> o (batch, heads, seqlen_q, head_dim_v) and lse (batch, heads, seqlen_q), both float64.
 
     o = softmax(scores) @ v over the visible keys; lse = log(sum(exp(scores))), natural. A row that
     sees no key gives o = 0 and lse = -inf. What lies in invisible positions is never looked at.
+    A sink is one more score of each row of its head, that of a key without a value: it counts in the sums alone.
     """
     k, v = _of_each_head(q, k), _of_each_head(q, v)
     with np.errstate(all="ignore"):  # masked keys may hold anything
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, _ = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         s = np.where(visible, s, -np.inf)
-        m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
-        p = np.where(s == -np.inf, 0.0, np.exp(s - np.where(m == -np.inf, 0.0, m)))
-        l = np.sum(p, axis=-1, keepdims=True)
+        sink = _of_rows(sinks)
+        m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
+        shift = np.where(m == -np.inf, 0.0, m)
+        p = np.where(s == -np.inf, 0.0, np.exp(s - shift))
+        l = np.sum(p, axis=-1, keepdims=True) + np.exp(sink - shift)
         o = np.where(l == 0, 0.0, _weighted(p, v) / np.where(l == 0, 1.0, l))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
     return o, lse[..., 0]
@@ -103,6 +108,7 @@ def backward(
     score_mod: Function | None = None,
     mask_mod: Function | None = None,
     aux: tuple[NDArray, ...] = (),
+    sinks: NDArray | None = None,
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
@@ -113,13 +119,15 @@ def backward(
 
     with delta = rowsum(dO * O), from which dlse is taken away: d lse / dS = P. A position without weight
     (removed, or of a row that sees no key) gets and gives nothing, whatever k, v, q and do hold there.
+    A sink is a score without a value, so its dP is 0, and its dS = e^(sink - lse) * (0 - delta).
     """
     q, do = np.asarray(q, np.float64), np.asarray(do, np.float64)
     heads_kv = k.shape[1]
     k, v = _of_each_head(q, k), _of_each_head(q, v)
     lse = np.asarray(lse, np.float64)[..., None]
     with np.errstate(all="ignore"):
-        delta = np.sum(do * np.asarray(o, np.float64), axis=-1, keepdims=True)
+        o = np.asarray(o, np.float64)
+        delta = np.sum(np.where(o == 0, 0.0, do * o), axis=-1, keepdims=True)  # 0 without keys, whatever do is there
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)[..., None]
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
@@ -131,14 +139,18 @@ def backward(
         dq = _weighted(dproduct, k)
         dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
         dv = _of_each_kv_head(_weighted(p.swapaxes(2, 3), do), heads_kv)
-        dbias = dalibi_slopes = None
+        dbias = dalibi_slopes = dsinks = None
         if bias is not None:
             dbias = _summed(ds, bias.shape)
         if alibi_slopes is not None:
             assert q_offset is not None
             of_positions = np.where(p == 0, 0.0, -ds * _distance(q_offset, q.shape[2], k.shape[2]))
             dalibi_slopes = _summed(of_positions, (*alibi_slopes.shape, 1, 1))[..., 0, 0]
-    return Gradients(dq, dk, dv, dbias, dalibi_slopes)
+        if sinks is not None:
+            weight = np.where(lse == -np.inf, 0.0, np.exp(_of_rows(sinks) - lse))
+            of_rows = np.where(weight == 0, 0.0, -weight * delta)
+            dsinks = _summed(of_rows, (*sinks.shape, 1, 1))[..., 0, 0]
+    return Gradients(dq, dk, dv, dbias, dalibi_slopes, dsinks)
 
 
 def _scores(
@@ -175,6 +187,11 @@ def _scores(
     if bias is not None:
         s = s + np.asarray(bias, np.float64)
     return s, through
+
+
+def _of_rows(sinks: NDArray | None) -> Array:
+    """(batch or 1, heads, 1, 1); without sinks -inf, a score that counts nothing."""
+    return np.full((1, 1, 1, 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[:, :, None, None]
 
 
 def _unmasked(

@@ -135,6 +135,7 @@ def test_all_options_at_once(rung, dtype):
         softcap=3.0,
         scale=0.7,
         alibi_slopes=np.array([0.5, 0.125], np.float32),
+        sinks=np.array([0.3, -1.5], dtype),
     )
 
 
@@ -227,6 +228,22 @@ def test_a_row_that_sees_no_key_is_zero(rung, how, value):
     assert (o[~visible] == 0).all() and (lse[~visible] == -np.inf).all()
     assert np.array_equal(o[visible], np.full_like(o[visible], value), equal_nan=True) or value == 1.0
     assert np.isfinite(lse[visible]).all()
+
+
+# Such a row has its sink alone, of its own head; without one, or with one of -inf, it is what it was.
+@pytest.mark.parametrize("value", [1.0, np.nan])
+@pytest.mark.parametrize("how", HIDING)
+def test_a_row_that_sees_no_key_has_its_sink(rung, how, value):
+    sinks = np.array([[1.25, -np.inf], [-2.5, 80.0]], np.float32)
+    case = rung.problem(6, 7, **HIDING[how])
+    lse = rung(case)[1]
+    case.v[...] = value
+    o, lse_of_sinks = rung(case, sinks=rung.move(sinks))
+    empty = lse == -np.inf
+    assert empty.any() and not empty.all()
+    assert (o[empty] == 0).all() and np.isnan(o[~empty]).all() == np.isnan(value)
+    expected = np.logaddexp(lse, sinks[:, :, None])
+    assert np.allclose(lse_of_sinks, expected, rtol=1e-6, atol=1e-6)
 
 
 # Scores of a size that others do not reach: the lowest and the highest number of a dtype, which frameworks write for
@@ -524,6 +541,7 @@ def test_inputs_are_left_alone(rung):
         bias=np.ones((1, 1, 20, 30), np.float32),
         mask=np.ones((1, 1, 20, 30), bool),
         alibi_slopes=np.ones(2, np.float32),
+        sinks=np.ones(2, np.float32),
     )
     case = rung.problem(**given)
     moved = case.arguments(rung.move)
@@ -587,3 +605,38 @@ def test_bias_and_mask_are_broadcast(rung, shape):
     case = rung.problem(9, 14, bias=bias, mask=mask)
     same = rung.problem(9, 14, bias=np.broadcast_to(bias, whole).copy(), mask=np.broadcast_to(mask, whole).copy())
     assert all(same_bits(x, y) for x, y in zip(rung(case), rung(same), strict=True))
+
+
+# Of all entries, of each, and every second of a larger array; in both dtypes. A tile of a few queries has rows of
+# several heads, of which 3 do not divide it and 4 do.
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize(("group", "seqlen_q"), [(1, 20), (3, 1), (4, 1), (4, 20)])
+def test_each_head_has_its_sink(rung, dtype, group, seqlen_q):
+    heads = 2 * group
+    sinks = np.linspace(-3, 4, 4 * heads).reshape(2, 2 * heads).astype(dtype)[:, ::2]
+    case = rung.problem(seqlen_q, heads=heads, heads_kv=2, dtype=dtype, causal=True)
+    rung.check(case, sinks=sinks)
+    rung.check(case, sinks=sinks[1].astype(np.float32))
+
+
+# Far below all scores, among them, where it leaves them e^-14 together, and far above. Scores are 0, so that the answer
+# is known; were the sink a row's first maximum, the weights of the third would be among float16's smallest numbers.
+@pytest.mark.parametrize("sink", [-200.0, 0.5, 14.0, 80.0])
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_a_sink_of_any_size(rung, dtype, sink):
+    case = rung.problem(5, 150, dtype=dtype, sinks=np.full(2, sink, np.float32))
+    case.q[...], case.v[...] = 0, 100
+    o, lse = rung(case)
+    whole = 150 + np.exp(sink)
+    tiny, eps = float(ml_dtypes.finfo(dtype).smallest_subnormal), max(testing.EPS[dtype], testing.EPS["float32"])
+    assert np.allclose(o.astype(np.float64), 100 * 150 / whole, rtol=4 * eps, atol=tiny)
+    assert np.allclose(lse, np.log(whole), rtol=1e-6)
+
+
+# With more columns of V than a block has, and with rows that are computed again.
+@pytest.mark.parametrize("last", [0, np.nan])
+@pytest.mark.parametrize("head_dim_v", [5, 400])
+def test_sinks_of_rows_that_are_computed_again(rung, head_dim_v, last):
+    case = rung.problem(5, 12, batch=1, head_dim=8, head_dim_v=head_dim_v, causal=True, window=(3, 0))
+    case.v[:, :, 11] = last
+    rung.check(case, sinks=np.array([0.5, 3.0], np.float32))

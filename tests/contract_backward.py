@@ -122,6 +122,7 @@ def test_all_options_at_once(rung, dtype):
         softcap=3.0,
         scale=0.7,
         alibi_slopes=np.array([0.5, 0.125], np.float32),
+        sinks=np.array([0.3, -1.5], dtype),
     )
 
 
@@ -248,6 +249,25 @@ def test_a_row_that_sees_no_key_gives_and_gets_zero(rung, how, value):
     assert all(np.isfinite(x).all() for x in clean if x is not None)
 
 
+# It gives to its sink what came for lse, which is the sink, and of do nothing, even NaN: its o is 0 and stays 0.
+@pytest.mark.parametrize("value", [1.0, np.nan])
+@pytest.mark.parametrize("how", contract.HIDING)
+def test_a_row_that_sees_no_key_gives_its_sink_dlse_alone(rung, how, value):
+    if how not in ("causal", "window", "seqlens_k", *rung.features):
+        pytest.skip(f"it takes no {how}")
+    case = rung.problem(6, 7, **contract.HIDING[how])
+    empty = testing.oracle(case)[1] == -np.inf
+    case.options["sinks"] = np.array([[1.25, -0.5], [-2.5, -np.inf]], np.float32)
+    do, o, lse, dlse = incoming(case)
+    assert empty.any() and (o[empty] == 0).all()
+    do[empty] = value
+    given = (do, o, lse, dlse)
+    gradients = rung(case, given)
+    clean = np.where(empty[..., None], 0, do).astype(do.dtype)
+    testing.check_gradients(case, gradients, clean, o, lse, dlse, rung.kernel)
+    assert not gradients.dq[empty].any() and gradients.dsinks[1, 1] == 0
+
+
 # Ways to hide key 13 from every query.
 UNSEEN = {
     "causal": dict(causal=True, q_offset=-8),
@@ -328,11 +348,13 @@ def test_scores_of_any_size(rung, dtype, level, sign, how):
 # Each alone, pairs as an optimiser with frozen layers asks for, and in another order.
 @pytest.mark.parametrize(
     "wanted",
-    [("dq",), ("dk",), ("dv",), ("dk", "dv"), ("dv", "dq"), ("dbias",), ("dalibi_slopes",), ("dalibi_slopes", "dk")],
+    [("dq",), ("dk",), ("dv",), ("dk", "dv"), ("dv", "dq"), ("dbias",), ("dalibi_slopes",), ("dalibi_slopes", "dk"),
+     ("dsinks",), ("dk", "dsinks")],
     ids="-".join,
-)
+)  # fmt: skip
 def test_what_is_not_wanted_changes_nothing(rung, wanted):
-    case = rung.problem(batch=rung.batch, softcap=4.0, alibi_slopes=np.array([0.5, 0.125], np.float32))
+    slopes, sinks = np.array([0.5, 0.125], np.float32), np.array([1.5, -0.5], np.float32)
+    case = rung.problem(batch=rung.batch, softcap=4.0, alibi_slopes=slopes, sinks=sinks)
     if "bias" in rung.features:
         case.options["bias"] = np.random.default_rng(2).standard_normal((2, 20, 1)).astype(np.float32)
     if not set(wanted) <= set(rung.gradients_of(case)):
@@ -375,6 +397,33 @@ def test_slopes_of_each_batch_entry_or_of_all(rung, dtype):
     if of_all is not None:
         assert of_all.shape == (2,) and of_each.shape == (2, 2)
         assert np.allclose(of_each.sum(0), of_all, rtol=1e-5, atol=1e-5)
+
+
+# Sinks of all entries and of each, in both dtypes; several heads share a KV head.
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_sinks_of_each_batch_entry_or_of_all(rung, dtype):
+    sinks = np.array([0.5, 2.0, -1.0, 0.0], np.float32)
+    case = rung.problem(9, 14, heads=4, dtype=dtype, sinks=sinks, causal=True, q_offset=3)
+    of_all = rung.check(case).dsinks
+    case.options["sinks"] = np.stack([sinks, sinks])
+    of_each = rung.check(case).dsinks
+    assert of_all.shape == (4,) and of_each.shape == (2, 4) and of_all.all()
+    assert np.allclose(of_each.sum(0), of_all, rtol=1e-5, atol=1e-5)
+    case.options["sinks"] = np.stack([sinks, sinks], 1).astype(dtype)[:, 0]
+    assert rung.check(case).dsinks.dtype == dtype
+
+
+# A number added to a sink and to all scores is added to lse, and moves nothing else. Many rows; some see no key.
+def test_dsinks_and_dbias_together_are_dlse(rung):
+    if "bias" not in rung.features:
+        pytest.skip("it takes no bias")
+    case = rung.problem(150, 30, causal=True, bias=np.zeros((1, 2, 1, 1), np.float32), sinks=np.ones(2, np.float32))
+    do, o, lse, dlse = incoming(case)
+    gradients = rung(case, (do, o, lse, dlse))
+    both, expected = gradients.dbias[0, :, 0, 0] + gradients.dsinks, dlse.sum((0, 2))
+    # o and do are in the rung's dtype: delta is off by its rounding in each row
+    eps = testing.EPS[case.dtype] * np.abs(do.astype(np.float64) * o).sum((0, 2, 3)) + 1e-4
+    assert (np.abs(both - expected) <= eps).all() and np.abs(gradients.dsinks).min() > 1e-2
 
 
 def test_no_dlse_is_a_dlse_of_zeros(rung):

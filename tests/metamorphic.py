@@ -206,6 +206,28 @@ def test_a_mask_is_a_bias_of_minus_infinity(rung):
     assert both_close(rung(case, bias=rung.move(bias)), rung(case, mask=rung.move(MASK)))
 
 
+def test_a_sink_of_minus_infinity_is_none(rung):
+    case = with_mask(rung)
+    assert both_same(rung(case, sinks=rung.move(np.full(2, -np.inf, np.float32))), rung(case))
+
+
+def test_a_sink_is_a_key_without_a_value(rung):
+    """With that score for all queries: a further column is 1 in q, 0 in k, and sink / scale in this key."""
+    sinks, case = np.array([0.5, -2.0], np.float32), rung.problem(heads_kv=2, head_dim=7, head_dim_v=4)
+    q, k, v = (np.concatenate([x, np.zeros((*x.shape[:3], 1), x.dtype)], 3) for x in (case.q, case.k, case.v))
+    k, v = (np.concatenate([x, np.zeros_like(x[:, :, :1])], 2) for x in (k, v))
+    q[..., 7], k[:, :, 30, 7] = 1, sinks / 0.5
+    o, lse = rung(Case(q, k, v, dict(scale=0.5)))
+    assert both_close(rung(case, scale=0.5, sinks=rung.move(sinks)), (o[..., :4], lse))
+
+
+def test_of_parts_of_the_keys_one_has_the_sink(rung):
+    sinks = rung.move(np.array([0.5, -2.0], np.float32))
+    case = with_mask(rung)
+    first, rest = rung(part(case, keys=slice(0, 13)), sinks=sinks), rung(part(case, keys=slice(13, 30)))
+    assert both_close(numba_flash.merge(*first, *rest), rung(case, sinks=sinks))
+
+
 def test_a_softcap_bounds_the_scores(rung):
     case = rung.problem(scale=1e4, softcap=2.0)
     assert np.abs(rung(case)[1] - np.log(30)).max() <= 2.0 + 1e-4

@@ -48,12 +48,14 @@ def attention_backward(
 
         dv = P^T do     dP = do v^T     dS = P * (dP - delta)     dq = scale * dS k     dk = scale * dS^T q
 
-    and dS is also the gradient of bias; with softcap dS of q and k is times 1 - tanh(x / cap)^2.
+    and dS is also the gradient of bias; a sink's is the sum of -e^(sink - lse) * delta over its rows.
+    With softcap dS of q and k is times 1 - tanh(x / cap)^2.
 
     do: the gradient of o, in o's shape and dtype. q, k, v and all options: as `attention` was called with
     them. o, lse: what it returned with return_lse=True. If they come from a longer set of keys of which k
     and v are a part, as in context-parallel attention, the results are that part's share: dk and dv are
-    final, and dq is to be summed over the parts. lse must be contiguous; everything else may have any strides.
+    final, dsinks that of the whole in each part, and dq is to be summed over the parts. lse must be
+    contiguous; everything else may have any strides.
     dlse: the gradient of lse, (batch, heads, seqlen_q) in lse's dtype; None = lse was not used.
     wanted: what to compute, names of AttentionGradients' fields; what is left out costs nothing.
     deterministic: True = the same call gives the same bits. False allows a kernel to add up in any order
@@ -62,10 +64,10 @@ def attention_backward(
     kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu"; the rungs without a backward say what would
         run, and `explain_backward` which does and why.
 
-    Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes) in the caller's kind of array: dq, dk, dv
+    Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes, dsinks) in the caller's kind of array: dq, dk, dv
     like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
-    and dtype, summed over the dimensions in which it is broadcast, as is dalibi_slopes. Sums are in float32,
-    for float64 in float64, and are rounded once.
+    and dtype, summed over the dimensions in which it is broadcast, as are dalibi_slopes and dsinks. Sums are in
+    float32, for float64 in float64, and are rounded once.
 
     A query that sees no key (lse -inf) gives and gets zero, as does a key that no query sees. What lies in
     positions that seqlens_k, window, causal or mask remove never reaches a gradient, even NaN and Inf.
@@ -74,13 +76,15 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    reject_unimplemented(sinks, dropout_p, seed)
+    reject_unimplemented(dropout_p, seed)
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,
         q_offset,
         NO_NUMBERS if scale is softcap is None else (scale, softcap),
-        None if bias is mask is alibi_slopes is seqlens_k is None else (bias, mask, alibi_slopes, seqlens_k),
+        None
+        if bias is mask is alibi_slopes is seqlens_k is sinks is None
+        else (bias, mask, alibi_slopes, seqlens_k, sinks),
         None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
         layout,
     )

@@ -85,7 +85,9 @@ def attention(
         (float64 for float64) and int64.
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
     aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
-    sinks, dropout_p, seed: later versions; NotImplementedError until then.
+    sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
+        without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
+    dropout_p, seed: later versions; NotImplementedError until then.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -94,7 +96,7 @@ def attention(
         with the same shapes it can be captured in a CUDA graph.
     kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` tells which runs and why.
 
-    A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf, never NaN.
+    A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf (or its sink), never NaN.
     What lies in positions that seqlens_k, window, causal or mask remove never reaches o, even NaN and
     Inf. The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
 
@@ -103,14 +105,16 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (sinks is seed is None and dropout_p is NO_DROPOUT):
-        reject_unimplemented(sinks, dropout_p, seed)
+    if not (seed is None and dropout_p is NO_DROPOUT):
+        reject_unimplemented(dropout_p, seed)
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,
         q_offset,
         NO_NUMBERS if scale is softcap is None else (scale, softcap),
-        None if bias is mask is alibi_slopes is seqlens_k is None else (bias, mask, alibi_slopes, seqlens_k),
+        None
+        if bias is mask is alibi_slopes is seqlens_k is sinks is None
+        else (bias, mask, alibi_slopes, seqlens_k, sinks),
         None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
         layout,
     )
@@ -179,7 +183,7 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("sinks", "dropout_p", "seed")
+    to_come = ("dropout_p", "seed")
     reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
     named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
     return dict(bound.arguments, options=Options.of(**named))

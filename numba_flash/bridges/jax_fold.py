@@ -12,7 +12,7 @@ import operator
 from typing import NamedTuple
 
 # How many dimensions an array has when all are written out, the batch first. The others have 4.
-RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2)
+RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2, sinks=2, dsinks=2)
 
 
 class Fold(NamedTuple):

@@ -50,7 +50,6 @@ def attention(
     k: Any,
     v: Any,
     *,
-    sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
     return_lse: bool = False,
@@ -60,12 +59,13 @@ def attention(
     **named: Any,
 ) -> Any:
     """What torch.compile traces in the place of `numba_flash.attention`."""
-    reject_unimplemented(sinks, dropout_p, seed)
+    reject_unimplemented(dropout_p, seed)
     return run(q, k, v, Options.of(**named), return_lse, out, stream, kernel)
 
 
 def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
-    """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias and alibi_slopes, also through lse.
+    """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias, alibi_slopes and sinks, also
+    through lse.
 
     The arguments and errors are the same, except that out and stream are refused: a result that has a gradient is
     memory of autograd's own, and work goes to torch's current stream. The gradients are computed by the kernel of the

@@ -8,7 +8,12 @@ batch of 1, else by copies, as many as there are in the mapped dimension.
 from torch import Tensor
 
 BATCH_FIRST = {"q": 4, "k": 4, "v": 4, "do": 4, "o": 4, "lse": 3, "dlse": 3, "seqlens_k": 1, "q_offset": 1}
-BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2}  # dimensions with the batch, which may be missing or 1
+BROADCAST = {
+    "bias": 4,
+    "mask": 4,
+    "alibi_slopes": 2,
+    "sinks": 2,
+}  # dimensions with the batch, which may be missing or 1
 
 
 def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:

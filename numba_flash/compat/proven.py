@@ -13,12 +13,12 @@ from torch import Tensor
 from ..api import backward as gradients
 from ..api import forward as api
 
-NAMES = ("dq", "dk", "dv", "dbias")
+NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proof: Tensor, start: Tensor | None, stretch: dict[str, Any],
-    masked: dict[str, Any], scale: float | None, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, proof: Tensor, start: Tensor | None,
+    stretch: dict[str, Any], masked: dict[str, Any], scale: float | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """q, k, v as layout="bshd". With a proof that holds, the options `stretch` of keys that begin at `start`; else
     the options `masked`."""
@@ -28,7 +28,7 @@ def attention(
         numbers += [*options.get("window", (None, None)), None if isinstance(offset, Tensor) else offset]
         tensors += [offset if isinstance(offset, Tensor) else None]
     return forward(
-        q, k, v, bias, proof, start, stretch.get("seqlens_k"), masked["mask"], *tensors, *numbers, scale, softcap
+        q, k, v, bias, sinks, proof, start, stretch.get("seqlens_k"), masked["mask"], *tensors, *numbers, scale, softcap
     )[0]
 
 
@@ -56,37 +56,38 @@ def _options(
 
 
 def _compute(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, proof: Tensor, start: Tensor | None, length: Tensor | None,
-    mask: Tensor, offset: Tensor | None, masked_offset: Tensor | None, left: int | None, right: int | None,
-    number: int | None, masked_left: int | None, masked_right: int | None, masked_number: int | None,
-    scale: float | None, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, proof: Tensor, start: Tensor | None,
+    length: Tensor | None, mask: Tensor, offset: Tensor | None, masked_offset: Tensor | None, left: int | None,
+    right: int | None, number: int | None, masked_left: int | None, masked_right: int | None,
+    masked_number: int | None, scale: float | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     start, options = _options(
         proof, start, length, mask, offset, masked_offset, left, right, number, masked_left, masked_right,
         masked_number, scale, softcap,
     )  # fmt: skip
-    q, k, v, bias = (None if x is None else x.detach() for x in (q, k, v, bias))
+    q, k, v, bias, sinks = (None if x is None else x.detach() for x in (q, k, v, bias, sinks))
     o, lse = api.attention(
-        q, moved(start, k, 1), moved(start, v, 1), bias=moved(start, bias, 3), return_lse=True, **options
+        q, moved(start, k, 1), moved(start, v, 1), bias=moved(start, bias, 3), sinks=sinks, return_lse=True, **options
     )
     return o, lse
 
 
 def _compute_gradients(
     wanted: str, do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
-    proof: Tensor, start: Tensor | None, length: Tensor | None, mask: Tensor, offset: Tensor | None,
-    masked_offset: Tensor | None, left: int | None, right: int | None, number: int | None, masked_left: int | None,
-    masked_right: int | None, masked_number: int | None, scale: float | None, softcap: float | None,
+    sinks: Tensor | None, proof: Tensor, start: Tensor | None, length: Tensor | None, mask: Tensor,
+    offset: Tensor | None, masked_offset: Tensor | None, left: int | None, right: int | None, number: int | None,
+    masked_left: int | None, masked_right: int | None, masked_number: int | None, scale: float | None,
+    softcap: float | None,
 ) -> list[Tensor]:  # fmt: skip
     start, options = _options(
         proof, start, length, mask, offset, masked_offset, left, right, number, masked_left, masked_right,
         masked_number, scale, softcap,
     )  # fmt: skip
     do = do if do.stride(-1) == 1 else do.contiguous()
-    do, q, k, v, o, lse, bias = (None if x is None else x.detach() for x in (do, q, k, v, o, lse, bias))
+    do, q, k, v, o, lse, bias, sinks = (None if x is None else x.detach() for x in (do, q, k, v, o, lse, bias, sinks))
     found = gradients.attention_backward(
-        do, q, moved(start, k, 1), moved(start, v, 1), o, lse, bias=moved(start, bias, 3), wanted=tuple(wanted.split()),
-        **options,
+        do, q, moved(start, k, 1), moved(start, v, 1), o, lse, bias=moved(start, bias, 3), sinks=sinks,
+        wanted=tuple(wanted.split()), **options,
     )  # fmt: skip
     back = None if start is None else -start
     axes = dict(dk=1, dv=1, dbias=3)
@@ -94,8 +95,8 @@ def _compute_gradients(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:10])
-    ctx.others = inputs[10:]
+    ctx.save_for_backward(*output, *inputs[:11])
+    ctx.others = inputs[11:]
     ctx.set_materialize_grads(False)
 
 

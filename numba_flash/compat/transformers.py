@@ -113,9 +113,9 @@ def register(name: str = NAME) -> str:
     """Make numba_flash known to Transformers under `name`, which is returned.
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
-    position bias, padding on either side, and decoding with a cache. Not built, and refused by name with
-    NotImplementedError: dropout, attention sinks, paged caches, keys that a model chooses by their indices, and
-    attention weights as a result.
+    position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
+    with NotImplementedError: dropout, paged caches, keys that a model chooses by their indices, and attention weights
+    as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -138,20 +138,23 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (batch, heads, seqlen_q, head_dim), key and value with heads_kv -> o (batch, seqlen_q, heads, head_dim_v).
 
     attention_mask: what `visible` made; or a tensor (batch, 1 or heads, seqlen_q, seqlen_k), bool or added to the
     scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
-    Under autocast tensors are cast as for torch's own attention.
+    Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
+    them over; some models call them sinks.
     """
     _refuse(attention_mask, query, key, dropout, others)
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
-    compute = functools.partial(api.attention, scale=scaling, softcap=softcap, layout="bshd")
+    sinks = others.get("sinks") if s_aux is None else s_aux
+    compute = functools.partial(api.attention, scale=scaling, softcap=softcap, sinks=sinks, layout="bshd")
     if isinstance(attention_mask, Visible):
         if attention_mask.holds_for(query, key):
-            return _attend(q, k, v, position_bias, attention_mask, scaling, softcap), None
+            return _attend(q, k, v, position_bias, sinks, attention_mask, scaling, softcap), None
         attention_mask = attention_mask.whole()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -162,22 +165,22 @@ def attention(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, scale: Any, softcap: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, seen: Visible, scale: Any, softcap: Any
 ) -> torch.Tensor:
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
-        return proven.attention(q, k, v, bias, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
+        return proven.attention(q, k, v, bias, sinks, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
-    return api.attention(q, k, v, bias=bias, scale=scale, softcap=softcap, layout="bshd", **seen.options)
+    return api.attention(q, k, v, bias=bias, sinks=sinks, scale=scale, softcap=softcap, layout="bshd", **seen.options)
 
 
 def _refuse(
     attention_mask: Any, query: torch.Tensor, key: torch.Tensor, dropout: float, others: dict[str, Any]
 ) -> None:
     asked = dict(dropout=dropout != 0.0, output_attentions=bool(others.get("output_attentions")))
-    # Attention sinks under both their names, a paged cache, and the keys that a sparse attention has chosen.
-    chosen = ("s_aux", "sinks", "cache", "indices", "block_indices")
+    # A paged cache, and the keys that a sparse attention has chosen.
+    chosen = ("cache", "indices", "block_indices")
     asked |= {name: others.get(name) is not None for name in chosen}
     names = [name for name, wanted in asked.items() if wanted]
     if names:

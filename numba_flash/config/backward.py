@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..problem.options import BY_NAME
 from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
-from .simt_backward import DalibiConfig, DeltaConfig
+from .simt_backward import DalibiConfig, DeltaConfig, DsinksConfig
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class PreprocessConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
-    are to be taken in turns (wgmma_backward_fused), of how many queries; else 0.
+    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. of_sinks: what it finds goes into dsinks
+    too.
     """
 
     dtype: str
@@ -24,6 +25,7 @@ class PreprocessConfig(LaunchFacts):
     lanes: int = 8
     natural: bool = False
     turns_of: int = 0
+    of_sinks: bool = False
 
     kernel: ClassVar[str] = "backward_preprocess"
     compute_dtype: ClassVar[str] = "float32"
@@ -208,5 +210,5 @@ class MmaDqConfig(MmaBackwardConfig):
 
 
 BackwardConfig = (
-    Config | DeltaConfig | DalibiConfig | MaskBitsConfig | PreprocessConfig
+    Config | DeltaConfig | DalibiConfig | DsinksConfig | MaskBitsConfig | PreprocessConfig
 )  # that of every kernel of a backward

@@ -16,6 +16,7 @@ class DeltaConfig(LaunchFacts):
     has_dlse: bool
     threads: int = 256
     lanes: int = 16
+    of_sinks: bool = False  # what it finds goes into dsinks too
 
     kernel: ClassVar[str] = "delta"
     blocks_per_sm: ClassVar[int] = 0
@@ -147,6 +148,43 @@ class DalibiConfig(LaunchFacts):
     def dtype_of(self, option: str) -> str | None:
         """As of every Config."""
         return dict(self.uses).get(option)
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.threads * ITEM_SIZE[self.compute_dtype]
+
+
+@dataclass(frozen=True)
+class DsinksConfig(LaunchFacts):
+    """Of dsinks, which is the last kernel of every rung's backward where it is wanted.
+
+    sinks: their dtype. batch_summed: the sinks are those of all entries. of_blocks: delta comes from
+    backward_preprocess, in its order, and not from delta.
+    """
+
+    dtype: str
+    sinks: str
+    batch_summed: bool
+    of_blocks: bool
+    threads: int = 1024
+
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= 1024 or self.threads & (self.threads - 1):
+            raise ValueError(f"threads must be a power of two, at most 1024, not {self.threads}")
+
+    @property
+    def kernel(self) -> str:
+        return "dsinks_of_blocks" if self.of_blocks else "dsinks"
+
+    def dtype_of(self, option: str) -> str | None:
+        """As of every Config."""
+        return self.sinks if option == "sinks" else None
 
     @property
     def compute_dtype(self) -> str:

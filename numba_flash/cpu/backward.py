@@ -21,6 +21,7 @@ from ..machine import forked, interrupt
 from ..problem.backward import GRADIENTS, BackwardProblem
 from . import backward_plan as at
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
+from .backward_sinks import run_sinks_float32, run_sinks_float64
 from .backward_sums import run_sums_float32, run_sums_float64
 from .cache import c_function, cached
 from .elements import INT
@@ -32,7 +33,7 @@ from .vectors.build import Shape, call, load, store
 def set_up(launch, shared, stop, pointers):
     """Fill a call's frame, which begins the shared memory; returns its address."""
     frame = (shared + 63) // 64 * 64
-    for n in range(17):
+    for n in range(at.ALL_POINTERS):
         store(frame, at.POINTERS + n, pointers[n])
     counter = frame + at.FRAME_NUMBERS * 8
     done = counter + 64
@@ -57,14 +58,15 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(
-    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias,
-    dalibi_slopes,
+    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv,
+    dbias, dalibi_slopes, dsinks,
 ):  # fmt: skip
     """All passes on this thread."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
+        dalibi_slopes, dsinks,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
@@ -76,15 +78,16 @@ def run_serial(
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(
-    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv,
-    dbias, dalibi_slopes,
+    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq,
+    dk, dv, dbias, dalibi_slopes, dsinks,
 ):  # fmt: skip
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
     scratch_bytes = load(launch, at.SCRATCH, INT)
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset, do, dlse, dq, dk, dv, dbias, dalibi_slopes
+        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
+        dalibi_slopes, dsinks,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
@@ -99,6 +102,8 @@ _FUNCTIONS = {
     ("rows", True): run_phase_float64,
     ("sums", False): run_sums_float32,
     ("sums", True): run_sums_float64,
+    ("sinks", False): run_sinks_float32,
+    ("sinks", True): run_sinks_float64,
 }
 
 
@@ -162,6 +167,9 @@ def ready(problem: BackwardProblem) -> Ready:
         if name in ("dbias", "dalibi_slopes") and name in problem.wanted and 0 not in shape_of_sum:
             numbers, scratch_bytes = at.make_sums_plan(problem, name, shape.lanes)
             add("sums", numbers, 0, scratch_bytes)
+    if "dsinks" in problem.wanted:
+        numbers, scratch_bytes = at.make_sinks_plan(problem, shape.lanes)
+        add("sinks", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND
@@ -174,6 +182,6 @@ def ready(problem: BackwardProblem) -> Ready:
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 20)
+        run_serial.compile((numba.int64,) * 22)
     else:
-        run_parallel.compile((numba.int64,) * 21)
+        run_parallel.compile((numba.int64,) * 23)

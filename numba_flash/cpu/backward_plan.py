@@ -24,9 +24,10 @@ NUMBERS = slot.NUMBERS + 39
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-O, LSE, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI = 3, 4, 10, 11, 12, 13, 14, 15, 16  # among the pointers
-COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(18, 24)
-FRAME_NUMBERS = 24  # whole cache lines
+O, LSE, SINKS, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI, DSINKS = 3, 4, 9, *range(11, 19)  # among the pointers
+ALL_POINTERS = 19
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(20, 26)
+FRAME_NUMBERS = 32  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
 ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, PASSES, FIRST_PASS = range(6)
@@ -110,6 +111,19 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     size = 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
+    return numbers, -(-scratch // 64) * 64
+
+
+def make_sinks_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
+    """The same for dsinks, of which a task is one element: SUM_STRIDE (two of them), SUM_DTYPE and OWN_BATCH."""
+    p, sinks = problem.forward, problem.forward.array("sinks")
+    assert sinks is not None
+    numbers = make_plan(problem, lanes, 1).numbers
+    code = slot.DTYPE_CODES[sinks.dtype]
+    numbers[SUM_STRIDE : SUM_STRIDE + 2] = np.multiply(problem.dsinks_strides, slot.ITEMSIZES[code])
+    numbers[SUM_DTYPE], numbers[OWN_BATCH] = code, len(problem.shape_of("dsinks")) == 2
+    numbers[slot.TASKS] = math.prod(problem.shape_of("dsinks"))
+    scratch = 2 * p.head_dim_v * (8 if p.dtype == "float64" else 4)  # a row of o and one of do
     return numbers, -(-scratch // 64) * 64
 
 

@@ -122,7 +122,7 @@ def length_and_offset(plan, pointers, b):
     if source == 1:
         offset += length
     elif source == 2:
-        offset += np.int64(load(load(pointers, 9, INT), b * load(plan, slot.Q_OFFSET_STRIDE, INT), np.int32(0)))
+        offset += np.int64(load(load(pointers, 10, INT), b * load(plan, slot.Q_OFFSET_STRIDE, INT), np.int32(0)))
     return valid, offset
 
 

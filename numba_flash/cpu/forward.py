@@ -30,7 +30,7 @@ def set_up(frame, plan, pointers, shared, stop):
     """Fill a call's frame; the shared memory begins with the counters."""
     store(frame, slot.PLAN, plan)
     store(frame, slot.STOP, stop)
-    for n in range(10):
+    for n in range(11):
         store(frame, slot.POINTERS + n, pointers[n])
     count = 1 + load(plan, slot.TASKS, INT)
     for n in range(count):
@@ -41,13 +41,13 @@ def set_up(frame, plan, pointers, shared, stop):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
     """All tasks on this thread."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
     memory[0] = 0  # keeps it alive until here
@@ -55,13 +55,13 @@ def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, se
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset):
+def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, q_offset), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
     store(at, 0, workers)
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
@@ -129,6 +129,6 @@ def warm_up(problem: Problem) -> None:
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 13)
+        run_serial.compile((numba.int64,) * 14)
     else:
-        run_parallel.compile((numba.int64,) * 14)
+        run_parallel.compile((numba.int64,) * 15)

@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 
 from . import plan as slot
-from .elements import INT, copy_in, copy_out, fill, gather, length_and_offset, row_address
+from .elements import INT, copy_in, copy_out, fill, gather, get, length_and_offset, row_address
 from .panel import (
     INFINITY,
     PACKED,
@@ -186,7 +186,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
 
 @inlined
 def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
-    """Divide by l and write o, and lse where it is wanted, of the rows in state."""
+    """Divide by l and write o, and lse where it is wanted, of the rows in state. A sink joins l here."""
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -196,22 +196,31 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
     m = state + panels * head_dim_v * width * size
     scale = load(plan, slot.SCALE, 0.0)
     natural = 1.0 if is_featured(plan) or scale == 0 else abs(scale)  # scale_log2 in powers of e, and not rounded
+    return_lse, sinks_dtype = load(plan, slot.RETURN_LSE, INT), load(plan, slot.SINKS_DTYPE, INT)
+    has_sinks = sinks_dtype != slot.ABSENT
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
         total = load(m, panels * width + r, zero)
         factor = type(zero)(1) / total if total != 0 else zero
-        source = state + ((r // width) * head_dim_v * width + r % width) * size
-        to = row_address(load(pointers, 3, INT), plan, slot.O_STRIDE, b, head, i)
-        copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
-        if load(plan, slot.RETURN_LSE, INT):
+        lse = -INFINITY
+        if (return_lse or has_sinks) and total != 0:
             # In the units the exponentials were taken in, so that both have the same rounding of m.
             best = load(m, r, zero)
             in_log2 = double(best * scale_log2)
             lse = in_log2 * math.log(2.0) + math.log(double(total))
             if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
                 lse = double(best) * natural + math.log(double(total))
-            if total == 0:
-                lse = -INFINITY
+        if has_sinks:
+            at = load(pointers, 9, INT) + b * load(plan, slot.SINKS_STRIDE, INT)
+            sink = get(at + head * load(plan, slot.SINKS_STRIDE + 1, INT), sinks_dtype, 0.0)
+            if sink != -INFINITY:  # log(e^lse + e^sink) comes in lse's place
+                whole = max(lse, sink) + math.log1p(math.exp(-abs(lse - sink)))
+                factor *= type(zero)(math.exp(lse - whole))
+                lse = whole
+        source = state + ((r // width) * head_dim_v * width + r % width) * size
+        to = row_address(load(pointers, 3, INT), plan, slot.O_STRIDE, b, head, i)
+        copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
+        if return_lse:
             store(load(pointers, 4, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
 
 

@@ -24,8 +24,9 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE = 56  # two, in bytes: batch, head
-NUMBERS = 58
+ALIBI_STRIDE, SINKS_STRIDE = 56, 58  # two, in bytes: batch, head
+SINKS_DTYPE = 60
+NUMBERS = 61
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -33,10 +34,11 @@ ARRAY_SLOTS = {
     "mask": (HAS_MASK, None, MASK_STRIDE, False),
     "seqlens_k": (HAS_SEQLENS_K, None, SEQLENS_K_STRIDE, False),
     "q_offset": (None, None, Q_OFFSET_STRIDE, False),
+    "sinks": (None, SINKS_DTYPE, SINKS_STRIDE, True),
 }
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
-PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 11, 12, 13  # STOP: the address of machine/interrupt.py's number
+PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 12, 13, 14  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = 16
 
 ABSENT = -1  # stands for the dtype of what is not there

@@ -177,16 +177,13 @@ def with_layouts(options: Options, found: list[Layout | None]) -> Options:
     return options._replace(arrays=tuple(own), q_offset=q_offset, functions=functions)
 
 
-def reject_unimplemented(sinks: Any, dropout_p: Any, seed: Any) -> None:
+def reject_unimplemented(dropout_p: Any, seed: Any) -> None:
     """The part of the signature that later versions fill; never ignored in silence."""
     no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if sinks is seed is None and no_dropout:
+    if seed is None and no_dropout:
         return
-    given = dict(sinks=sinks, seed=seed)
-    wrong = [f"{name} must be None, its default" for name, value in given.items() if value is not None]
+    wrong = ["seed must be None, its default"] * (seed is not None)
     wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
     # docs/contract.md says the same
-    meanwhile = ["for a sink, scale o by 1 / (1 + e^(sink - lse)), with return_lse=True"] * (sinks is not None)
-    meanwhile += ["dropout can be on the output"] * (not no_dropout)
-    instead = f". Meanwhile: {'; '.join(meanwhile)}" if meanwhile else ""
+    instead = "" if no_dropout else ". Meanwhile: dropout can be on the output"
     raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet{instead}")

@@ -306,7 +306,9 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands, a
         q_offset = q_offset + seqlens_k
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
-    given = {option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on == "score"}
+    given = {
+        option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")
+    }
     for option in ARRAYS:  # (heads,) is read as (1, heads)
         array = given.get(option.name)
         if option.shape == "heads" and array is not None and array.ndim == 1:

@@ -9,7 +9,7 @@ import numpy as np
 from .. import arrays, reference
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
-from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig
+from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DsinksConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -57,7 +57,9 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         batch, heads, rows, keys = problem.dbias_shape
         return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
     if isinstance(config, DalibiConfig):
-        return math.prod(problem.shapes[-1])
+        return math.prod(problem.shape_of("dalibi_slopes"))
+    if isinstance(config, DsinksConfig):
+        return math.prod(problem.shape_of("dsinks"))
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
 
 

@@ -46,6 +46,8 @@ MODULES = {
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",
     "v2_dalibi": "simt.v2_backward_dalibi",
+    "dsinks": "simt.dsinks",
+    "dsinks_of_blocks": "simt.dsinks",
     "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",

@@ -26,7 +26,7 @@ class BackwardProblem:
     """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` makes and checks it.
 
     Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, dbias and
-    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast.
+    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast; dsinks likewise.
     """
 
     forward: Problem  # with the strides of o as it was given
@@ -41,7 +41,12 @@ class BackwardProblem:
     dbias_shape: tuple[int, int, int, int]  # (batch, head, query, key), with 1 where bias is broadcast
     dbias_strides: Strides
     dalibi_strides: tuple[int, int]  # (batch, head)
+    dsinks_strides: tuple[int, int]
     shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """That of one of GRADIENTS."""
+        return self.shapes[GRADIENTS.index(name)]
 
     @staticmethod
     def of(
@@ -80,7 +85,8 @@ class BackwardProblem:
             dv_strides=_in_order(v.shape, order),
             dbias_shape=_four((1,) * 4 + shapes["dbias"]),
             dbias_strides=_four((0,) * 4 + contiguous_strides(shapes["dbias"])),
-            dalibi_strides=_of_slopes(shapes["dalibi_slopes"]),
+            dalibi_strides=_of_heads(shapes["dalibi_slopes"]),
+            dsinks_strides=_of_heads(shapes["dsinks"]),
             shapes=tuple(shapes[name] if name in wanted else () for name in GRADIENTS),
         )
 
@@ -118,6 +124,6 @@ def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
     return (numbers[-4], numbers[-3], numbers[-2], numbers[-1])
 
 
-def _of_slopes(shape: tuple[int, ...]) -> tuple[int, int]:
+def _of_heads(shape: tuple[int, ...]) -> tuple[int, int]:
     strides = (0, 0, *contiguous_strides(shape))
     return (strides[-2], strides[-1])

@@ -16,7 +16,9 @@ class Option(NamedTuple):
     """One argument of attention()."""
 
     name: str
-    acts_on: str  # "keys": which keys, by position; "score"; "mask": which scores are removed
+    acts_on: (
+        str  # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": of a row's weights
+    )
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
@@ -38,6 +40,7 @@ OPTIONS = (
     Option("mask_mod", "mask", function=True, on_cpu=False),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
+    Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}
@@ -64,14 +67,15 @@ GradientOperands = _tuple_of("GradientOperands", (*Operands._fields, "do", "dlse
 
 
 class AttentionGradients(NamedTuple):
-    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias and dalibi_slopes in those of bias and
-    alibi_slopes. None for what was not wanted."""
+    """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias, dalibi_slopes and dsinks in those of bias,
+    alibi_slopes and sinks. None for what was not wanted."""
 
     dq: Any = None
     dk: Any = None
     dv: Any = None
     dbias: Any = None
     dalibi_slopes: Any = None
+    dsinks: Any = None
 
 
 class Options(NamedTuple):
@@ -136,3 +140,8 @@ def uses(**given: Any) -> Uses:
 def changes_scores(used: Uses) -> bool:
     """Whether a score is more than scale * product."""
     return any(BY_NAME[name].acts_on == "score" for name, _ in used)
+
+
+def of_scores(used: Uses) -> Uses:
+    """Without what only lse depends on, which a backward is given."""
+    return tuple((name, given) for name, given in used if BY_NAME[name].acts_on != "sum")

@@ -40,6 +40,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 _SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 _OPTIONS = tuple(option.name for option in ARRAYS)
+_OF_SCORES = tuple(option.name for option in ARRAYS if option.acts_on != "sum")  # lse says all of a sum to a backward
 # What tensor-core kernels take in a mask's place (kernels/score/mask_bits.py); those whose rows are keys the second.
 MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
 
@@ -49,10 +50,10 @@ def _with_bits(names: tuple[str, ...], bits: str = MASK_BITS) -> tuple[str, ...]
 
 
 _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
-_BACKWARD = (*_words("q k v do lse delta"), *_OPTIONS)
-_BACKWARD_STRIDES = ("q", "k", "v", "do", *_OPTIONS)
+_BACKWARD = (*_words("q k v do lse delta"), *_OF_SCORES)
+_BACKWARD_STRIDES = ("q", "k", "v", "do", *_OF_SCORES)
 _TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
-_TENSOR_OPTIONS = tuple(option.name for option in ARRAYS if option.name not in ("bias", "mask"))  # of wgmma's backward
+_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of wgmma's backward
 _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
@@ -82,9 +83,13 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
+    **{
+        name: Parameters(("lse", delta, *_words("sinks dsinks")), ("sinks", "dsinks"), _words("batch heads seqlen_q"))
+        for name, delta in (("dsinks", "delta"), ("dsinks_of_blocks", "lse_delta"))
+    },
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
-    "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OPTIONS, MASK_BITS_OF_KEYS)),
-    "mma_dq": _tensor_backward(("dq",), _with_bits(_OPTIONS)),
+    "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
     "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
@@ -217,7 +222,7 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
     numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
     numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
-    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides)
+    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides, dsinks=problem.dsinks_strides)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
     return Values.of(kernel, len(problem.forward.aux), **numbers)
 

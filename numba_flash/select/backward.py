@@ -8,7 +8,15 @@ from typing import Any
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import Config, MaskBitsConfig
-from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, SimtBackwardConfig
+from ..config.simt_backward import (
+    DalibiConfig,
+    DbiasConfig,
+    DeltaConfig,
+    DkdvConfig,
+    DqConfig,
+    DsinksConfig,
+    SimtBackwardConfig,
+)
 from ..config.wgmma_backward import (
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
@@ -18,7 +26,7 @@ from ..config.wgmma_backward import (
 )
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import changes_scores
+from ..problem.options import changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
@@ -126,9 +134,9 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
         if own:
             made.append(_fitting(kind, own, problem, target))
     if "dalibi_slopes" in wanted:
-        of_all = len(problem.shapes[-1]) == 1
+        of_all = len(problem.shape_of("dalibi_slopes")) == 1
         made.append(DalibiConfig(forward.dtype, forward.uses, of_all, 16 if target.simulated else 256))
-    return tuple(made)
+    return (*made, *_dsinks(problem, target, of_blocks=False))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,19 +156,20 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
-    return tuple(made)
+    return (*made, *_dsinks(problem, target, of_blocks=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
-        return _wgmma_fused(problem, target)
+        return (*_wgmma_fused(problem, target), *_dsinks(problem, target, of_blocks=True))
     made: list[WgmmaBackwardConfig] = []
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
-    return (_preprocess(problem, target), *[_halved(config, problem, target) for config in made])
+    halved = [_halved(config, problem, target) for config in made]
+    return (_preprocess(problem, target), *halved, *_dsinks(problem, target, of_blocks=True))
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -265,14 +274,31 @@ def _preprocess(problem: BackwardProblem, target: Target) -> PreprocessConfig:
         for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
     )
     threads = 32 if target.simulated else 256
-    natural = forward.array("bias") is not None
-    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, threads, natural=natural)
+    return PreprocessConfig(
+        forward.dtype,
+        forward.head_dim_v,
+        problem.has_dlse,
+        wide,
+        threads,
+        natural=forward.array("bias") is not None,
+        of_sinks="dsinks" in problem.wanted,
+    )
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
     """Of the kernel that v2 begins with."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
-    return DeltaConfig(problem.forward.dtype, problem.forward.head_dim_v, problem.has_dlse, threads, lanes)
+    of_sinks = "dsinks" in problem.wanted
+    return DeltaConfig(problem.forward.dtype, problem.forward.head_dim_v, problem.has_dlse, threads, lanes, of_sinks)
+
+
+def _dsinks(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[DsinksConfig]:
+    """Of the kernel for dsinks, if it is wanted. of_blocks: as of DsinksConfig."""
+    sinks = problem.forward.array("sinks")
+    if sinks is None or "dsinks" not in problem.wanted:
+        return []
+    of_all = len(problem.shape_of("dsinks")) == 1
+    return [DsinksConfig(problem.forward.dtype, sinks.dtype, of_all, of_blocks, 16 if target.simulated else 1024)]
 
 
 def _fitting(
@@ -304,6 +330,6 @@ def _features(problem: BackwardProblem) -> dict[str, Any]:
         dtype=forward.dtype,
         head_dim=forward.head_dim,
         head_dim_v=forward.head_dim_v,
-        uses=forward.uses,
+        uses=of_scores(forward.uses),
         q_offset_source=forward.q_offset_source,
     )

@@ -192,7 +192,7 @@ def _most_keys(problem: Problem) -> int:
     if not _reads_scores(problem):
         return WgmmaConfig.MOST_KEYS
     read = "mask" if bias is None else "bias"
-    alone = all(BY_NAME[name].acts_on == "keys" or name == read for name, _ in problem.uses)
+    alone = all(BY_NAME[name].acts_on in ("keys", "sum") or name == read for name, _ in problem.uses)
     rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
     return next(keys for widest, keys in rows if head_dim <= widest)
 

@@ -31,7 +31,7 @@ from ..functions.function import Function
 from . import functions
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask")
+FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask", "sinks")
 FUNCTIONS = ("score_mod", "mask_mod")  # of the caller's own: features that are asked for by name
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
@@ -165,6 +165,11 @@ def make_case(
     if "mask" in chosen:
         shape = tuple(numbers.choice((1, n)) for n in scores)
         options["mask"] = generator.random(shape) < numbers.choice((0.1, 0.5, 0.9))
+    if "sinks" in chosen:
+        shape = (heads,) if numbers.integer(0, 1) else (batch, heads)
+        values = generator.standard_normal(shape) * 3
+        values[generator.random(shape) < 0.1] = -np.inf
+        options["sinks"] = values.astype(numbers.choice(("float32", dtype)))
     for name, known in (("score_mod", functions.SCORES), ("mask_mod", functions.MASKS)):
         if name in chosen:
             options[name] = numbers.choice(known)
@@ -233,13 +238,20 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def _plain_softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """P, and lse (batch, heads, seqlen_q)."""
+    sink = _sinks(case).astype(s.dtype)
     with np.errstate(all="ignore"):
-        m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+        m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
         m = np.where(m == -np.inf, s.dtype.type(0), m)
         p = _rounded(case, np.exp(s - m))
-        l = np.sum(p, axis=-1, keepdims=True, dtype=s.dtype)
+        l = np.sum(p, axis=-1, keepdims=True, dtype=s.dtype) + _rounded(case, np.exp(sink - m))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
         return _rounded(case, p / np.where(l == 0, 1, l)), lse[..., 0]
+
+
+def _sinks(case: Case) -> np.ndarray:
+    """(batch or 1, heads, 1, 1), -inf for none."""
+    sinks = case.options.get("sinks", np.full(1, -np.inf))
+    return (sinks if sinks.ndim == 2 else sinks[None])[:, :, None, None]
 
 
 def _plain_scores(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -356,7 +368,12 @@ def plain_gradients(
             dv=_of_each_kv_head(p.swapaxes(2, 3) @ do, heads_kv),
         )
         made = {name: _rounded(case, x) for name, x in made.items()}
-    return AttentionGradients(**made, **_of_options(case, ds))
+        made |= _of_options(case, ds)
+        if "sinks" in case.options:
+            weight = _rounded(case, np.exp(_sinks(case).astype(q.dtype) - lse[..., None]))
+            of_rows = np.where(weight == 0, 0, -weight * _rounded(case, delta))
+            made["dsinks"] = _summed(of_rows.sum((2, 3)), case.options["sinks"].shape)
+    return AttentionGradients(**made)
 
 
 def check_gradients(
@@ -377,7 +394,8 @@ def check_gradients(
     expected, by_hand = oracle_gradients(*given), plain_gradients(*given)
     with np.errstate(all="ignore"):
         floors = _gradient_floors(*given)
-    like = AttentionGradients(case.q, case.k, case.v, case.options.get("bias"), case.options.get("alibi_slopes"))
+    of_options = (case.options.get(name) for name in ("bias", "alibi_slopes", "sinks"))
+    like = AttentionGradients(case.q, case.k, case.v, *of_options)
     for name in AttentionGradients._fields:
         got, array, right = getattr(gradients, name), getattr(like, name), getattr(expected, name)
         if got is not None:
@@ -413,19 +431,24 @@ def _gradient_floors(
     bracket = np.abs(do @ v.swapaxes(2, 3) - _delta(do, o, dlse))
     ds = p * (of_p * bracket + of_dp)
     scaled = abs(_scale(case)) * (ds * through + eps * p * bracket)
+    of_options = _of_options(case, ds)
+    if "sinks" in case.options:
+        weight = np.exp(_sinks(case).astype(np.float64) - _finite(lse)[..., None])
+        terms = np.sum(np.abs(do * o), -1, keepdims=True) + (0 if dlse is None else np.abs(dlse[..., None]))
+        of_options["dsinks"] = _summed((weight * (of_p + eps) * terms).sum((2, 3)), case.options["sinks"].shape)
     heads_kv = _heads_first(case, case.k).shape[1]
     whole = dict(
         dq=scaled @ np.abs(k),
         dk=_of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
         dv=of_p * _of_each_kv_head(p.swapaxes(2, 3) @ np.abs(do), heads_kv),
-        **_of_options(case, ds),
+        **of_options,
     )
     return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})
 
 
 def gradients_of(case: Case) -> tuple[str, ...]:
     """The names of all gradients that the case has, as attention_backward takes them in wanted=."""
-    given = dict(dbias="bias", dalibi_slopes="alibi_slopes")
+    given = dict(dbias="bias", dalibi_slopes="alibi_slopes", dsinks="sinks")
     return ("dq", "dk", "dv", *(name for name, option in given.items() if option in case.options))
 
 

@@ -45,6 +45,7 @@ SETS = {
     "causal": (dict(causal=True, scale=0.7), None, None),
     "window and softcap": (dict(window=(2, 1), softcap=1.5, q_offset=OFFSETS), None, None),
     "bias and slopes": (dict(causal=True, q_offset=1), (1, 4, 1, 6), (4,)),
+    "sinks": (dict(causal=True, q_offset=-2), None, None),
     "mask": (dict(mask=MASK), (6,), None),
     "lengths": (dict(seqlens_k=LENGTHS), None, (2, 4)),
     "bshd": (dict(layout="bshd", causal=True), None, None),
@@ -59,7 +60,8 @@ def test_check_grads(name, jitted):
     inputs = arrays(Q, K, V)
     if options.get("layout") == "bshd":
         inputs = [x.transpose(0, 2, 1, 3) for x in inputs]
-    extra = {key: shape for key, shape in dict(bias=bias, alibi_slopes=slopes).items() if shape is not None}
+    given = dict(bias=bias, alibi_slopes=slopes, sinks=(4,) if name == "sinks" else None)
+    extra = {key: shape for key, shape in given.items() if shape is not None}
 
     def function(q, k, v, *more):
         q, k, v, *more = map(jnp.asarray, (q, k, v, *more))  # check_grads hands over NumPy's
@@ -93,9 +95,12 @@ def test_subnormal_numbers_are_kept():
     assert jnp.array_equal(o, numba_flash.attention(q, k, v)) and (o != 0).mean() > 0.5
 
 
-OPERANDS = dict(q=Q, k=K, v=V, bias=(2, 4, 5, 6), mask=(2, 1, 5, 6), alibi_slopes=(2, 4), seqlens_k=(2,), q_offset=(2,))
+OPERANDS = dict(
+    q=Q, k=K, v=V, bias=(2, 4, 5, 6), mask=(2, 1, 5, 6), alibi_slopes=(2, 4), sinks=(2, 4), seqlens_k=(2,),
+    q_offset=(2,),
+)  # fmt: skip
 # Other shapes that broadcast, which have no batch of their own.
-WITHOUT_BATCH = dict(bias=(4, 1, 6), mask=(5, 6), alibi_slopes=(4,))
+WITHOUT_BATCH = dict(bias=(4, 1, 6), mask=(5, 6), alibi_slopes=(4,), sinks=(4,))
 
 
 def operand(name, lead, shape, batch, generator):

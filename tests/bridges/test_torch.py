@@ -31,13 +31,16 @@ def options_of(name, device):
         "window and softcap": (dict(window=(2, 1), softcap=1.5, q_offset=offsets), None, None),
         "bias and slopes": (dict(causal=True, q_offset=1), (1, 4, 1, 6), (4,)),
         "bias over softcap": (dict(softcap=2.0), (2, 1, 5, 1), (2, 4)),
+        "sinks": (dict(causal=True, q_offset=-2), None, None),
         "mask": (dict(mask=mask), (6,), None),
         "lengths": (dict(seqlens_k=lengths, causal=True), None, (4,)),
         "bshd": (dict(layout="bshd", causal=True), None, None),
     }[name]
 
 
-SETS = ("plain", "causal", "window and softcap", "bias and slopes", "bias over softcap", "mask", "lengths", "bshd")
+SETS = (
+    "plain", "causal", "window and softcap", "bias and slopes", "bias over softcap", "sinks", "mask", "lengths", "bshd",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -50,7 +53,7 @@ def test_gradcheck(name, kernel, device):
     inputs = tensors(Q, K, V, device=device)
     if options.get("layout") == "bshd":
         inputs = [x.detach().transpose(1, 2).requires_grad_() for x in inputs]
-    extra = {"bias": bias, "alibi_slopes": slopes}
+    extra = {"bias": bias, "alibi_slopes": slopes, "sinks": (4,) if name == "sinks" else None}
     names = [key for key, shape in extra.items() if shape is not None]
     more = tensors(*(extra[key] for key in names), device=device, seed=1)
 

@@ -233,9 +233,9 @@ def test_other_derivatives_are_refused_by_name(derivative, words):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes", "sinks"])
 def test_tangents_are_not_dropped(name, requires_grad, grad):
-    arrays = dict(zip(("q", "k", "v", "bias", "alibi_slopes"), made(Q, K, V, (6,), (4,)), strict=True))
+    arrays = dict(zip(("q", "k", "v", "bias", "alibi_slopes", "sinks"), made(Q, K, V, (6,), (4,), (4,)), strict=True))
     with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         primal = arrays[name].requires_grad_(requires_grad)
         arrays[name] = forward_ad.make_dual(primal, torch.ones_like(primal))

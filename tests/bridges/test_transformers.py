@@ -210,8 +210,6 @@ def attend(**options):
     ("options", "words"),
     [
         (dict(dropout=0.1), "dropout"),
-        (dict(s_aux=torch.zeros(4)), "s_aux"),
-        (dict(sinks=torch.zeros(4)), "sinks"),
         (dict(indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "indices"),
         (dict(block_indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "block_indices"),
         (dict(output_attentions=True), "output_attentions"),
@@ -223,6 +221,22 @@ def attend(**options):
 def test_what_is_not_built_is_named(options, words):
     with pytest.raises(NotImplementedError, match=words):
         attend(**options)
+
+
+# Under both names; beside a mask, and beside none.
+@pytest.mark.parametrize("name", ["s_aux", "sinks"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sinks_are_one_more_score_of_each_row(name, masked):
+    sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf])
+    mask = (torch.rand(1, 1, 5, 6) < 0.7) if masked else torch.ones(1, 1, 5, 6, dtype=torch.bool)
+    torch.manual_seed(2)
+    o, _ = attend(attention_mask=mask if masked else None, is_causal=False, **{name: sinks})
+    torch.manual_seed(2)
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8).repeat_interleave(2, 1)
+    s = torch.where(mask, q @ k.mT / 8**0.5, -torch.inf)
+    s = torch.cat([s, sinks[None, :, None, None].expand(1, 4, 5, 1)], 3)
+    expected = torch.where(s.isneginf().all(-1, keepdim=True), 0, torch.softmax(s, -1))[..., :-1] @ k
+    assert torch.allclose(o, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def test_bias_and_additive_masks():

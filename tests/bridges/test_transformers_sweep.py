@@ -39,7 +39,7 @@ SAMPLE = dict(
     deepseek_v2="latent keys, values of another size",
     lfm2="attention and convolutions in turn",
     opt="learned positions from the mask",
-    gpt_oss="attention sinks: refused",
+    gpt_oss="attention sinks, a window in every other layer",
     voxtral_realtime_encoder="audio, a window, fewer positions than its padding mask has",
 )
 NAMED = os.environ.get("NUMBA_FLASH_ARCHITECTURES", "").split()

@@ -66,6 +66,7 @@ WRONG = [
       for x in ((), ("q",), ("dq", "do"))],
     (dict(wanted=("dq", "dbias")), ValueError, ["wanted names dbias", "no bias was given"]),
     (dict(wanted=("dalibi_slopes",), bias=BIAS), ValueError, ["wanted names dalibi_slopes", "no alibi_slopes"]),
+    (dict(wanted=("dsinks",), bias=BIAS), ValueError, ["wanted names dsinks", "no sinks was given"]),
     *[(dict(deterministic=x), TypeError, ["deterministic must be True or False", repr(x)]) for x in (1, None, "no")],
     # what both directions check
     (dict(causal=1), TypeError, ["causal must be True or False"]),
@@ -79,7 +80,8 @@ WRONG = [
     (dict(kernel="v2"), NotImplementedError, ["no GPU is usable", "NUMBA_ENABLE_CUDASIM"]),
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet"])
-      for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
+      for x in dict(dropout_p=0.1, seed=3).items()],
+    (dict(sinks=array(3)), ValueError, ["sinks", "(heads,) = (4,)", "(3,)"]),
     (dict(score_mod=abs), TypeError, ["score_mod", "plain Python function"]),
     (dict(mask_mod=lambda b: True), TypeError, ["mask_mod is called with"]),
     (dict(aux=(Q,)), ValueError, ["aux", "score_mod and mask_mod"]),
@@ -97,8 +99,9 @@ def test_the_message_names_what_is_wrong(changes, error, fragments):
 
 
 def test_the_call_that_is_changed_is_right():
-    gradients = call(bias=BIAS, alibi_slopes=SLOPES, wanted=("dq", "dk", "dv", "dbias", "dalibi_slopes"))
-    assert [x.shape for x in gradients] == [x.shape for x in (Q, K, V, BIAS, SLOPES)]
+    every = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
+    gradients = call(bias=BIAS, alibi_slopes=SLOPES, sinks=array(4), wanted=every)
+    assert [x.shape for x in gradients] == [*(x.shape for x in (Q, K, V, BIAS, SLOPES)), (4,)]
 
 
 def test_options_are_keyword_only():
@@ -128,7 +131,7 @@ JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(string.printable, max_size=5), st.binary(max_size=5),
     st.lists(st.integers(-5, 5), max_size=3), st.tuples(st.integers(-5, 5), st.integers(-5, 5)),
     st.dictionaries(st.integers(), st.integers(), max_size=2),
-    st.lists(st.sampled_from(["dq", "dk", "dv", "dbias", "dalibi_slopes", "do"]), max_size=3).map(tuple),
+    st.lists(st.sampled_from(["dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks", "do"]), max_size=3).map(tuple),
     st.sampled_from([
         object(), int, np, Ellipsis, Q, K, V, O, LSE, O[::-1], O.astype(np.float16), LSE.astype(np.float64), BIAS,
         SLOPES, np.float64(2), np.bool_(True), np.array(3), np.array(2, np.int32),

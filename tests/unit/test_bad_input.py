@@ -150,6 +150,12 @@ WRONG = [
     (dict(alibi_slopes=array(4, 2)), ValueError, ["alibi_slopes", "(2, 4)", "(4, 2)"]),
     (dict(alibi_slopes=array(4, dtype=np.float64)), TypeError, ["alibi_slopes must be float32", "float64"]),
     (dict(alibi_slopes=0.5), TypeError, ["alibi_slopes must be an array"]),
+    (dict(sinks=array(2)), ValueError, ["sinks", "(heads,) = (4,)", "(2,)"]),
+    (dict(sinks=array(1)), ValueError, ["sinks", "(heads,) = (4,)", "(1,)"]),
+    (dict(sinks=array(4, 1)), ValueError, ["sinks", "(2, 4)", "(4, 1)"]),
+    (dict(sinks=array(4, dtype=np.float16)), TypeError, ["sinks must be float32", "float16"]),
+    (dict(sinks=0.5), TypeError, ["sinks must be an array"]),
+    (dict(sinks=misaligned((4,))), ValueError, ["sinks starts at address"]),
     # outputs
     (dict(out=array(2, 4, 5, 8)), ValueError, ["out must have shape (2, 4, 5, 6)", "(2, 4, 5, 8)"]),
     (dict(out=array(2, 5, 4, 6)), ValueError, ["out must have shape (2, 4, 5, 6)", "bhsd"]),
@@ -174,8 +180,7 @@ WRONG = [
     (dict(stream=1), ValueError, ["stream", "host memory"]),
     # what the signature holds for later versions
     *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
-      for x in dict(sinks=array(4), dropout_p=0.1, seed=3).items()],
-    (dict(sinks=array(4)), NotImplementedError, ["Meanwhile: for a sink, scale o by 1 / (1 + e^(sink - lse))"]),
+      for x in dict(dropout_p=0.1, seed=3).items()],
     (dict(dropout_p=0.1), NotImplementedError, ["Meanwhile: dropout can be on the output"]),
     # functions of the caller's own; what is wrong inside of them is in contract_functions.py
     *[({name: x}, TypeError, [name, "plain Python function", repr(x)])

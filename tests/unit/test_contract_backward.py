@@ -37,7 +37,8 @@ def test_frameworks_get_their_own_arrays(rung, family):
 @pytest.mark.parametrize("how", ["off", "nan", "dtype"])
 def test_the_check_can_fail(name, how):
     slopes, bias = np.array([0.5, 0.125], np.float32), np.zeros((9, 14), np.float32)
-    case = Rung("reference").problem(9, 14, alibi_slopes=slopes, bias=bias)
+    sinks = np.array([1.5, -0.5], np.float32)
+    case = Rung("reference").problem(9, 14, alibi_slopes=slopes, bias=bias, sinks=sinks)
     given = incoming(case)
     right = Rung("reference").check(case, given)
     wrong = getattr(right, name).copy()

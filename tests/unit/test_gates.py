@@ -87,8 +87,8 @@ def intended(config):
 def wide_gates():
     """mma's rows for float32 and float64, plain and with everything that it takes."""
     used = dict(
-        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32"), q_offset_source="array",
-        scores_finished=True, o_vectorized=False,
+        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32"),
+        q_offset_source="array", scores_finished=True, o_vectorized=False,
     )  # fmt: skip
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
         key = tiles.table_of("mma", dtype)
@@ -126,7 +126,7 @@ def rich(kernel, head_dim, head_dim_v, seqlen):
     made = problem(
         dtype="bfloat16", q=apart(8, seqlen, head_dim), k=apart(2, 4096, head_dim), v=apart(2, 4096, head_dim_v),
         softcap=5.0, alibi_slopes=empty(8, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
-        q_offset=empty(1, dtype="int32"), causal=True, return_lse=True,
+        q_offset=empty(1, dtype="int32"), sinks=empty(8, dtype="bfloat16"), causal=True, return_lse=True,
     )  # fmt: skip
     config = select.select(made, HOPPER, kernel).config
     assert (config.group_size > 1) == (seqlen < 64)
@@ -145,7 +145,7 @@ def reading(kernel, head_dim, bias, mask, everything):
     if everything:
         given |= dict(
             softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
-            q_offset=empty(1, dtype="int32"), return_lse=True,
+            q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
     return next(
@@ -209,6 +209,7 @@ def backward_gates():
             ),
         )
     yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
+    yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_sinks=True)
     for dtype in ("float16", "bfloat16"):
         yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
 
@@ -221,6 +222,9 @@ def gates():
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
+        for row in table:  # what sinks alone add
+            name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}"
+            configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32"))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
     for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs

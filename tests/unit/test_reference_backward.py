@@ -7,14 +7,14 @@ import numba_flash
 from numba_flash.problem.backward import GRADIENTS
 
 STEP = 1e-5
-INPUTS = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "alibi_slopes"), strict=True))
+INPUTS = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "alibi_slopes", "sinks"), strict=True))
 
 
 def options():
     g = np.random.default_rng(4)
     lengths, offsets = np.array([7, 4], np.int32), np.array([3, -2], np.int32)
     mask = g.random((2, 1, 5, 7)) < 0.6
-    slopes = g.random((2, 4))
+    slopes, sinks = g.random((2, 4)), g.standard_normal((2, 4))
     single = {
         "plain": {},
         "causal": dict(causal=True),
@@ -27,12 +27,15 @@ def options():
         "softcap": dict(softcap=1.5),
         "alibi": dict(alibi_slopes=slopes[0]),
         "alibi of each": dict(alibi_slopes=slopes),
+        "sinks": dict(sinks=sinks[0]),
+        "sinks of each": dict(sinks=sinks),
+        "sinks without keys": dict(sinks=sinks, seqlens_k=np.array([0, 7], np.int32)),
         "mask": dict(mask=mask),
         "layout": dict(layout="bshd"),
     }
     for shape in ((2, 4, 5, 7), (4, 1, 7), (5, 1), (2, 1, 1, 7), ()):
         single[f"bias {shape}"] = dict(bias=np.asarray(g.standard_normal(shape)))
-    together = ("causal", "seqlens_k", "softcap", "alibi", "mask", "bias (4, 1, 7)")
+    together = ("causal", "seqlens_k", "softcap", "alibi", "sinks", "mask", "bias (4, 1, 7)")
     single["all"] = {name: value for which in together for name, value in single[which].items()}
     return single
 

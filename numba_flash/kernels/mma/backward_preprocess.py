@@ -32,7 +32,7 @@ def make(config):
     bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
     thread_index, block_index = special.thread_index, special.block_index
     row_blocks, place, block_words = lse_delta.row_blocks, lse_delta.place, lse_delta.BLOCK_WORDS
-    minus_delta_at = lse_delta.MINUS_DELTA
+    minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
     turns_of, turns_at = config.turns_of, TURNS_AT
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
@@ -66,11 +66,11 @@ def make(config):
                     load_v4(four_do, 0, address(arrays.do, do_base + x))
                     load_v4(four_o, 0, address(arrays.o, o_base + x))
                     for i in range(4):
-                        part += low(four_do[i]) * low(four_o[i]) + high(four_do[i]) * high(four_o[i])
+                        part += product(low(four_do[i]), low(four_o[i])) + product(high(four_do[i]), high(four_o[i]))
                 else:
                     for column in range(x, min(x + 8, head_dim_v)):
                         from_do = load(arrays.do, do_base + column * strides.do[3])
-                        part += from_do * load(arrays.o, o_base + column * strides.o[3])
+                        part += product(from_do, load(arrays.o, o_base + column * strides.o[3]))
         for distance in distances:
             part += bfly(part, distance)
         if turns_of:

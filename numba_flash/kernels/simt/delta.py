@@ -14,12 +14,13 @@ Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_
 from numba import cuda
 
 from ...ptx import shared
-from ..steps import elements
+from ..steps import elements, lse_delta
 from ..steps.tiles import row_base
 
 
 def make(config):
     head_dim_v, lanes, rows, has_dlse = config.head_dim_v, config.lanes, config.rows, config.has_dlse
+    product = lse_delta.product(config)
     compute = elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype, compute)
 
@@ -38,7 +39,7 @@ def make(config):
         if q_index < seqlen_q:
             do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
             for x in range(lane, head_dim_v, lanes):
-                part += load(arrays.do, do_base + x * strides.do[3]) * load(arrays.o, o_base + x * strides.o[3])
+                part += product(load(arrays.do, do_base + x * strides.do[3]), load(arrays.o, o_base + x * strides.o[3]))
         parts[thread] = part
         cuda.syncthreads()
         if lane == 0 and q_index < seqlen_q:

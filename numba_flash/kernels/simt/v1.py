@@ -20,7 +20,7 @@ from numba import cuda
 
 from ...ptx import shared
 from .. import score
-from ..score import At, positions
+from ..score import At, positions, sinks
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
@@ -40,6 +40,7 @@ def make(config):
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
     score_value, _, visible = score.make(config)
+    row_start = sinks.make(config)
     minus_inf = compute(-math.inf)
 
     @cuda.jit
@@ -61,10 +62,9 @@ def make(config):
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
-        # listing 4, line 1: l = 0, m = -inf, O = 0
+        # listing 4, line 1: l = 0, m = -inf, O = 0; a sink is seen before all keys
         for q_index in range(thread, seqlen_q, tile_m):
-            row_sum[lm_base + q_index] = compute(0)
-            row_max[lm_base + q_index] = minus_inf
+            row_max[lm_base + q_index], row_sum[lm_base + q_index] = row_start(b, h, arrays, strides)
             for x in range(head_dim_v):
                 acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
 

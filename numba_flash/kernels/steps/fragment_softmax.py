@@ -30,7 +30,7 @@ def make(config, strips):
     real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
     rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
-    any_lane = vote.any_lane
+    any_lane, has_sinks = vote.any_lane, config.has("sinks")
 
     @inlined
     def start(m, l):
@@ -112,17 +112,23 @@ def make(config, strips):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' units.
+        scores' units. With sinks lse comes as the row's (kernels/score/sinks.py).
 
-        A row without keys has 0 and -inf.
+        A row without keys has 0 and -inf, or its sink.
         """
         for r in range(rows):  # all rows before what needs them: an exchange takes a while
             l[r] += bfly(l[r], 1)
         for r in range(rows):
             l[r] += bfly(l[r], 2)
+        if has_sinks:
+            for r in range(rows):
+                old, m[r] = m[r], maximum(m[r], lse[r])
+                alpha[r] = exponential(old - m[r])
+                l[r] = l[r] * alpha[r] + exponential(lse[r] - m[r])
         for r in range(rows):
             empty = l[r] == real(0)
-            alpha[r] = real(0) if empty else rcp(l[r])
+            inverse = real(0) if empty else rcp(l[r])
+            alpha[r] = alpha[r] * inverse if has_sinks else inverse
             lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
     return start, update, finish

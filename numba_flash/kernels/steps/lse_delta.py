@@ -8,6 +8,7 @@ these of all. Within both the four columns that a lane has of every 16 (ptx/frag
 
 from numba import int32, int64
 
+from . import elements
 from .inlined import inlined
 
 BLOCK_WORDS = 32
@@ -25,3 +26,15 @@ def place(query):
     """Where in its head's blocks the lse of a query is."""
     at = query & 15
     return int64(query >> 4) * BLOCK_WORDS + ((at & 6) << 1) + ((at & 8) >> 2) + (at & 1)
+
+
+def product(config):
+    """-> product(do, o), a device function: a term of delta."""
+    of_sinks, zero = config.of_sinks, elements.COMPUTE_TYPES[config.dtype](0)
+
+    @inlined
+    def of_both(do, o):
+        # O of a row without keys is 0 and stays 0, so its sink gets nothing of dO, which may be NaN there.
+        return zero if of_sinks and o == zero else do * o
+
+    return of_both

@@ -7,8 +7,8 @@ or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32
 from numba import cuda, int32, int64
 
 from ...ptx import ld_st
-from ..score import fragments
-from ..score.stage import FragmentAt
+from ..score import fragments, sinks
+from ..score.stage import LOG2_E, FragmentAt
 from . import elements, fragment_softmax, numbers
 from .inlined import inlined
 from .plain import row_keys
@@ -33,6 +33,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     chain = fragments.chain(config)
     value, row_term = chain.value, chain.row_term
+    row_start, log2_e = sinks.make(config), real(LOG2_E)
     load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
 
     @inlined
@@ -53,7 +54,8 @@ def make(config, warp_rows):
                 k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
                 v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
                 q_pos = tile_keys.position + query
-                m, l = minus_inf, real(0)
+                m, l = row_start(tile.b, head, arrays, strides)
+                m *= log2_e
                 for c in range(columns):
                     row_o[c] = real(0)
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)

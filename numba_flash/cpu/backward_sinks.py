@@ -1,0 +1,79 @@
+"""dsinks on the CPU (compiled): a sum over the rows of a head, by what kernels/simt/dsinks.py says.
+
+One task is one element of the result, so its sum has one order whatever the threads. Sums are in float64.
+"""
+
+# mypy: ignore-errors
+
+import math
+
+import numpy as np
+
+from . import backward_plan as at
+from . import plan as slot
+from .elements import INT, compiled, gather, get, put, row_address
+from .kernel import inlined
+from .panel import INFINITY
+from .vectors.build import fetch_add, load, size_of
+
+
+@compiled
+def delta_of(row, plan, pointers, b, head, i, zero):
+    """rowsum(do * o) - dlse of a query; `row` is room for two rows. Where o is 0, as without keys, do has no part."""
+    head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
+    other = row + head_dim_v * size_of(zero)
+    o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
+    do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
+    gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
+    gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
+    delta = 0.0
+    for d in range(head_dim_v):
+        if load(row, d, zero) != 0:
+            delta += np.float64(load(row, d, zero)) * np.float64(load(other, d, zero))
+    if load(plan, at.HAS_DLSE, INT):
+        dlse = row_address(load(pointers, at.DLSE, INT), plan, at.DLSE_STRIDE, b, head, i)
+        delta -= np.float64(load(dlse, 0, zero))
+    return delta
+
+
+@inlined
+def run_task(task, frame, scratch, zero):
+    """Task number `task`: the sink of one head, or of one head of one batch entry."""
+    plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
+    batch, heads, seqlen_q = load(plan, slot.BATCH, INT), load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
+    own_b, head = task // heads, task % heads
+    end_b = own_b + 1 if load(plan, at.OWN_BATCH, INT) else batch
+    source = own_b * load(plan, slot.SINKS_STRIDE, INT) + head * load(plan, slot.SINKS_STRIDE + 1, INT)
+    sink = get(load(pointers, at.SINKS, INT) + source, load(plan, slot.SINKS_DTYPE, INT), 0.0)
+    total = 0.0
+    for b in range(own_b, end_b):
+        if load(load(frame, at.STOP, INT), 0, INT):
+            break  # nobody waits for the result any more
+        for i in range(seqlen_q):
+            lse = np.float64(load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero))
+            weight = math.exp(sink - lse) if lse != -INFINITY else 0.0
+            if weight != 0:
+                total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)
+    to = own_b * load(plan, at.SUM_STRIDE, INT) + head * load(plan, at.SUM_STRIDE + 1, INT)
+    put(load(pointers, at.DSINKS, INT) + to, load(plan, at.SUM_DTYPE, INT), total)
+
+
+@inlined
+def run_tasks(frame, scratch, zero):
+    plan, counter = load(frame, at.PLAN, INT), load(frame, at.COUNTER, INT)
+    task = fetch_add(counter)
+    while task < load(plan, slot.TASKS, INT):
+        run_task(task, frame, scratch, zero)
+        if load(load(frame, at.STOP, INT), 0, INT):
+            break
+        task = fetch_add(counter)
+
+
+def run_sinks_float32(frame, _, scratch):
+    """One thread's part of the tasks."""
+    run_tasks(frame, scratch, np.float32(0))
+
+
+def run_sinks_float64(frame, _, scratch):
+    """The same in double precision."""
+    run_tasks(frame, scratch, np.float64(0))
