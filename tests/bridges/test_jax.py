@@ -151,6 +151,7 @@ def one_by_one(function, operands, axes, sizes):
     return jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(mapped_problems())
 def test_vmap_is_a_loop(problem):

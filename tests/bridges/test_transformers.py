@@ -266,6 +266,7 @@ def test_mixed_precision(device):
     assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in model.model.layers.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [llama, mistral])
 @pytest.mark.parametrize("side", [None, "none", "left", "right", "holes"])
 def test_a_model_compiled_as_a_whole(build, side, device, monkeypatch):
