@@ -140,7 +140,11 @@ def test_gradients_of_gradients_are_refused():
         dq.sum().backward()
 
 
-OPERATION = (None, None, None, None, None, 1, True, 3, None, 0.5, 2.0)
+def operation(**given):
+    """The operation's arguments between v and layout, in its schema's order; what is not given is None."""
+    names = [x.name for x in torch.ops.numba_flash.attention.default._schema.arguments]
+    numbers = dict(q_offset=1, causal=True, left=3, scale=0.5, softcap=2.0)
+    return tuple((numbers | given).get(name) for name in names[names.index("v") + 1 : names.index("layout")])
 
 
 ITS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of opcheck 2.15
@@ -156,19 +160,19 @@ def test_opcheck(layout, dtype, device):
     transposed = tuple(x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in contiguous)
     for arrays in (contiguous, transposed):
         arrays = tuple(x.detach().requires_grad_() for x in arrays)
-        torch.library.opcheck(bridge.forward, (*arrays, *OPERATION, layout, "auto"))
-        o, lse = bridge.forward(*arrays, *OPERATION, layout, "auto")
-        arguments = (torch.ones_like(o), None, o.detach(), lse.detach(), *(x.detach() for x in arrays), *OPERATION)
+        torch.library.opcheck(bridge.forward, (*arrays, *operation(), layout, "auto"))
+        o, lse = bridge.forward(*arrays, *operation(), layout, "auto")
+        arguments = (torch.ones_like(o), None, o.detach(), lse.detach(), *(x.detach() for x in arrays), *operation())
         torch.library.opcheck(bridge.backward, ("dq dv", *arguments, layout, "auto"))
 
 
 @ITS_OWN
 def test_opcheck_with_every_array(device):
-    q, k, v, bias, slopes = tensors(Q, K, V, (1, 4, 1, 6), (4,), device=device, dtype=torch.float32)
+    q, k, v, bias, slopes, sinks = tensors(Q, K, V, (1, 4, 1, 6), (4,), (4,), device=device, dtype=torch.float32)
     mask = torch.ones(6, dtype=torch.bool, device=device)
     lengths, offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([6, 2], [1, 3]))
-    arrays = (q, k, v, bias, mask, slopes, lengths, offsets)
-    torch.library.opcheck(bridge.forward, (*arrays, None, *OPERATION[6:], "bhsd", "auto"))
+    arrays = dict(bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, seqlens_k=lengths, q_offsets=offsets)
+    torch.library.opcheck(bridge.forward, (q, k, v, *operation(**arrays, q_offset=None), "bhsd", "auto"))
 
 
 def test_a_kernel_without_a_backward_takes_another():
@@ -176,7 +180,7 @@ def test_a_kernel_without_a_backward_takes_another():
     assert "v1" not in rungs.WITH_BACKWARD
     o, lse = (x.detach() for x in numba_flash.attention(q, k, v, return_lse=True))
     found = [
-        bridge.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *OPERATION, "bhsd", kernel)[0]
+        bridge.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *operation(), "bhsd", kernel)[0]
         for kernel in ("auto", "v1")
     ]
     assert torch.equal(*found)
