@@ -96,7 +96,7 @@ def _row_blocks(problem: BackwardProblem) -> int:
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
-    every = backward_arrays(len(problem.forward.aux))
+    every = backward_arrays(problem.forward)
     steps = [
         (
             on_gpu(
@@ -130,14 +130,14 @@ class _OnReference(Launch):
         _run_reference(self._problem, GradientOperands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Given) -> None:
+def _run_reference(problem: BackwardProblem, operands: GradientOperands, behind: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
     gradients = reference.backward(
         do, q, k, v, o, arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands, aux),
+        **reference_options(forward, operands, behind),
     )  # fmt: skip
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)

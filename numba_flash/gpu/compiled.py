@@ -24,6 +24,7 @@ from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 from ..select import tensor_maps
+from ..select.arguments import SEED
 from ..select.arguments import types as parameter_types
 from .assembler import assemble
 
@@ -196,10 +197,13 @@ def _signature(config: AnyConfig) -> Any:
             return numba_types.UniTuple(numba_types.int64, kind[1])
         return getattr(numba_types, kind)
 
+    def pointer(kind: Any) -> Any:
+        return numba_types.uint64 if kind == SEED else numba_types.CPointer(ELEMENT_TYPES[kind])
+
     parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
     for made, kinds in parameter_types(config):
         arrays = made.__name__ == "arrays"
-        members = [numba_types.CPointer(ELEMENT_TYPES[kind]) if arrays else member(kind) for kind in kinds]
+        members = [pointer(kind) if arrays else member(kind) for kind in kinds]
         parameters.append(numba_types.NamedTuple(members, made))
     return numba_types.void(*parameters)
 

@@ -97,6 +97,11 @@ class Problem:
         """The value of a number of the score; None where it was not given."""
         return self.scale if name == "scale" else dict(self.numbers).get(name)
 
+    @property
+    def seeded(self) -> bool:
+        """Whether each call brings a seed."""
+        return self.number("dropout_p") is not None
+
     def array(self, name: str) -> "OptionArray | None":
         """An array given as an option, or None."""
         return next((array for array in self.arrays if array.name == name), None)
@@ -336,6 +341,10 @@ def _number(name: str, value: Any, dtype: str) -> float | None:
     if dtype != "float64" and abs(number) > float(FLOAT32.max):
         raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
     least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # below it float32 would divide by zero
+    if BY_NAME[name].acts_on == "weights":
+        if not 0 <= number < 1:
+            raise ValueError(f"{name} is a probability, from 0 to below 1, not {number}")
+        return number or None
     if BY_NAME[name].positive and number <= least:
         raise ValueError(f"{name} must be above {least:.3g} (None = none), not {number}")
     return number

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ..score import At, weights
+from ..score import make as make_score
 from . import elements, rows
 from .inlined import inlined
 
@@ -43,12 +44,12 @@ def make(config, of_product):
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
     has_alibi = config.has("alibi_slopes")
-    weight = weights.make(config)
+    weight, count = weights.make(config), make_score(config).count
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
     @inlined
-    def ds_row(row, tiles, first_y, arrays, strides, score):
+    def ds_row(row, tiles, first_y, arrays, strides, sizes, score):
         """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen.
 
         Returns the sum of -dS * |q_pos - key|: the tile's share of the gradient of the slope.
@@ -66,7 +67,7 @@ def make(config, of_product):
                     at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
                     p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                        ds = p * (dp_part[u] - row.delta)
+                        ds = p * (dp_part[u] * count(at, arrays, sizes, score) - row.delta)
                         if has_alibi:
                             of_slope -= ds * compute(abs(row.q_pos - k_index))
                         if of_product:
