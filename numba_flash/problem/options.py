@@ -41,7 +41,7 @@ OPTIONS = (
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
-    Option("dropout_p", "weights", on_tensor_cores=False, on_cpu=False),  # with a seed, of each call its own
+    Option("dropout_p", "weights", on_cpu=False),  # with a seed, of each call its own
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}

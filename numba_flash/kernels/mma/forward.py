@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import fragment_functions, fragments, positions, sinks
+from ..score import dropout, fragment_functions, fragments, positions, sinks
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -103,6 +103,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
+    drops, drop, count_kept = dropout.on_fragments(config, strips)
     has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
@@ -209,7 +210,7 @@ def make(config):
                 mask_scores(acc_s, row.mask_bits)
 
     @inlined
-    def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
+    def outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
         k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (j - 1) * tile_n * k_bytes
@@ -219,6 +220,11 @@ def make(config):
             load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
             cp_async.commit_group()
         moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
+        if drops:
+            now = special.thread_index()
+            position, _ = block_state.get(places.q + int32(keys_at))
+            first_row = (now >> int32(5 + shift)) * warp_rows
+            drop(registers.acc_s, j, tile.b, tile.h, first_row, now & int32(31), position, arrays, sizes)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
@@ -233,7 +239,8 @@ def make(config):
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
         finish_and_mask(j, registers.acc_s, registers.loaded, row, places, tile, arrays, strides, sizes, score, masked)
-        outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
+        scale_log2 = score.scale * log2_e
+        outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2)
 
     @cuda.jit
     def flash_attention_mma(arrays, strides, sizes, score):
@@ -342,6 +349,8 @@ def make(config):
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
             load_sinks(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
+        if drops:
+            count_kept(inverse_l, score)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)

@@ -66,3 +66,71 @@ def make(config: Any) -> Any:
         return found
 
     return count
+
+
+class FragmentCounts(NamedTuple):
+    """Device functions for weights in a warp's accumulators, in the layout of fragments.py."""
+
+    present: bool
+    drop: Callable[..., Any]  # p of a tile <- 0 where it does not count
+    scale: Callable[..., Any]  # (inverse_l, score): what counts, counts more
+
+
+@functools.cache
+def on_fragments(config: Any, strips: int = 1) -> FragmentCounts:
+    """Of a tile of config.tile_n keys, of which a warp has `strips` strips of 16 queries."""
+    group, tile_n, blocks = config.group_size, config.tile_n, config.tile_n // 8
+    real = elements.COMPUTE_TYPES[config.dtype]
+    at_once = 4 if tile_n % 32 == 0 else 2  # blocks of 8 keys; a tile begins at a multiple of 32, or of 16
+
+    @inlined
+    def drop_one(p, place, word, below):
+        if word < below:
+            p[place] = real(0)
+
+    @inlined
+    def nothing(p, first_key, b, h, first, tile_pos, seed, below):
+        pass
+
+    def and_blocks(before: Any, n: int) -> Any:
+        """Behind other blocks those from the n-th on: a function of its own, as in fragment_functions.py."""
+
+        @inlined
+        def drop_blocks(p, first_key, b, h, first, tile_pos, seed, below):
+            before(p, first_key, b, h, first, tile_pos, seed, below)
+            for i in range(2):
+                k_pos = int32(first_key + n * 8 + i)
+                for r in range(2 * strips):
+                    row = int32(first + r * 8)
+                    query = int32(uint32(row) // uint32(group))
+                    head = int32(h + row - query * group)
+                    words = random_words(seed, keys_of(k_pos), int64(tile_pos + query), head, b)
+                    place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                    if at_once == 4:
+                        drop_one(p, place, words[0], below)
+                        drop_one(p, place + 4, words[1], below)
+                        drop_one(p, place + 8, words[2], below)
+                        drop_one(p, place + 12, words[3], below)
+                    else:
+                        begins = k_pos & 16 == 0
+                        drop_one(p, place, words[0] if begins else words[2], below)
+                        drop_one(p, place + 4, words[1] if begins else words[3], below)
+
+        return drop_blocks
+
+    every_block = nothing
+    for n in range(0, blocks, at_once):
+        every_block = and_blocks(every_block, n)
+
+    @inlined
+    def drop(p, j, b, h, first_row, lane, tile_pos, arrays, sizes):
+        """first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: its first row's."""
+        first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
+        every_block(p, first_key, b, h, first, tile_pos, arrays.seed, uint64(sizes.drop_below))
+
+    @inlined
+    def scale(inverse_l, score):
+        for r in range(2 * strips):
+            inverse_l[r] *= score.kept_count
+
+    return FragmentCounts(config.seeded, drop, scale)

@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragment_functions, fragments, sinks
+from ..score import dropout, fragment_functions, fragments, sinks
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -98,6 +98,7 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
+    drops, drop, count_kept = dropout.on_fragments(config)
     has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -194,9 +195,12 @@ def make(config):
         done_with_scores(base, elected, last, n, seen)
 
     @inlined
-    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n):
+    def weights(
+        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n, j, work_tile, arrays, sizes,
+    ):  # fmt: skip
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
         moved = softmax(acc_s, m, l, alpha, scale_log2)
+        drop_some(j, work_tile, acc_s, arrays, sizes)
         wait_all()
         pin_o(acc_o)
         consumer_release(base, V_EMPTY, n - 1, elected)
@@ -256,6 +260,14 @@ def make(config):
             acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, arrays, strides,
             score,
         )  # fmt: skip
+
+    @inlined
+    def drop_some(j, work_tile, acc_s, arrays, sizes):
+        """P of key tile j <- 0 where it does not count."""
+        if drops:
+            first_row, lane = rows_of_lane()
+            b, h = word(work_tile + B), word(work_tile + H)
+            drop(acc_s, j, b, h, first_row, lane, position(work_tile), arrays, sizes)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -322,6 +334,7 @@ def make(config):
                     finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
+            drop_some(j, work_tile, acc_s, arrays, sizes)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -346,7 +359,10 @@ def make(config):
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    weights(
+                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
+                        sizes,
+                    )  # fmt: skip
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
@@ -366,7 +382,10 @@ def make(config):
                         mask_scores(acc_s, mask_bits)
                     elif has_mask:
                         mask_some(acc_s, mask_bits, shown_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    weights(
+                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
+                        sizes,
+                    )  # fmt: skip
                     taken = int32(taken + 1)
                     j = int32(j - 1)
 
@@ -394,6 +413,8 @@ def make(config):
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             inverse_l, lse = alpha, distance  # the same registers, free by now
             finish(m, l, inverse_l, lse)
+            if drops:
+                count_kept(inverse_l, score)
             some_nonfinite = uint32(0)
             nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
             for r in range(2):
