@@ -11,8 +11,7 @@ import math
 import operator
 from typing import NamedTuple
 
-# How many dimensions an array has when all are written out, the batch first. The others have 4.
-RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2, sinks=2, dsinks=2)
+from ..problem.options import RANKS
 
 
 class Fold(NamedTuple):
@@ -29,8 +28,7 @@ def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: in
     shapes: of the arrays as they lie in memory, with `mapped` dimensions in front.
     """
     cores = [
-        (1,) * (RANKS.get(name, 4) + mapped - len(shape)) + shape[mapped:]
-        for name, shape in zip(names, shapes, strict=True)
+        (1,) * (RANKS[name] + mapped - len(shape)) + shape[mapped:] for name, shape in zip(names, shapes, strict=True)
     ]
     walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]
     extents = [min(column) and max(column) for column in zip(*walked, strict=True)]
