@@ -141,7 +141,8 @@ def backward(
         seen = visible & (s != -np.inf) & (lse != -np.inf)
         p = np.where(seen, np.exp(s - lse), 0.0)
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
-        ds = np.where(p == 0, 0.0, p * (counts * np.einsum("bhid,bhjd->bhij", do, v) - delta))
+        dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
+        ds = np.where(p == 0, 0.0, p * (dp - delta))
         dproduct = np.where(p == 0, 0.0, scale * through * ds)  # of q . k, before it was scaled
         dq = _weighted(dproduct, k)
         dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
@@ -161,19 +162,25 @@ def backward(
 
 
 def dropout_mask(
-    shape: tuple[int, int, int, int], dropout_p: float, seed: int, q_offset: NDArray[np.int64]
+    shape: tuple[int, int, int, int], dropout_p: float, seed: int, q_offset: int | NDArray | None = None
 ) -> NDArray[np.bool_]:
-    """True where a weight counts: of shape (batch, heads, seqlen_q, seqlen_k). q_offset: (batch,), as for `forward`.
+    """True where a weight counts, False where dropout_p leaves it out, for any attention with this seed.
+
+    >>> numba_flash.testing.dropout_mask((1, 8, 100, 100), 0.1, seed=3)
+
+    shape: (batch, heads, seqlen_q, seqlen_k). q_offset: where query 0 stands, a number or (batch,); None = seqlen_k -
+    seqlen_q, as for `attention`.
 
     Four words of Philox 4x32 with 7 rounds (Salmon et al., 2011) are those of keys k, k + 8, k + 16 and k + 24 of each
     32. The key is the seed; the counter is (32 keys and which of 8, q_pos, h, b). A word below dropout_p * 2^32 drops.
     """
     batch, heads, seqlen_q, seqlen_k = shape
+    first = np.broadcast_to(np.asarray(seqlen_k - seqlen_q if q_offset is None else q_offset), (batch,))
     k_pos = np.arange(seqlen_k)
     low = np.uint64(0xFFFFFFFF)
     counter = [
         ((k_pos >> 5) << 3 | k_pos & 7)[None, None, None, :],
-        (np.arange(seqlen_q) + np.asarray(q_offset)[:, None])[:, None, :, None],
+        (np.arange(seqlen_q) + first[:, None])[:, None, :, None],
         np.arange(heads)[None, :, None, None],
         np.arange(batch)[:, None, None, None],
     ]

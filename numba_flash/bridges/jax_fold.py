@@ -11,8 +11,7 @@ import math
 import operator
 from typing import NamedTuple
 
-# How many dimensions an array has when all are written out, the batch first. The others have 4.
-RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2, sinks=2, dsinks=2)
+from ..problem.options import RANKS
 
 
 class Fold(NamedTuple):
@@ -23,13 +22,14 @@ class Fold(NamedTuple):
     starts: tuple[tuple[int, ...], ...]  # of each turn, of each array, in elements
 
 
-def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int) -> Fold:
+def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int, alone: bool = False) -> Fold:
     """names: of the arrays, as `attention` and `attention_backward` know them. The first one has a whole batch.
 
-    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front.
+    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front. alone: no mapped dimension is to
+    become part of the batch; there may then be arrays without a batch, which are called aux0, aux1, ...
     """
     cores = [
-        (1,) * (RANKS.get(name, 4) + mapped - len(shape)) + shape[mapped:]
+        (1,) * (1 if name.startswith("aux") else RANKS[name] + mapped - len(shape)) + shape[mapped:]
         for name, shape in zip(names, shapes, strict=True)
     ]
     walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]
@@ -38,7 +38,11 @@ def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: in
 
     batch, stride = extents[-1], [step[-1] for step in steps]
     loops = mapped  # how many dimensions stay outside of the batch
-    while loops and _can_be_one(names, extents[loops - 1], [step[loops - 1] for step in steps], batch, stride):
+    while (
+        loops
+        and not alone
+        and _can_be_one(names, extents[loops - 1], [step[loops - 1] for step in steps], batch, stride)
+    ):
         loops -= 1
         if batch == 1:
             stride = [step[loops] for step in steps]

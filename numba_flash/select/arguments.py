@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config.forward import WgmmaConfig
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, BY_NAME, OPTIONS, SCORE_NUMBERS, GradientOperands, Operands
+from ..problem.options import ARRAYS, BY_NAME, GRADIENT_OF, RANKS, SCORE_NUMBERS, GradientOperands, Operands
 from ..problem.ranges import UNBOUNDED
 from .tensor_maps import TensorMap
 
@@ -83,7 +83,9 @@ PARAMETERS: dict[str, Parameters] = {
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
-    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS),
+    "v2_dbias": Parameters(
+        (*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS
+    ),
     "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
     **{
         name: Parameters(("lse", delta, *_words("sinks dsinks")), ("sinks", "dsinks"), _words("batch heads seqlen_q"))
@@ -98,11 +100,8 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
-GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
 # How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
-_OF_SHAPE = dict(scores=4, heads=2, batch=0)
-STRIDES = dict(dlse=3, x=2, y=2) | {option.name: _OF_SHAPE[option.shape] for option in ARRAYS}
-STRIDES |= {gradient: STRIDES[name] for gradient, name in GRADIENTS.items()}
+STRIDES = dict(x=2, y=2) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
 SIZES = dict(dbias_shape=4)  # likewise
 
 
@@ -189,7 +188,7 @@ def element_type(config: Any, name: str) -> str:
         return "uint8" if dtype == "bool" else dtype
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
-    option = GRADIENTS.get(name, name)
+    option = GRADIENT_OF.get(name, name)
     if option in BY_NAME:
         given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
         return "uint8" if given == "bool" else given
@@ -230,9 +229,9 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
 
 
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
-    numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
-    numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
-    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides, dsinks=problem.dsinks_strides)
+    numbers = _numbers_of(problem.forward)
+    numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
+    numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
     return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, **numbers)
 

@@ -28,9 +28,11 @@ from ..api import forward as api
 from ..api.backward import AttentionGradients, attention_backward
 from ..functions import numbers as function_numbers
 from ..functions.function import Function
+from ..reference import dropout_mask as dropout_mask
 from . import functions
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+DROPOUT = "dropout_p"  # another feature, with a seed; of what no function but ours has
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask", "sinks")
 FUNCTIONS = ("score_mod", "mask_mod")  # of the caller's own: features that are asked for by name
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -170,6 +172,8 @@ def make_case(
         values = generator.standard_normal(shape) * 3
         values[generator.random(shape) < 0.1] = -np.inf
         options["sinks"] = values.astype(numbers.choice(("float32", dtype)))
+    if DROPOUT in chosen:
+        options |= {DROPOUT: numbers.choice((1e-9, 0.1, 0.5, 0.9)), "seed": numbers.integer(0, 2**63 - 1)}
     for name, known in (("score_mod", functions.SCORES), ("mask_mod", functions.MASKS)):
         if name in chosen:
             options[name] = numbers.choice(known)
@@ -232,7 +236,7 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     _, _, v = _of_each_head(case)
     p, lse = _plain_softmax(case, _plain_scores(case)[0])
     with np.errstate(all="ignore"):
-        o = p @ np.where(np.isfinite(v), v, 0)
+        o = _rounded(case, p * _counts(case, p)) @ np.where(np.isfinite(v), v, 0)
     return _rounded(case, o), lse
 
 
@@ -246,6 +250,16 @@ def _plain_softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         l = np.sum(p, axis=-1, keepdims=True, dtype=s.dtype) + _rounded(case, np.exp(sink - m))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
         return _rounded(case, p / np.where(l == 0, 1, l)), lse[..., 0]
+
+
+def _counts(case: Case, like: np.ndarray) -> np.ndarray:
+    """What each weight counts in o, in the dtype of `like`."""
+    if DROPOUT not in case.options:
+        return np.ones((), like.dtype)
+    q, k = _heads_first(case, case.q), _heads_first(case, case.k)
+    offsets = _positions(case)[:, :1].sum(1)  # 0 without queries
+    kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[DROPOUT], case.options["seed"], offsets)
+    return kept * like.dtype.type(1 / (1 - case.options[DROPOUT]))
 
 
 def _sinks(case: Case) -> np.ndarray:
@@ -359,13 +373,14 @@ def plain_gradients(
         p = _plain_softmax(case, s)[0]
         p = _rounded(case, np.where(p == 0, 0, p * share[..., None].astype(q.dtype)))
         delta = _delta(do, o, dlse)
-        ds = _rounded(case, p * (_rounded(case, do @ v.swapaxes(2, 3)) - delta))
+        counts = _counts(case, p)
+        ds = _rounded(case, p * (counts * _rounded(case, do @ v.swapaxes(2, 3)) - delta))
         ds = np.where(p == 0, 0, ds)
         scaled = _rounded(case, q.dtype.type(_scale(case)) * np.where(p == 0, 0, _rounded(case, ds * through)))
         made = dict(
             dq=scaled @ k,
             dk=_of_each_kv_head(scaled.swapaxes(2, 3) @ q, heads_kv),
-            dv=_of_each_kv_head(p.swapaxes(2, 3) @ do, heads_kv),
+            dv=_of_each_kv_head(_rounded(case, p * counts).swapaxes(2, 3) @ do, heads_kv),
         )
         made = {name: _rounded(case, x) for name, x in made.items()}
         made |= _of_options(case, ds)
@@ -427,8 +442,9 @@ def _gradient_floors(
     p = np.where(s == -np.inf, 0, np.exp(s - _finite(lse)[..., None]))
     eps = EPS["float64" if case.dtype == "float64" else "float32"]
     of_p = eps * (1 + np.max(np.abs(_finite(lse)), initial=0) + _largest_score(case))
-    of_dp = eps * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + np.sum(np.abs(do * o), -1, keepdims=True))
-    bracket = np.abs(do @ v.swapaxes(2, 3) - _delta(do, o, dlse))
+    counts = _counts(case, p)
+    of_dp = eps * (counts * (np.abs(do) @ np.abs(v).swapaxes(2, 3)) + np.sum(np.abs(do * o), -1, keepdims=True))
+    bracket = np.abs(counts * (do @ v.swapaxes(2, 3)) - _delta(do, o, dlse))
     ds = p * (of_p * bracket + of_dp)
     scaled = abs(_scale(case)) * (ds * through + eps * p * bracket)
     of_options = _of_options(case, ds)
@@ -440,7 +456,7 @@ def _gradient_floors(
     whole = dict(
         dq=scaled @ np.abs(k),
         dk=_of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
-        dv=of_p * _of_each_kv_head(p.swapaxes(2, 3) @ np.abs(do), heads_kv),
+        dv=of_p * _of_each_kv_head((p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
         **of_options,
     )
     return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})

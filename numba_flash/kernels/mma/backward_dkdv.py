@@ -37,7 +37,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import fragments, positions
+from ..score import dropout, fragments, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -65,6 +65,7 @@ class Registers(NamedTuple):
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the mask that was given
+    kept: Any  # which weights count (kernels/score/dropout.py)
 
 
 class Smem(NamedTuple):
@@ -119,6 +120,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
     bias_words, bits_words = read.bias_words, read.bits_words
+    drops, kept_words, _, kept_of, *_ = dropout.on_fragments(config, strips, part)
     bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
@@ -169,15 +171,19 @@ def make(config):
         return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
 
     @inlined
-    def start_dp(acc_dp, rows_smem, lane):
-        """acc_dp <- -delta of each column, so that the product adds up to dP - delta."""
+    def start_dp(acc_dp, rows_smem, lane, score):
+        """acc_dp <- -delta of each column, so that the product adds up to dP - delta; what counts more is multiplied
+        with that later."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 64 + ((lane & 3) << 4))
             for strip in range(strips):
                 for half in range(2):
                     for i in range(4):
-                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = four[half * 2 + i % 2].view(np.float32)
+                        minus_delta = four[half * 2 + i % 2].view(np.float32)
+                        if drops:
+                            minus_delta /= score.kept_count
+                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
 
     @inlined
     def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
@@ -231,9 +237,22 @@ def make(config):
         return row_term(b, end_head - heads_left, arrays, strides)
 
     @inlined
+    def find_kept(i, heads_left, kept, k_smem, thread, arrays, sizes):
+        """kept <- which of the lane's weights of query tile i of a head count."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        b, tile = block_state.get(k_smem + int32(tile_at))
+        first_key = tile >> 32
+        first_q_pos = int64(i) * tile_m + first_query_of(lane, warp) + from_first_key + first_key
+        key = first_key + (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        kept_of(kept, first_q_pos, b, end_head - heads_left, key, arrays, sizes)
+
+    @inlined
     def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):
         """p_frag, ds_frag <- P^T and dS^T of query tile i in 16 bits. masked, a constant: some keys are not seen."""
         four = cuda.local.array(4, uint32)
+        deltas = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
         for r in range(rows):
@@ -244,6 +263,8 @@ def make(config):
                 seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             for n in range(blocks // 2):
                 ld_st.load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
+                if drops and of_dk:
+                    ld_st.load_v4(deltas, 0, rows_smem + n * 128 + 64 + ((thread & 3) << 4))
                 for half in range(2):
                     block = (r // 2) * blocks + 2 * n + half
                     at = block * 4 + (r % 2) * 2
@@ -253,8 +274,17 @@ def make(config):
                         bias = added(registers.loaded, r, 2 * n + half, x)
                         here = FragmentAt(term, distance[r] + float32(column), bias)
                         p[x], derivative = weight(registers.acc_s[at + x], here, score, lse)
+                        counts = TRUE
+                        if drops:
+                            counts = (registers.kept[r] >> uint32(4 * n + 2 * half + x)) & uint32(1) != 0
                         if of_dk:
-                            ds[x] = p[x] * registers.acc_dp[at + x] * derivative
+                            bracket = registers.acc_dp[at + x]
+                            if drops:
+                                bracket *= score.kept_count
+                                bracket = bracket if counts else deltas[half * 2 + x].view(np.float32)
+                            ds[x] = p[x] * bracket * derivative
+                        if drops:
+                            p[x] = p[x] * score.kept_count if counts else float32(0)
                         if (masked or has_mask) and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
                             p[x] = float32(0)
                             ds[x] = float32(0)  # dP may be NaN there
@@ -333,7 +363,7 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def scores_of_tile(stage, registers, smem):
+    def scores_of_tile(stage, registers, smem, score):
         """S^T and dP^T - delta of the query tile in stage `stage`."""
         # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
         acc_s, acc_dp, b_frag = registers.acc_s, registers.acc_dp, registers.b_frag
@@ -344,7 +374,7 @@ def make(config):
         if stages > 1:
             multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + stage * q_stage + other_lane)
         if of_dk:
-            start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31))
+            start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31), score)
             multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + stage * do_stage + other_lane)
         if stages == 1:  # Q has come only now
             wait_all()
@@ -432,7 +462,9 @@ def make(config):
         if reads:
             load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, strides, sizes)
-        scores_of_tile(stage, registers, smem)
+        scores_of_tile(stage, registers, smem, score)
+        if drops:
+            find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
         term = float32(0)
         if has_row_term:
             term = term_of(heads_left, smem.k, arrays, strides)
@@ -484,6 +516,7 @@ def make(config):
             cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
             cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             cuda.local.array(bits_words, uint32),  # shown_bits
+            cuda.local.array(kept_words, uint32),  # kept
         )
         distance = cuda.local.array(rows, float32)
         for x in range(dk_count):

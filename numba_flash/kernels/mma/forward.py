@@ -59,6 +59,7 @@ class Rows(NamedTuple):
     mask_bits: Any
     shown_bits: Any  # by the mask that was given
     query: Any  # its query in the tile
+    kept: Any  # which of its weights count (kernels/score/dropout.py)
 
 
 class Places(NamedTuple):
@@ -103,7 +104,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
-    drops, drop, count_kept = dropout.on_fragments(config, strips)
+    drops, kept_words, kept_of, _, drop, count_kept = dropout.on_fragments(config, strips, tile_n)
     has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
@@ -223,8 +224,10 @@ def make(config):
         if drops:
             now = special.thread_index()
             position, _ = block_state.get(places.q + int32(keys_at))
-            first_row = (now >> int32(5 + shift)) * warp_rows
-            drop(registers.acc_s, j, tile.b, tile.h, first_row, now & int32(31), position, arrays, sizes)
+            lane_row = (now >> int32(5 + shift)) * warp_rows + int32(first_row_of(now & int32(31)))
+            first_key = int32(j * tile_n + first_column_of(now & int32(31)))
+            kept_of(row.kept, first_key, tile.b, tile.h, lane_row, position, arrays, sizes)
+            drop(registers.acc_s, row.kept)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
@@ -281,6 +284,7 @@ def make(config):
             cuda.local.array(mask_words, uint32),
             cuda.local.array(bits_words, uint32),
             cuda.local.array(rows, int32),
+            cuda.local.array(kept_words, uint32),
         )
         start(row.m, row.l)
         for i in range(o_count):

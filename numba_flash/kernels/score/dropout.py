@@ -1,10 +1,10 @@
 """Dropout: some weights of a row do not count in its output, and the others count 1 / (1 - dropout_p) times as much.
 
-Which ones follows from the seed and the position alone, so it is the same in every kernel, tile and backward: the random
-bits are Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), the seed is its
-key. One counter (keys, q_pos, h, b) gives four words of 32 bits, those of the keys k, k + 8, k + 16 and k + 24 of 32
-that begin at a multiple of 32: in a fragment these are one lane's. A weight is dropped where its word is below
-dropout_p * 2^32. The maximum, the sum and lse are those without dropout.
+Which ones follows from the seed and the position alone, so it is the same in every kernel, tile and backward. The
+random bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011),
+and the seed is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits, those of the keys k, k + 8, k + 16
+and k + 24 of 32 that begin at a multiple of 32: in a fragment these are one lane's. A weight is dropped where its word
+is below dropout_p * 2^32. The maximum, the sum and lse are those without dropout.
 """
 
 import functools
@@ -16,7 +16,6 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from ..steps.plain import first_column_of, first_row_of
 
 ROUNDS = 7
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -69,68 +68,81 @@ def make(config: Any) -> Any:
 
 
 class FragmentCounts(NamedTuple):
-    """Device functions for weights in a warp's accumulators, in the layout of fragments.py."""
+    """Device functions for a tile in a warp's accumulators, in the layout of fragments.py. `kept` has a bit for each of
+    the lane's scores, in the order of mask bits."""
 
     present: bool
-    drop: Callable[..., Any]  # p of a tile <- 0 where it does not count
+    words: int  # of kept
+    of_queries: Callable[..., Any]  # kept of a tile whose rows are queries
+    of_keys: Callable[..., Any]  # kept of one whose rows are keys
+    drop: Callable[..., Any]  # p <- 0 where it does not count
     scale: Callable[..., Any]  # (inverse_l, score): what counts, counts more
 
 
 @functools.cache
-def on_fragments(config: Any, strips: int = 1) -> FragmentCounts:
-    """Of a tile of config.tile_n keys, of which a warp has `strips` strips of 16 queries."""
-    group, tile_n, blocks = config.group_size, config.tile_n, config.tile_n // 8
+def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
+    """Of a tile of so many columns, of which a warp has `strips` strips of 16 rows."""
+    group, blocks, rows = config.group_size, columns // 8, 2 * strips
+    words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
-    at_once = 4 if tile_n % 32 == 0 else 2  # blocks of 8 keys; a tile begins at a multiple of 32, or of 16
+    at_once = 4 if columns % 32 == 0 else 2  # blocks of 8 keys; a tile begins at a multiple of 32, or of 16
 
     @inlined
-    def drop_one(p, place, word, below):
-        if word < below:
-            p[place] = real(0)
+    def bit_of(word, below, n, i):
+        """The bit of block n's column i, where it counts."""
+        return uint32(0) if word < below else uint32(1) << uint32(2 * (n % 16) + i)
 
     @inlined
-    def nothing(p, first_key, b, h, first, tile_pos, seed, below):
-        pass
-
-    def and_blocks(before: Any, n: int) -> Any:
-        """Behind other blocks those from the n-th on: a function of its own, as in fragment_functions.py."""
-
-        @inlined
-        def drop_blocks(p, first_key, b, h, first, tile_pos, seed, below):
-            before(p, first_key, b, h, first, tile_pos, seed, below)
-            for i in range(2):
-                k_pos = int32(first_key + n * 8 + i)
-                for r in range(2 * strips):
-                    row = int32(first + r * 8)
-                    query = int32(uint32(row) // uint32(group))
-                    head = int32(h + row - query * group)
-                    words = random_words(seed, keys_of(k_pos), int64(tile_pos + query), head, b)
-                    place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+    def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
+        """first_key: the lane's first column's. first: the lane's first row in the query tile, whose first query is at
+        position tile_pos; h: the head of the tile's first row."""
+        below = uint64(sizes.drop_below)
+        for word in range(words):
+            kept[word] = uint32(0)
+        for r in range(rows):
+            row = int32(first + r * 8)
+            query = int32(uint32(row) // uint32(group))
+            head, q_pos = int32(h + row - query * group), int64(tile_pos + query)
+            for n in range(0, blocks, at_once):
+                bits = uint32(0)
+                for i in range(2):
+                    k_pos = int64(first_key + n * 8 + i)
+                    found = random_words(arrays.seed, keys_of(k_pos), q_pos, head, b)
                     if at_once == 4:
-                        drop_one(p, place, words[0], below)
-                        drop_one(p, place + 4, words[1], below)
-                        drop_one(p, place + 8, words[2], below)
-                        drop_one(p, place + 12, words[3], below)
+                        bits |= bit_of(found[0], below, n, i) | bit_of(found[1], below, n + 1, i)
+                        bits |= bit_of(found[2], below, n + 2, i) | bit_of(found[3], below, n + 3, i)
                     else:
-                        begins = k_pos & 16 == 0
-                        drop_one(p, place, words[0] if begins else words[2], below)
-                        drop_one(p, place + 4, words[1] if begins else words[3], below)
-
-        return drop_blocks
-
-    every_block = nothing
-    for n in range(0, blocks, at_once):
-        every_block = and_blocks(every_block, n)
+                        begins = k_pos & int64(16) == 0
+                        bits |= bit_of(found[0] if begins else found[2], below, n, i)
+                        bits |= bit_of(found[1] if begins else found[3], below, n + 1, i)
+                kept[r * (words // rows) + n // 16] |= bits
 
     @inlined
-    def drop(p, j, b, h, first_row, lane, tile_pos, arrays, sizes):
-        """first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: its first row's."""
-        first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
-        every_block(p, first_key, b, h, first, tile_pos, arrays.seed, uint64(sizes.drop_below))
+    def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
+        """first_q_pos: of the lane's first column. first_key: its first row's."""
+        below = uint64(sizes.drop_below)
+        for word in range(words):
+            kept[word] = uint32(0)
+        for r in range(0, rows, 2):
+            k_pos = int64(first_key + r * 8)
+            begins = k_pos & int64(16) == 0
+            for n in range(blocks):
+                for i in range(2):
+                    found = random_words(arrays.seed, keys_of(k_pos), int64(first_q_pos + n * 8 + i), h, b)
+                    kept[r] |= bit_of(found[0] if begins else found[2], below, n, i)
+                    kept[r + 1] |= bit_of(found[1] if begins else found[3], below, n, i)
+
+    @inlined
+    def drop(p, kept):
+        for r in range(rows):
+            for n in range(blocks):
+                for i in range(2):
+                    if (kept[r * (words // rows) + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
+                        p[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = real(0)
 
     @inlined
     def scale(inverse_l, score):
-        for r in range(2 * strips):
+        for r in range(rows):
             inverse_l[r] *= score.kept_count
 
-    return FragmentCounts(config.seeded, drop, scale)
+    return FragmentCounts(config.seeded, words, of_queries, of_keys, drop, scale)

@@ -119,7 +119,8 @@ def make(config):
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
                             at = At(b, h, first_row + row, k_index, first_row + row + q_start)
-                            dp = weights_smem[s_y + row] * count(at, arrays, sizes, score)
+                            once = count(at, arrays, sizes, score)
+                            dp = weights_smem[s_y + row] * once if once != 0 else compute(0)
                             ds = p * (dp - arrays.delta[lse_base + first_row + row])
                             if varies:
                                 ds *= derivative_smem[s_p + row]

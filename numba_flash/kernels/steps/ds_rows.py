@@ -67,7 +67,9 @@ def make(config, of_product):
                     at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
                     p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                        ds = p * (dp_part[u] * count(at, arrays, sizes, score) - row.delta)
+                        counts = count(at, arrays, sizes, score)
+                        dp = dp_part[u] * counts if counts != 0 else compute(0)  # not NaN, where it does not count
+                        ds = p * (dp - row.delta)
                         if has_alibi:
                             of_slope -= ds * compute(abs(row.q_pos - k_index))
                         if of_product:

@@ -98,7 +98,7 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drops, drop, count_kept = dropout.on_fragments(config)
+    drops, kept_words, kept_of, _, drop, count_kept = dropout.on_fragments(config, 1, tile_n)
     has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -265,9 +265,12 @@ def make(config):
     def drop_some(j, work_tile, acc_s, arrays, sizes):
         """P of key tile j <- 0 where it does not count."""
         if drops:
+            kept = cuda.local.array(kept_words, uint32)
             first_row, lane = rows_of_lane()
-            b, h = word(work_tile + B), word(work_tile + H)
-            drop(acc_s, j, b, h, first_row, lane, position(work_tile), arrays, sizes)
+            b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
+            first_key = int32(j * tile_n + first_column_of(lane))
+            kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+            drop(acc_s, kept)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
