@@ -80,7 +80,9 @@ def attention_backward(
         causal,
         window,
         q_offset,
-        NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p),
+        NO_NUMBERS
+        if scale is softcap is None and dropout_p is NO_DROPOUT
+        else (scale, softcap, None if dropout_p is NO_DROPOUT else dropout_p),
         None
         if bias is mask is alibi_slopes is seqlens_k is sinks is None
         else (bias, mask, alibi_slopes, seqlens_k, sinks),

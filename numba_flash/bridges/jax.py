@@ -78,7 +78,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     once; forward mode and second derivatives raise NotImplementedError.
     """
     causal, window, q_offset, numbers, given_arrays, functions, layout, seed = options
-    if seed is not None:
+    if seed is not None or numbers[NUMBERS.index("dropout_p")]:
         raise NotImplementedError(NO_DROPOUT)
     functions, aux = (None, ()) if functions is None else dispatch.functions_of(functions)
     for name, given in (("out", out), ("stream", stream)):

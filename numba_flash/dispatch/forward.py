@@ -193,9 +193,9 @@ class Seed(NamedTuple):
 
 def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[Any]:
     """given with the seed of a problem with dropout, behind its `own` operands and before aux."""
-    if problem.number("dropout_p") is None:
-        return given  # a seed alone is that of a model which trains at other times
     if seed is None:
+        if not problem.seeded:
+            return given
         raise ValueError(
             "dropout_p needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
             "not seen, and the backward takes the same one"
@@ -208,4 +208,5 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
         raise TypeError(f"seed must be a whole number, not {seed!r}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
-    return [*given[:own], Seed(number), *given[own:]]
+    # A seed alone is that of a model which has dropout at other times.
+    return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
