@@ -46,8 +46,8 @@ NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
 NO_DROPOUT = (
-    "dropout_p and seed are not implemented where JAX traces: a seed would be compiled in. Meanwhile: attention outside "
-    "of jit, grad and vmap with attention_backward, or dropout of the output"
+    "dropout_p and seed are not implemented where JAX traces: a seed would be compiled in. Meanwhile: attention and "
+    "attention_backward outside of jit, grad and vmap"
 )
 
 

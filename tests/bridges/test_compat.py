@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+import numba_flash  # noqa: E402
 from numba_flash.api import forward as api  # noqa: E402
 from numba_flash.compat.flash_attn import flash_attn_func  # noqa: E402
 from numba_flash.compat.torch import scaled_dot_product_attention  # noqa: E402
