@@ -32,6 +32,7 @@ FIRST_LINES = {
     "mma": "columns_left = int32(head_dim_v -",
     "wgmma": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_dq"), "_smem = aligned(shared.address("),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
@@ -92,6 +93,8 @@ def differentiate(kernel, seqlen=24, **options):
     if kernel == "v2":
         arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
         wanted += ("dbias", "dalibi_slopes")
+    if "sinks" in options:
+        wanted += ("dsinks",)
     numba_flash.attention_backward(o, **arrays, **options, o=o, lse=lse, wanted=wanted, kernel=kernel)
 
 
@@ -182,6 +185,8 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask=all_seen, kernel="mma")
         elif kernel == "mask_bits_of_keys":
             differentiate("mma", mask=all_seen)
+        elif kernel in ("dsinks", "dsinks_of_blocks"):
+            differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel in ("wgmma_fused", "wgmma_round"):
             differentiate("wgmma", seqlen=23)  # plans are kept by problem, and nobody else has this one
         elif kernel == "delta" or "_" in kernel:
