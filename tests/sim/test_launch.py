@@ -12,14 +12,7 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
-from numba_flash.config.simt_backward import (
-    DalibiConfig,
-    DbiasConfig,
-    DeltaConfig,
-    DkdvConfig,
-    DqConfig,
-    DsinksConfig,
-)
+from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
@@ -91,8 +84,8 @@ def test_every_kernel_can_be_made():
         DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
         DqConfig("v2_dq", "float16", 8, 8, 16, 16),
         DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, uses=uses(bias="float32")),
-        DalibiConfig("float16", uses(alibi_slopes="float32"), True),
-        *[DsinksConfig("float16", "float32", True, of_blocks) for of_blocks in (False, True)],
+        HeadSumsConfig("float16", "dalibi_slopes", "float32", True),
+        *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),

@@ -117,8 +117,8 @@ def test_what_is_launched_for_what_is_wanted():
     assert kernels("dq") == ["delta", "v2_dq"]
     assert kernels("dk") == kernels("dv") == kernels("dk", "dv") == ["delta", "v2_dkdv"]
     assert kernels("dbias") == ["delta", "v2_dbias"]
-    assert kernels("dalibi_slopes") == ["delta", "v2_dq", "v2_dalibi"]
-    assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"]
+    assert kernels("dalibi_slopes") == ["delta", "v2_dq", "dalibi_slopes"]
+    assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"]
 
 
 def test_what_mma_launches_for_bias_and_mask():
@@ -197,7 +197,14 @@ def test_what_auto_takes():
 def test_the_kernels_of_a_backward_are_explained():
     made = everything((300, 500))
     text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "auto", "cupy")))
-    for fragment in ("kernel 'v2' on H200", "delta: ", "v2_dkdv: ", "v2_dbias: ", "v2_dalibi: 2 blocks", "not 'mma': "):
+    for fragment in (
+        "kernel 'v2' on H200",
+        "delta: ",
+        "v2_dkdv: ",
+        "v2_dbias: ",
+        "dalibi_slopes: 2 blocks",
+        "not 'mma': ",
+    ):
         assert fragment in text, text
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import fragment_functions, fragments, positions, sinks
+from ..score import fragment_functions, fragments, positions, sum_terms
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -103,7 +103,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
-    has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, rows)
+    load_terms = sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
     write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
@@ -338,9 +338,8 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
-        if has_sinks:
-            lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-            load_sinks(lse, tile.b, tile.h, lane_row, arrays, strides)
+        lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
