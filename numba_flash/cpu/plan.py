@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from ..problem.forward import Problem
+from ..problem.options import Operands
 from ..problem.ranges import UNBOUNDED
 
 # Element types as the kernel knows them.
@@ -24,8 +25,8 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE, SINKS_STRIDE = 56, 58  # two, in bytes: batch, head
-SINKS_DTYPE = 60
+ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, e^term more in l
+TERM_DTYPE = 60
 NUMBERS = 61
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
@@ -34,12 +35,19 @@ ARRAY_SLOTS = {
     "mask": (HAS_MASK, None, MASK_STRIDE, False),
     "seqlens_k": (HAS_SEQLENS_K, None, SEQLENS_K_STRIDE, False),
     "q_offset": (None, None, Q_OFFSET_STRIDE, False),
-    "sinks": (None, SINKS_DTYPE, SINKS_STRIDE, True),
+    "sinks": (None, TERM_DTYPE, TERM_STRIDE, True),
 }
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
-PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 12, 13, 14  # STOP: the address of machine/interrupt.py's number
-FRAME_NUMBERS = 16
+PLAN, POINTERS = 0, 1
+# STOP: the address of machine/interrupt.py's number
+PARTS, COUNTERS, STOP = range(len(Operands._fields) + 1, len(Operands._fields) + 4)
+FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
+# Where among the pointers those of a call stand.
+Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
+BIAS_AT, MASK_AT, ALIBI_AT, SEQLENS_K_AT, Q_OFFSET_AT, TERM_AT = map(
+    Operands._fields.index, ("bias", "mask", "alibi_slopes", "seqlens_k", "q_offset", "sinks")
+)
 
 ABSENT = -1  # stands for the dtype of what is not there
 Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}

@@ -252,7 +252,7 @@ class OnCpu(Launch):
     def run(self, operands: Given, stream: int) -> None:
         if self._ready is None:
             self._ready = self._code().ready(self._problem)
-        self._ready.run([0 if array is None else array.pointer for array in operands])
+        self._ready.run(tuple([0 if array is None else array.pointer for array in operands]))
 
 
 def _cpu() -> Any:
