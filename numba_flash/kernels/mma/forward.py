@@ -103,7 +103,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
-    load_terms = sum_terms.on_fragments(config, rows)
+    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
     write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
@@ -338,8 +338,9 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
-        lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
+        if has_term:
+            lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+            load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K

@@ -33,19 +33,19 @@ def start(config: Any) -> Any:
     compute, x = elements.COMPUTE_TYPES[config.dtype], make(config)
     minus_inf, zero, one = compute(-math.inf), compute(0), compute(1)
 
-    @cuda.jit(device=True)
-    def with_term(b, h, arrays, strides):
-        return x(b, h, arrays, strides), one
+    has_term = x is not None
 
     @cuda.jit(device=True)
-    def without(b, h, arrays, strides):
+    def before_keys(b, h, arrays, strides):
+        if has_term:
+            return x(b, h, arrays, strides), one
         return minus_inf, zero
 
-    return without if x is None else with_term
+    return before_keys
 
 
 def on_fragments(config: Any, rows: int) -> Any:
-    """-> load_terms, a device function that does nothing without a term."""
+    """-> load_terms, a device function, where there is a term."""
     group, unit = config.group_size, elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
     x = make(config)
 
@@ -55,8 +55,4 @@ def on_fragments(config: Any, rows: int) -> Any:
         for r in range(rows):
             terms[r] = x(b, h + (lane_row + 8 * r) % group, arrays, strides) * unit
 
-    @inlined
-    def nothing(terms, b, h, lane_row, arrays, strides):
-        pass
-
-    return nothing if x is None else load_terms
+    return load_terms
