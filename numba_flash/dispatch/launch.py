@@ -176,7 +176,7 @@ class _Simulated(Launch):
         self._config, self._arguments = config, (blocks, values, maps)
 
     def run(self, operands: Given, stream: int) -> None:
-        from ..sim.launch import run
+        from ..ptx.sim.launch import run
 
         config, (blocks, values, maps) = self._config, self._arguments
         if config.counted:
@@ -204,9 +204,15 @@ class WarnsIfSlow(Launch):
         self._problem, self._ready, self._times = problem, ready, times
 
     def run(self, operands: Given, stream: int) -> None:
-        from ..sim.launch import warn_if_long
+        from ..machine.announce import warn_caller
+        from ..select.cost import simulated_seconds
 
-        warn_if_long(self._problem, self._times)
+        seconds = self._times * simulated_seconds(self._problem)
+        if seconds > 60:
+            warn_caller(
+                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
+                "as a Python thread; kernel='cpu' is fast"
+            )
         self._ready.run(operands, stream)
 
 

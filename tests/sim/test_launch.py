@@ -17,9 +17,10 @@ from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, Wg
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
+from numba_flash.ptx.sim import launch
+from numba_flash.ptx.sim.launch import Pointer
+from numba_flash.select import cost
 from numba_flash.select.rungs import TENSOR
-from numba_flash.sim import launch
-from numba_flash.sim.launch import Pointer
 
 cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
 
@@ -224,7 +225,7 @@ def test_the_predicted_time_is_about_right():
     started = time.perf_counter()
     numba_flash.attention(**case.arguments(), kernel="v2")
     seconds = time.perf_counter() - started
-    predicted = launch.predicted_seconds(numba_flash.explain(**case.arguments()).problem)
+    predicted = cost.simulated_seconds(numba_flash.explain(**case.arguments()).problem)
     assert predicted / 10 < seconds < predicted * 10
 
 
