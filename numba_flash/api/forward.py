@@ -1,6 +1,5 @@
 """attention() and warmup(): signature and contract. What they do is in dispatch/."""
 
-import functools
 import inspect
 import sys
 from typing import Any
@@ -129,14 +128,18 @@ def attention(
     return bridge(family)(q, k, v, options, return_lse, out, stream, kernel)
 
 
-@functools.cache
 def bridge(framework: str) -> Any:
     """dispatch.run as an operation of `framework`, which is imported only when an array asks for it."""
-    if framework == "torch":
-        from ..bridges.torch import run
-    else:
-        from ..bridges.jax import run
-    return run
+    if framework not in _bridges:  # not by functools.cache: torch.compile comes here too, and warns of it
+        if framework == "torch":
+            from ..bridges.torch import run
+        else:
+            from ..bridges.jax import run
+        _bridges[framework] = run
+    return _bridges[framework]
+
+
+_bridges: dict[str, Any] = {}
 
 
 def _in_torch_compile(q: Any, k: Any, v: Any, **options: Any) -> Any:

@@ -79,8 +79,13 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
 
 
 NO_FUNCTIONS = (
-    "score_mod, mask_mod and aux are not implemented yet where autograd or jit records. Meanwhile: bias= and mask= "
-    "are, or call numba_flash.attention and numba_flash.attention_backward yourself, on arrays that do not record"
+    "score_mod and mask_mod are Python functions, which a graph of torch cannot hold: they are not there in "
+    "torch.export, torch.jit.trace, make_fx, dispatch modes and FakeTensor. autograd, torch.func and torch.compile "
+    "(outside of its graph) take them; bias= and mask= go into a graph"
+)
+NO_AUX_GRADIENTS = (
+    "a gradient of {0} is asked for, and gradients of aux are not implemented yet. Meanwhile: bias= has a gradient, or "
+    "pass {0} as a constant, by {1}"
 )
 NO_TANGENTS = (
     "numba_flash has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian): use "

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ..dispatch.launch import Launch
 from ..problem import forward as problem
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NUMBERS, OPTION_ARRAYS, GradientOperands, Operands, Options
 from ..select import rungs
+from ..select.arguments import aux_names
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
@@ -45,7 +46,8 @@ NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
 class Known(NamedTuple):
-    """What is known when XLA compiles: Options without its arrays, and the kernel."""
+    """What is known when XLA compiles: Options without its arrays and aux, with its functions as they were read when
+    JAX traced, and the kernel."""
 
     options: Options
     kernel: str
@@ -70,13 +72,13 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     once; forward mode and second derivatives raise NotImplementedError.
     """
     causal, window, q_offset, numbers, given_arrays, functions, layout = options
-    if functions is not None:
-        raise NotImplementedError(recording.NO_FUNCTIONS)
+    functions, aux = (None, ()) if functions is None else dispatch.functions_of(functions)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
     offsets, q_offset = (q_offset, None) if arrays.is_array(q_offset) else (None, q_offset)
     operands = dict(zip(OPERANDS, (q, k, v, *(given_arrays or NO_ARRAYS), offsets), strict=True))
+    operands |= dict(zip(aux_names(len(aux)), aux, strict=True))
     for name, array in operands.items():
         if not isinstance(array, jax.Array) and (array is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(array).__name__} beside JAX arrays")
@@ -86,7 +88,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
     rungs.check_name(kernel)
     window = None if window is None else problem.window_sides(window)
-    known = Known(Options(causal, window, q_offset, numbers, None, None, layout), kernel)
+    known = Known(Options(causal, window, q_offset, numbers, None, functions, layout), kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
     _check(known.options, operands, return_lse)
     axes = axes_of(operands.values())
@@ -111,7 +113,7 @@ def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
         return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
 
     known: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
-    options = dispatch.with_layouts(options, [known.get(name) for name in ARRAY_NAMES])
+    options = dispatch.with_layouts(options, [known.get(name) for name in (*ARRAY_NAMES, *_aux_of(known))])
     problem.Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
 
 
@@ -129,6 +131,9 @@ def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
 def _forward(known: Known, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
     """What JAX differentiates comes marked; which gradients that asks for is kept as keys, which are not traced."""
     wanted = {name: () for name, of in GRADIENT_OF.items() if of in operands and operands[of].perturbed}
+    for number, name in enumerate(_aux_of(operands)):
+        if operands[name].perturbed and jax.numpy.issubdtype(operands[name].value.dtype, jax.numpy.floating):
+            raise NotImplementedError(recording.NO_AUX_GRADIENTS.format(f"aux[{number}]", "jax.lax.stop_gradient"))
     values = {name: operand.value for name, operand in operands.items()}
     o, lse = _attention(known, values)
     return (o, lse), (wanted, values, o, lse)
@@ -170,7 +175,12 @@ def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
 
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
     """q first; JAX hands dictionaries over in the order of the alphabet."""
-    return {name: operands[name] for name in OPERANDS if name in operands}
+    return {name: operands[name] for name in (*OPERANDS, *_aux_of(operands)) if name in operands}
+
+
+def _aux_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Of these names those of the arrays that functions read, in their order."""
+    return aux_names(sum(name.startswith("aux") for name in names))
 
 
 def _facts(named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -222,7 +232,8 @@ class _Forward(_Callback):
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
     ) -> tuple[problem.Problem, Launch]:
         found = dispatch.plan(
-            layouts["q"], layouts["k"], layouts["v"], tuple(layouts.get(name) for name in self.order[3:]),
+            layouts["q"], layouts["k"], layouts["v"],
+            tuple(layouts.get(name) for name in (*self.order[3:], *_aux_of(layouts))),
             **self.known.plan(), return_lse=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
         )  # fmt: skip
         if found.choice.copies:
@@ -243,7 +254,8 @@ class _Backward(_Callback):
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         found = gradients.plan(
             **inputs, **self.known._replace(kernel=kernel).plan(), deterministic=True, has_stream=has_stream,
-            optional=tuple(layouts.get(name) for name in ARRAY_NAMES), aligned=aligned, bias_aligned=bias_aligned,
+            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))), aligned=aligned,
+            bias_aligned=bias_aligned,
             wanted=tuple(name for name in GRADIENT_OF if name in layouts),
         )  # fmt: skip
         return found.problem.forward, found.launch
@@ -252,7 +264,9 @@ class _Backward(_Callback):
 @functools.lru_cache(maxsize=4096)
 def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, aligned: bool) -> _Plan:
     names, dtypes = callback.names, callback.dtypes
-    folded = fold(names, shapes, mapped=len(shapes[0]) - 4)
+    aux = _aux_of(names)
+    # A function is told the batch entry, so that mapped dimensions are none of the batch's.
+    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.options.functions is not None)
     layouts = tuple(
         arrays.jax_layout(device, shape, strides, dtype, readonly=name not in callback.results)
         for name, shape, strides, dtype in zip(names, folded.shapes, folded.strides, dtypes, strict=True)
@@ -264,7 +278,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     bias_aligned = aligned and all(starts[n] % 8 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
     forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
-    where = tuple(names.index(name) if name in names else None for name in callback.order)
+    where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux))
     return _Plan(forward, launch, where, layouts, turns)
 
 

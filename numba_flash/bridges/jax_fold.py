@@ -22,13 +22,15 @@ class Fold(NamedTuple):
     starts: tuple[tuple[int, ...], ...]  # of each turn, of each array, in elements
 
 
-def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int) -> Fold:
+def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int, alone: bool = False) -> Fold:
     """names: of the arrays, as `attention` and `attention_backward` know them. The first one has a whole batch.
 
-    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front.
+    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front. alone: no mapped dimension is to
+    become part of the batch; there may then be arrays without a batch, which are called aux0, aux1, ...
     """
     cores = [
-        (1,) * (RANKS[name] + mapped - len(shape)) + shape[mapped:] for name, shape in zip(names, shapes, strict=True)
+        (1,) * (1 if name.startswith("aux") else RANKS[name] + mapped - len(shape)) + shape[mapped:]
+        for name, shape in zip(names, shapes, strict=True)
     ]
     walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]
     extents = [min(column) and max(column) for column in zip(*walked, strict=True)]
@@ -36,7 +38,11 @@ def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: in
 
     batch, stride = extents[-1], [step[-1] for step in steps]
     loops = mapped  # how many dimensions stay outside of the batch
-    while loops and _can_be_one(names, extents[loops - 1], [step[loops - 1] for step in steps], batch, stride):
+    while (
+        loops
+        and not alone
+        and _can_be_one(names, extents[loops - 1], [step[loops - 1] for step in steps], batch, stride)
+    ):
         loops -= 1
         if batch == 1:
             stride = [step[loops] for step in steps]

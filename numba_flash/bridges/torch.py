@@ -39,7 +39,8 @@ NO_DROPOUT = 0
 
 
 class Call(NamedTuple):
-    """The arguments that are no tensors: Options without its arrays, and the kernel."""
+    """The arguments that are no tensors: Options without its arrays and aux, with its functions as they were read when
+    the forward ran, and the kernel."""
 
     options: Options
     kernel: str
@@ -74,14 +75,16 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
 
     torch.func.grad, vjp, jacrev and vmap take it, in any order. vmap makes the mapped dimension part of the batch and
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
-    are not mapped and have a batch of 1; others are copied into such a form.
+    are not mapped and have a batch of 1; others are copied into such a form. With score_mod or mask_mod, which are told
+    the batch entry, it makes a call for each.
     """
     options = Options(*options)
-    if options.functions is not None:
-        raise NotImplementedError(recording.NO_FUNCTIONS)
     if out is not None or stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
+    if options.functions is not None:
+        computed = _outside_of_the_graph if torch.compiler.is_compiling() else _run_with_functions
+        return computed(q, k, v, options, return_lse, kernel)
     tensors, call = _taken_apart(q, k, v, options, kernel)
     if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
         o, lse = _operation(call, tensors)
@@ -96,19 +99,56 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     return AttentionOutput(o, lse) if return_lse else o
 
 
+def _run_with_functions(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kernel: str) -> Any:
+    """`run` with score_mod or mask_mod, which are no arguments that an operation could have."""
+    tensors, call = _taken_apart(q, k, v, options, kernel)
+    if torch.is_grad_enabled():
+        for number, x in enumerate(tensors[len(ARRAYS) :]):
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise NotImplementedError(recording.NO_AUX_GRADIENTS.format(f"aux[{number}]", "detach()"))
+    if torch._C._are_functorch_transforms_active():
+        o, lse = _Transformed.apply(call, *tensors)
+    elif torch._C._get_tracing_state() or recording.recording_mode() or not PLAIN.issuperset(map(type, tensors)):
+        raise NotImplementedError(recording.NO_FUNCTIONS)
+    elif return_lse:
+        o, lse = _record_both(call, *tensors)
+    else:
+        return _record(call, *tensors)
+    return AttentionOutput(o, lse) if return_lse else o
+
+
+def _outside_of_the_graph(*arguments: Any) -> Any:
+    """torch.compile leaves its graph here and comes back behind it: a graph could not tell that a function changed."""
+    import torch._dynamo  # which takes a second, and is there when this is called
+
+    return torch._dynamo.disable(_run_with_functions)(*arguments)
+
+
+_outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+_outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
+# It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
+dispatch.run._torchdynamo_disable = True  # type: ignore[attr-defined]
+_frames = torch._C._dynamo.eval_frame
+if hasattr(_frames, "_FrameExecStrategy"):  # else it traces there what it can, and warns
+    _skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # also what it calls
+    _frames.set_code_exec_strategy(dispatch.run.__code__, _skip)
+
+
 def _taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
-    """-> the tensors in the order of ARRAYS, and the rest."""
+    """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
-    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets)
-    rest = Options(options.causal, options.window, q_offset, options.numbers, None, None, options.layout)
+    functions, aux = (None, ()) if options.functions is None else dispatch.functions_of(options.functions)
+    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, *aux)
+    rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout)
     return tensors, Call(rest, kernel)
 
 
 def _put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     """-> q, k, v and the options with their tensors."""
-    q, k, v, *arrays_given, offsets = tensors
+    q, k, v, *arrays_given, offsets = tensors[: len(ARRAYS)]
     causal, window, q_offset, numbers, _, functions, layout = call.options
     q_offset = q_offset if offsets is None else offsets
+    functions = None if functions is None else (*functions, tuple(tensors[len(ARRAYS) :]))
     return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout)
 
 
@@ -224,12 +264,13 @@ class _Recorded(torch.autograd.Function):
         try:
             found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
         except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
-            if torch._C._are_functorch_transforms_active():
+            if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
                 named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
             else:
                 named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
             found = AttentionGradients(**dict(zip(wanted, named, strict=True)))
-        return (None, *[None if n is None else found[n] for n in FOUND_AT])  # of the call and of ARRAYS
+        of_aux = (None,) * (len(tensors) - len(ARRAYS))
+        return (None, *[None if n is None else found[n] for n in FOUND_AT], *of_aux)  # of the call and of the tensors
 
     jvp = staticmethod(_no_tangents)
 
@@ -267,6 +308,10 @@ class _Transformed(_Recorded):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *tensors: Any) -> Any:
+        if call.options.functions is not None:
+            return torch_vmap.one_by_one(
+                functools.partial(_Transformed.apply, call), info.batch_size, in_dims[1:], tensors
+            )
         size, batch = info.batch_size, torch_vmap.own_shape(tensors[0], in_dims[1])[0]
         folded = [
             torch_vmap.fold(name, x, dim, size, batch)
@@ -296,6 +341,9 @@ class _TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[str, ...], *tensors: Any) -> Any:
+        if call.options.functions is not None:
+            one = functools.partial(_TransformedGradients.apply, call, wanted)
+            return torch_vmap.one_by_one(one, info.batch_size, in_dims[2:], tensors)
         names, dims = ("do", "dlse", "o", "lse", *ARRAYS), in_dims[2:]
         given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
         size, batch = info.batch_size, torch_vmap.own_shape(*given["o"])[0]
@@ -319,6 +367,8 @@ class _TransformedGradients(torch.autograd.Function):
 def _gradients_operation(
     call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
+    if call.options.functions is not None:
+        raise NotImplementedError(recording.NO_FUNCTIONS)
     return backward(" ".join(wanted), do, dlse, o, lse, *tensors, *_flat(call))
 
 

@@ -5,6 +5,10 @@ dimension comes first, and a copy where not. An array that is not mapped is repe
 batch of 1, else by copies, as many as there are in the mapped dimension.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..problem.options import BROADCAST, RANKS
@@ -46,6 +50,16 @@ def is_summed(name: str, x: Tensor, dim: int | None, batch: int) -> bool:
 
 def _serves_whole_batch(name: str, shape: tuple[int, ...]) -> bool:
     return name in BROADCAST and (len(shape) < RANKS[name] or shape[0] == 1)
+
+
+def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+    """The rule of a call whose mapped dimension cannot be part of the batch: a call for each."""
+    results = [
+        call(*[x if dim is None else x.select(dim, number) for x, dim in zip(tensors, in_dims, strict=True)])
+        for number in range(size)
+    ]
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
 
 
 def own_shape(x: Tensor, dim: int | None) -> tuple[int, ...]:

@@ -159,13 +159,18 @@ def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
     return found
 
 
-def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
-    """The caller's functions as values, and the arrays that they read."""
+def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], tuple[Any, ...]]:
+    """The caller's functions as values, and aux."""
     *functions, aux = given
     if not isinstance(aux, tuple):
         raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
-    values = [None if x is None else Function.of(name, x) for name, x in zip(FUNCTIONS, functions, strict=True)]
-    return tuple(values), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
+    return tuple(None if x is None else Function.of(name, x) for name, x in zip(FUNCTIONS, functions, strict=True)), aux
+
+
+def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
+    """The caller's functions as values, and the arrays that they read."""
+    functions, aux = functions_of(given)
+    return functions, [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
 
 
 def with_layouts(options: Options, found: list[Layout | None]) -> Options:

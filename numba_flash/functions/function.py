@@ -48,7 +48,9 @@ class Function:
 
     @staticmethod
     def of(option: str, function: Any) -> "Function":
-        """Read what was given as the argument `option`."""
+        """Read what was given as the argument `option`; one that was read before stays as it was then."""
+        if type(function) is Function:
+            return function
         tree = _read(function, option, ())
         found = _known.get(tree)
         if found is None:

@@ -127,12 +127,6 @@ def test_autograd_is_asked_before_anything_is_read(monkeypatch):
     assert prepared == [False] * 3
 
 
-def test_functions_are_refused_with_what_works_meanwhile():
-    q, k, v = tensors(Q, K, V)
-    with pytest.raises(NotImplementedError, match="autograd or jit.*Meanwhile: bias= and mask= are, or call"):
-        numba_flash.attention(q, k, v, mask_mod=numba_flash.mods.causal)
-
-
 def test_gradients_of_gradients_are_refused():
     q, k, v = tensors(Q, K, V)
     (dq,) = torch.autograd.grad(numba_flash.attention(q, k, v).sum(), q, create_graph=True)

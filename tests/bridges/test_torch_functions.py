@@ -1,0 +1,186 @@
+"""score_mod and mask_mod under torch's autograd, against torch's own gradients of the plain formula."""
+
+import functools
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from torch import func  # noqa: E402
+
+import numba_flash  # noqa: E402
+
+Q, K, V = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)  # grouped heads, lengths and head_dims apart
+OFFSET = 1  # of the first query: seqlen_k - seqlen_q
+
+
+def tensors(*shapes, device="cpu", requires_grad=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [x.to(device).requires_grad_(requires_grad) for x in made]
+
+
+# What a function of numbers does, and the same of torch's operations on all scores at once.
+
+
+def capped(score, b, h, q_pos, k_pos):
+    return 1.5 * math.tanh(score / 1.5) if k_pos % 2 else score * score / (2 + abs(score))
+
+
+def capped_plainly(s, b, h, q_pos, k_pos):
+    return torch.where(k_pos % 2 == 1, 1.5 * torch.tanh(s / 1.5), s * s / (2 + s.abs()))
+
+
+def sloped(score, b, h, q_pos, k_pos, slopes, ids):
+    return score * slopes[h] - b * slopes[0] * abs(q_pos - k_pos)
+
+
+def sloped_plainly(s, b, h, q_pos, k_pos, slopes, ids):
+    return s * slopes[h] - b * slopes[0] * (q_pos - k_pos).abs()
+
+
+def same(b, h, q_pos, k_pos, slopes, ids):
+    return ids[b, k_pos] == ids[b, 0] or q_pos == k_pos
+
+
+def same_plainly(b, h, q_pos, k_pos, slopes, ids):
+    return (ids[b, k_pos] == ids[b, 0]) | (q_pos == k_pos)
+
+
+def causal(b, h, q_pos, k_pos):
+    return q_pos >= k_pos
+
+
+def aux_of(device="cpu"):
+    slopes = torch.tensor([0.5, -0.25, 2.0, 1.0], dtype=torch.float64, device=device)
+    return slopes, torch.tensor([[3, 3, 1, 3, 1, 3], [2, 2, 2, 4, 4, 2]], dtype=torch.int32, device=device)
+
+
+SETS = {  # (what attention is given, score_mod and mask_mod of torch's operations)
+    "score_mod": (dict(score_mod=capped), capped_plainly, None),
+    "mask_mod": (dict(mask_mod=causal), None, lambda b, h, i, j: i >= j),
+    "partial": (dict(score_mod=functools.partial(lambda by, s, b, h, i, j: by * s * s, 0.25)),
+                lambda s, b, h, i, j: 0.25 * s * s, None),
+    "aux": (dict(score_mod=sloped, mask_mod=same), sloped_plainly, same_plainly),
+}  # fmt: skip
+
+
+def plainly(q, k, v, score_mod=None, mask_mod=None, aux=()):
+    """-> o and lse of torch's own operations."""
+    group = q.shape[1] // k.shape[1]
+    s = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
+    b, h, i, j = torch.meshgrid(*[torch.arange(n, device=q.device) for n in s.shape], indexing="ij")
+    if score_mod is not None:
+        s = score_mod(s, b, h, i + OFFSET, j, *aux)
+    if mask_mod is not None:
+        s = s.masked_fill(~mask_mod(b, h, i + OFFSET, j, *aux), -math.inf)
+    return s.softmax(-1) @ v.repeat_interleave(group, 1), s.logsumexp(-1)
+
+
+def pair_of(name, device="cpu", kernel="auto"):
+    """-> ours and torch's, functions of q, k and v."""
+    given, score_mod, mask_mod = SETS[name]
+    aux = aux_of(device) if name == "aux" else ()
+    kernel = "reference" if device == "cpu" and kernel == "auto" else kernel
+    ours = functools.partial(numba_flash.attention, return_lse=True, kernel=kernel, aux=aux, **given)
+    return ours, functools.partial(plainly, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
+
+
+def close(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        # float64 with a few dozen terms of about 1 each
+        assert one.dtype == other.dtype and torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gradients_are_those_of_the_plain_formula(name, device):
+    q, k, v = tensors(Q, K, V, device=device)
+    do, dlse = tensors((2, 4, 5, 4), (2, 4, 5), device=device, requires_grad=False, seed=1)
+    ours, torchs = pair_of(name, device)
+    found, expected = ours(q, k, v), torchs(q, k, v)
+    close(found, expected)
+    close(*(torch.autograd.grad(x, (q, k, v), (do, dlse), retain_graph=True) for x in (found, expected)))
+    # without lse, for one array alone, and with a graph of the gradient
+    alone = numba_flash.attention(q, k.detach(), v.detach(), **{**ours.keywords, "return_lse": False})
+    close(torch.autograd.grad(alone, q, do, create_graph=True), torch.autograd.grad(expected[0], q, do))
+
+
+def test_the_backward_has_the_function_that_the_forward_had(device, monkeypatch):
+    q, k, v = tensors(Q, K, V, device=device)
+    monkeypatch.setitem(globals(), "FACTOR", 0.5)
+
+    def scaled(score, b, h, i, j):
+        return score * FACTOR  # noqa: F821
+
+    kernel = "reference" if device == "cpu" else "auto"
+    found = numba_flash.attention(q, k, v, score_mod=scaled, kernel=kernel)
+    monkeypatch.setitem(globals(), "FACTOR", 100.0)
+    expected = plainly(q, k, v, score_mod=lambda s, *_: s * 0.5)[0]
+    close(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_func(name):
+    """grad, vmap of grad, and grad of vmap, in which b is the entry of each call's own batch."""
+    q, k, v = tensors((3, *Q), K, (3, *V), requires_grad=False)
+    (do,) = tensors((2, 4, 5, 4), requires_grad=False, seed=1)
+
+    def everything(attention):
+        def loss(q, k, v):
+            o, lse = attention(q, k, v)
+            return (o * do).sum() + lse.square().sum()
+
+        of_one = func.grad(loss, argnums=(0, 1, 2))
+        each = func.vmap(of_one, in_dims=(0, None, 0))(q, k, v)
+        in_all = func.grad(lambda *x: func.vmap(loss, in_dims=(0, None, 0))(*x).sum(), argnums=(0, 1, 2))(q, k, v)
+        return *of_one(q[0], k, v[0]), *each, *in_all
+
+    close(*map(everything, pair_of(name)))
+
+
+# which torch hides, unless warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_with_a_break_of_the_graph(monkeypatch):
+    q, k, v = tensors(Q, K, V)
+    ours, torchs = pair_of("aux")
+
+    def loss(attention, q):
+        return (attention(q * 2, k, v)[0] * 3).sum()
+
+    compiled = torch.compile(functools.partial(loss, ours), backend="aot_eager")
+    for _ in range(2):
+        close(torch.autograd.grad(compiled(q), (q, k, v)), torch.autograd.grad(loss(torchs, q), (q, k, v)))
+    torch.compiler.reset()
+    whole = torch.compile(functools.partial(loss, ours), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="score_mod and mask_mod are no part of a graph"):
+        whole(q)
+    torch.compiler.reset()
+
+
+def test_what_a_graph_cannot_hold_is_refused():
+    q, k, v = tensors(Q, K, V)
+    ours, _ = pair_of("score_mod")
+    with pytest.raises(NotImplementedError, match="score_mod and mask_mod are Python functions"):
+        torch.fx.experimental.proxy_tensor.make_fx(ours)(q, k, v)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        with pytest.raises(NotImplementedError, match="FakeTensor"):
+            ours(*fakes)
+    first = torch.autograd.grad(ours(q, k, v)[0].sum(), q, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="have no gradients themselves"):
+        first.sum().backward()
+
+
+def test_aux_that_requires_grad_is_refused():
+    q, k, v = tensors(Q, K, V)
+    slopes, ids = aux_of()
+    ours = functools.partial(numba_flash.attention, score_mod=sloped, kernel="reference")
+    for given in ((q, k, v), [x.detach() for x in (q, k, v)]):
+        with pytest.raises(NotImplementedError, match=r"gradient of aux\[0\].*detach"):
+            ours(*given, aux=(slopes.clone().requires_grad_(), ids))
+    with pytest.raises(NotImplementedError, match=r"gradient of aux\[0\]"):
+        func.grad(lambda x: ours(*[x.detach() for x in (q, k, v)], aux=(x, ids)).sum())(slopes)
+    with torch.no_grad():
+        assert torch.equal(ours(q, k, v, aux=(slopes.clone().requires_grad_(), ids)), ours(q, k, v, aux=(slopes, ids)))
