@@ -140,9 +140,13 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
         alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
         sinks=array("float32", asked.heads) if asked.sinks else None,
         seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
-        q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale, softcap=asked.softcap,
+        q_offset=asked.q_offset,
+        causal=asked.causal,
+        window=window,
+        scale=asked.scale,
+        softcap=asked.softcap,
         layout=asked.layout,
-    )  # fmt: skip
+    )
     return Problem.of(q, k, v, options, return_lse=asked.return_lse, bias_aligned=True)
 
 

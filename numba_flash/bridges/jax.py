@@ -232,10 +232,16 @@ class _Forward(_Callback):
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
     ) -> tuple[problem.Problem, Launch]:
         found = dispatch.plan(
-            layouts["q"], layouts["k"], layouts["v"],
+            layouts["q"],
+            layouts["k"],
+            layouts["v"],
             tuple(layouts.get(name) for name in (*self.order[3:], *_aux_of(layouts))),
-            **self.known.plan(), return_lse=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
-        )  # fmt: skip
+            **self.known.plan(),
+            return_lse=True,
+            has_stream=has_stream,
+            aligned=aligned,
+            bias_aligned=bias_aligned,
+        )
         if found.choice.copies:
             raise NotImplementedError(
                 f"kernel={found.choice.kernel!r} runs on a GPU, and these JAX arrays are in host memory. Nothing is "
@@ -253,11 +259,15 @@ class _Backward(_Callback):
         kernel = self.known.kernel if self.known.kernel in rungs.WITH_BACKWARD else "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         found = gradients.plan(
-            **inputs, **self.known._replace(kernel=kernel).plan(), deterministic=True, has_stream=has_stream,
-            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))), aligned=aligned,
+            **inputs,
+            **self.known._replace(kernel=kernel).plan(),
+            deterministic=True,
+            has_stream=has_stream,
+            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))),
+            aligned=aligned,
             bias_aligned=bias_aligned,
             wanted=tuple(name for name in GRADIENT_OF if name in layouts),
-        )  # fmt: skip
+        )
         return found.problem.forward, found.launch
 
 

@@ -388,10 +388,15 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
 
 
 _SCHEMA = ", ".join(
-    ["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in OPTION_ARRAYS), "Tensor? q_offsets",
-     "SymInt? q_offset, bool causal, SymInt? left, SymInt? right", *(f"float? {name}" for name in NUMBERS),
-     "str layout, str kernel"]
-)  # fmt: skip
+    [
+        "Tensor q, Tensor k, Tensor v",
+        *(f"Tensor? {name}" for name in OPTION_ARRAYS),
+        "Tensor? q_offsets",
+        "SymInt? q_offset, bool causal, SymInt? left, SymInt? right",
+        *(f"float? {name}" for name in NUMBERS),
+        "str layout, str kernel",
+    ]
+)
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
 forward = torch.library.custom_op(
     "numba_flash::attention", _compute, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"

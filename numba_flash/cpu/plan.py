@@ -98,8 +98,8 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
     size = ITEMSIZES[plan[DTYPE]]
-    for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
-                        (O_STRIDE, p.o_strides)):  # fmt: skip
+    of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides
+    for at, strides in zip((Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE), of_operands, strict=True):
         plan[at : at + 4] = np.multiply(strides, size)
 
     rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))

@@ -123,8 +123,16 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps:
 
 class _OnGpu(Launch):
     __slots__ = (
-        "_blocks", "_config", "_constants", "_counted", "_launcher", "_maps", "_pointers", "_prepared", "_target",
-    )  # fmt: skip
+        "_blocks",
+        "_config",
+        "_constants",
+        "_counted",
+        "_launcher",
+        "_maps",
+        "_pointers",
+        "_prepared",
+        "_target",
+    )
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
@@ -186,10 +194,8 @@ class _Simulated(Launch):
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
         arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
-        run(
-            lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
-            values.tuples, tuple(maps), config.cluster,
-        )  # fmt: skip
+        taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
+        run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
 
 
 class WarnsIfSlow(Launch):

@@ -133,10 +133,15 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Gi
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
     gradients = reference.backward(
-        do, q, k, v, o, arrays.host_view(operands.lse),
+        do,
+        q,
+        k,
+        v,
+        o,
+        arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
         **reference_options(forward, operands, aux),
-    )  # fmt: skip
+    )
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)
         view = heads_first(forward, array) if name in ("dq", "dk", "dv") else arrays.host_view(array)

@@ -173,8 +173,19 @@ class Problem:
         scale = _number("scale", numbers.pop("scale"), q.dtype)
         functions = tuple((name, x) for name, x in zip(FUNCTIONS, own, strict=False) if x is not None)
         return Problem(
-            batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, q.dtype, layout,
-            ordered_strides(q, order), ordered_strides(k, order), ordered_strides(v, order), o_strides,
+            batch,
+            heads,
+            heads_kv,
+            seqlen_q,
+            seqlen_k,
+            head_dim,
+            head_dim_v,
+            q.dtype,
+            layout,
+            ordered_strides(q, order),
+            ordered_strides(k, order),
+            ordered_strides(v, order),
+            o_strides,
             scale=head_dim**-0.5 if scale is None else scale,
             left=left,
             right=right,
@@ -188,7 +199,7 @@ class Problem:
             aux=_aux(aux, functions),
             return_lse=bool(return_lse),
             aligned=aligned,
-        )  # fmt: skip
+        )
 
 
 def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int, int, int, int, int]:

@@ -112,11 +112,14 @@ class Options(NamedTuple):
         given = tuple([named.get(name) for name in OPTION_ARRAYS])
         functions = (*[named.get(name) for name in FUNCTIONS], aux)
         return Options(
-            causal, window, q_offset, numbers,
+            causal,
+            window,
+            q_offset,
+            numbers,
             None if all(x is None for x in given) else given,
             None if functions == NO_FUNCTIONS else functions,
             layout,
-        )  # fmt: skip
+        )
 
     def array(self, name: str) -> Any:
         """An array of ARRAYS; None where it is not given."""

@@ -13,7 +13,7 @@ from numba import config as _numba_config
 from . import fragments
 
 if _numba_config.ENABLE_CUDASIM:
-    from .sim import (  # fmt: skip
+    from .sim import (
         approx,
         bar,
         cluster,
@@ -37,7 +37,7 @@ if _numba_config.ENABLE_CUDASIM:
         wgmma,
     )
 else:
-    from . import (  # fmt: skip
+    from . import (
         approx,
         bar,
         cluster,

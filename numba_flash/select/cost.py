@@ -87,9 +87,11 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
     options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
     functions = tuple(x for x in problem.functions if x[0] not in options)
     without = dataclasses.replace(
-        problem, arrays=tuple(x for x in problem.arrays if x.name not in options), functions=functions,
+        problem,
+        arrays=tuple(x for x in problem.arrays if x.name not in options),
+        functions=functions,
         aux=problem.aux if functions else (),
-    )  # fmt: skip
+    )
     known = all(BY_NAME[name].instead for name in options)
     instead = " and ".join(BY_NAME[name].instead for name in options) if known else ""
     if options:

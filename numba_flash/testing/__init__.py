@@ -340,9 +340,14 @@ def oracle_gradients(
     o and lse are what some forward made of the case, rounded as they may be: a backward works with just these.
     """
     dq, dk, dv, *rest = attention_backward(
-        _widened(do), **case.arguments(_widened), o=_widened(o), lse=_widened(lse),
-        dlse=None if dlse is None else _widened(dlse), wanted=gradients_of(case), kernel="reference",
-    )  # fmt: skip
+        _widened(do),
+        **case.arguments(_widened),
+        o=_widened(o),
+        lse=_widened(lse),
+        dlse=None if dlse is None else _widened(dlse),
+        wanted=gradients_of(case),
+        kernel="reference",
+    )
     return AttentionGradients(*(_heads_first(case, x) for x in (dq, dk, dv)), *rest)
 
 

@@ -84,9 +84,15 @@ class Pointer:
 
 
 def run(
-    make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    values: tuple[Any, ...], tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
-) -> None:  # fmt: skip
+    make_kernel: Callable[[], Any],
+    blocks: int,
+    threads: int,
+    shared_bytes: int,
+    arrays: tuple[Array | None, ...],
+    values: tuple[Any, ...],
+    tensor_maps: tuple[tuple[int, Any], ...] = (),
+    cluster: int = 1,
+) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
     arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
