@@ -113,8 +113,9 @@ def _check(asked: argparse.Namespace) -> None:
 def _problem(asked: argparse.Namespace, family: str) -> Any:
     """As of contiguous arrays."""
     from .arrays import ITEM_SIZE, Layout
-    from .problem.forward import LAYOUTS, Problem, contiguous_strides
+    from .problem.forward import LAYOUTS, Problem
     from .problem.options import Options
+    from .problem.strides import contiguous_strides
 
     heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k

@@ -53,7 +53,7 @@ class MmaBackwardConfig(Config):
     `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
-    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
     """
 
     warp_rows: int = 16
