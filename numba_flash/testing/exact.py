@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
-from . import Case, rows_padded
+from .cases import Case, rows_padded
 
 
 def whole_problem(
