@@ -11,7 +11,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
@@ -349,7 +349,7 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
         (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
-        (lambda: DalibiConfig("float32", uses(alibi_slopes="float32"), True, 100), "power of two"),
+        (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
         (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
         (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
