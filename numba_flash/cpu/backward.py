@@ -25,6 +25,7 @@ from .backward_sinks import run_sinks_float32, run_sinks_float64
 from .backward_sums import run_sums_float32, run_sums_float64
 from .cache import c_function, cached
 from .elements import INT
+from .functions import OwnFunctions, own_functions
 from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
 from .vectors.build import Shape, call, load, store
 
@@ -59,14 +60,14 @@ def begin(one, frame):
 @njit(nogil=True, error_model="numpy")
 def run_serial(
     launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv,
-    dbias, dalibi_slopes, dsinks,
+    dbias, dalibi_slopes, dsinks, aux,
 ):  # fmt: skip
     """All passes on this thread."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks,
+        dalibi_slopes, dsinks, aux,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
@@ -79,7 +80,7 @@ def run_serial(
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(
     workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq,
-    dk, dv, dbias, dalibi_slopes, dsinks,
+    dk, dv, dbias, dalibi_slopes, dsinks, aux,
 ):  # fmt: skip
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
     scratch_bytes = load(launch, at.SCRATCH, INT)
@@ -87,7 +88,7 @@ def run_parallel(
     scratch = (memory.ctypes.data + 63) // 64 * 64
     pointers = (
         q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks,
+        dalibi_slopes, dsinks, aux,
     )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
@@ -130,9 +131,13 @@ class Ready(NamedTuple):
     serial: bool
     long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
+    functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none."""
+        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
+        those of aux."""
+        aux = self.functions[0].aux(pointers[at.AUX :])
+        pointers = (*pointers[: at.AUX], host_pointer(aux))
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -155,6 +160,9 @@ def ready(problem: BackwardProblem) -> Ready:
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
     passes = []  # what runs on all threads before the next begins
+    slopes = {"dq", "dk"} & set(problem.wanted)
+    functions = [own_functions(p, derivative=bool(slopes))]
+    functions[0].go_into(plan.numbers)
 
     def add(what, numbers, phase, scratch_bytes):
         passes.append((_kernel(what, double).address, numbers, phase, scratch_bytes))
@@ -166,6 +174,8 @@ def ready(problem: BackwardProblem) -> Ready:
     for name, shape_of_sum in zip(GRADIENTS, problem.shapes, strict=True):
         if name in ("dbias", "dalibi_slopes") and name in problem.wanted and 0 not in shape_of_sum:
             numbers, scratch_bytes = at.make_sums_plan(problem, name, shape.lanes)
+            functions.append(own_functions(p, derivative=False))
+            functions[-1].go_into(numbers)
             add("sums", numbers, 0, scratch_bytes)
     if "dsinks" in problem.wanted:
         numbers, scratch_bytes = at.make_sinks_plan(problem, shape.lanes)
@@ -176,12 +186,12 @@ def ready(problem: BackwardProblem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, tuple(functions))
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 22)
+        run_serial.compile((numba.int64,) * 23)
     else:
-        run_parallel.compile((numba.int64,) * 23)
+        run_parallel.compile((numba.int64,) * 24)

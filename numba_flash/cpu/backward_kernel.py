@@ -80,7 +80,8 @@ def run_task(task, frame, scratch, zero):
     delta = base + tile_m * size
     ones = delta + tile_m * size
     alibi = ones + across * size
-    slopes = alibi + 2 * across * size
+    places = alibi + 2 * across * size
+    slopes = places + 2 * across * 8
     k = slopes + panel_bytes
     v = k + tile_n * head_dim * size
     packed = v + tile_n * head_dim_v * size
@@ -89,7 +90,7 @@ def run_task(task, frame, scratch, zero):
     sign, scale_log2 = sign_and_units(plan, zero)
     what = WEIGHTS
     if wants_dq or wants_dk:
-        what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) else GRADIENTS
+        what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.SCORE_MOD, INT) else GRADIENTS
     q_start, do_start = load(pointers, 0, INT), load(pointers, at.DO, INT)
     take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
     take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
@@ -128,7 +129,7 @@ def run_task(task, frame, scratch, zero):
             here = panel * panel_bytes + skip * across * size
             of_panel = panel * across * size
             panel_gradients(
-                p + here, ds + here, slopes, alibi, k + skip * head_dim * size, v + skip * head_dim_v * size,
+                p + here, ds + here, slopes, alibi, places, k + skip * head_dim * size, v + skip * head_dim_v * size,
                 q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
                 delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2,
                 what, plan, pointers, zero,

@@ -5,7 +5,7 @@
 from . import backward_plan as at
 from . import plan as slot
 from .elements import INT, compiled, copy_in, fill, gather, row_address
-from .panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
+from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
@@ -102,19 +102,21 @@ WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 @compiled
 def panel_gradients(
-    p, ds, slopes, alibi, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
+    p, ds, slopes, alibi, places, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
     scale_log2, what, plan, pointers, zero,
 ):  # fmt: skip
     """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before the cap.
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod and the cap.
     """
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
-        scaled(p, slopes if what == CAPPED else 0, keys, across, plan, zero)
-        added(p, alibi, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        own_slopes = slopes if what == CAPPED else INT
+        composed(
+            p, own_slopes, alibi, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero
+        )
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)

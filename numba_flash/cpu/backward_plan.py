@@ -25,8 +25,9 @@ NUMBERS = slot.NUMBERS + 39
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 O, LSE, SINKS, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI, DSINKS = 3, 4, 9, *range(11, 19)  # among the pointers
-ALL_POINTERS = 19
-COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(20, 26)
+AUX = 19  # behind those of the caller's
+ALL_POINTERS = 20
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(21, 27)
 FRAME_NUMBERS = 32  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
@@ -56,6 +57,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     p = problem.forward
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
+    numbers[slot.AUX_POINTER] = AUX
     size = slot.ITEMSIZES[numbers[slot.DTYPE]]
     for at, strides in ((DO_STRIDE, problem.do_strides), (DQ_STRIDE, problem.dq_strides),
                         (DK_STRIDE, problem.dk_strides), (DV_STRIDE, problem.dv_strides)):  # fmt: skip
@@ -83,7 +85,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
+    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 2 * lanes * 8
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
 
 
@@ -110,7 +112,7 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
     size = 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N + 2 * lanes)
     return numbers, -(-scratch // 64) * 64
 
 

@@ -107,7 +107,8 @@ def run_task(task, frame, scratch, zero):
     base = shift + tile_m * size
     delta = base + tile_m * size
     alibi = delta + tile_m * size
-    k = alibi + 2 * across * size
+    places = alibi + 2 * across * size
+    k = places + 2 * across * 8
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size
 
@@ -147,7 +148,7 @@ def run_task(task, frame, scratch, zero):
                 skip, keys = first - key0, last - first
                 of_panel = panel * across * size
                 panel_gradients(
-                    p, ds, 0, alibi, k + skip * head_dim * size, v + skip * head_dim_v * size, q + of_panel * head_dim,
+                    p, ds, INT, alibi, places, k + skip * head_dim * size, v + skip * head_dim_v * size, q + of_panel * head_dim,
                     do + of_panel * head_dim_v, shift + of_panel, base + of_panel, delta + of_panel, first, keys,
                     is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2, GRADIENTS, plan, pointers,
                     zero,

@@ -15,12 +15,13 @@ import numba
 import numpy as np
 from numba import njit, prange
 
-from ..arrays import ITEM_SIZE
+from ..arrays import ITEM_SIZE, host_pointer
 from ..machine import forked, interrupt
 from ..problem.forward import Problem
 from . import plan as slot
 from .cache import c_function, cached
 from .elements import INT
+from .functions import NO_FUNCTIONS, OwnFunctions, own_functions
 from .kernel import run_tasks_float32, run_tasks_float64
 from .vectors.build import Shape, call, load, store
 
@@ -30,7 +31,7 @@ def set_up(frame, plan, pointers, shared, stop):
     """Fill a call's frame; the shared memory begins with the counters."""
     store(frame, slot.PLAN, plan)
     store(frame, slot.STOP, stop)
-    for n in range(11):
+    for n in range(slot.AUX + 1):
         store(frame, slot.POINTERS + n, pointers[n])
     count = 1 + load(plan, slot.TASKS, INT)
     for n in range(count):
@@ -41,13 +42,13 @@ def set_up(frame, plan, pointers, shared, stop):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
+def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux):
     """All tasks on this thread."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux), at, stop)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
     memory[0] = 0  # keeps it alive until here
@@ -55,13 +56,13 @@ def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, se
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset):
+def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset), at, stop)
+    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux), at, stop)
     store(at, 0, workers)
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
@@ -91,11 +92,15 @@ class Ready(NamedTuple):
     serial: bool
     long: bool
     nothing: bool
+    functions: OwnFunctions
 
     def run(self, pointers: Sequence[int]) -> None:
-        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none."""
+        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
+        them those of aux."""
         if self.nothing:
             return
+        aux = self.functions.aux(pointers[slot.AUX :])
+        pointers = (*pointers[: slot.AUX], host_pointer(aux))
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -115,12 +120,14 @@ def ready(problem: Problem) -> Ready:
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
+    nothing = p.batch * p.heads * p.seqlen_q == 0
+    functions = NO_FUNCTIONS if nothing else own_functions(p, derivative=False)
+    functions.go_into(numbers)
     operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    nothing = p.batch * p.heads * p.seqlen_q == 0
-    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing)
+    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing, functions)
 
 
 def warm_up(problem: Problem) -> None:
@@ -129,6 +136,6 @@ def warm_up(problem: Problem) -> None:
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 14)
+        run_serial.compile((numba.int64,) * 15)
     else:
-        run_parallel.compile((numba.int64,) * 15)
+        run_parallel.compile((numba.int64,) * 16)

@@ -26,7 +26,10 @@ ITEMSIZES = (2, 2, 4, 8)
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
 ALIBI_STRIDE, SINKS_STRIDE = 56, 58  # two, in bytes: batch, head
 SINKS_DTYPE = 60
-NUMBERS = 61
+# Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
+SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
+OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
+NUMBERS = 64
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -38,9 +41,10 @@ ARRAY_SLOTS = {
 }
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
-PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 12, 13, 14  # STOP: the address of machine/interrupt.py's number
+PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 13, 14, 15  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = 16
 
+AUX = 11  # behind those of options.Operands
 ABSENT = -1  # stands for the dtype of what is not there
 Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 
@@ -89,6 +93,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
+    plan[AUX_POINTER] = AUX
     size = ITEMSIZES[plan[DTYPE]]
     for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
                         (O_STRIDE, p.o_strides)):  # fmt: skip
@@ -110,9 +115,10 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[BY_ROWS] = by_rows
     tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
-    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, and a key tile converted and packed.
+    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, places, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
     work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
+    work += 2 * panel_rows * 8
     plan[TASKS] = tasks
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64
