@@ -60,8 +60,8 @@ class Known(NamedTuple):
 
 
 def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
-    """`dispatch.forward.run` for traced JAX arrays: gradients of q, k, v, bias, alibi_slopes and sinks, also
-    through lse.
+    """`dispatch.forward.run` for traced JAX arrays, with gradients of q, k, v and the options that have one,
+    also through lse.
 
     >>> jax.jit(jax.grad(lambda q: numba_flash.attention(q, k, v, causal=True).sum()))(q)
 

@@ -11,8 +11,7 @@ import math
 import operator
 from typing import NamedTuple
 
-# How many dimensions an array has when all are written out, the batch first. The others have 4.
-RANKS = dict(lse=3, dlse=3, seqlens_k=1, q_offset=1, alibi_slopes=2, dalibi_slopes=2, sinks=2, dsinks=2)
+from ..problem.options import RANKS
 
 
 class Fold(NamedTuple):
@@ -30,7 +29,7 @@ def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: in
     become part of the batch; there may then be arrays without a batch, which are called aux0, aux1, ...
     """
     cores = [
-        (1,) * (1 if name.startswith("aux") else RANKS.get(name, 4) + mapped - len(shape)) + shape[mapped:]
+        (1,) * (1 if name.startswith("aux") else RANKS[name] + mapped - len(shape)) + shape[mapped:]
         for name, shape in zip(names, shapes, strict=True)
     ]
     walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]

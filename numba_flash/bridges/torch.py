@@ -65,7 +65,7 @@ def attention(
 
 
 def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
-    """`dispatch.forward.run` for torch tensors, with gradients of q, k, v, bias, alibi_slopes and sinks, also
+    """`dispatch.forward.run` for torch tensors, with gradients of q, k, v and the options that have one, also
     through lse.
 
     The arguments and errors are the same, except that out and stream are refused: a result that has a gradient is

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BATCH_FIRST = {"q": 4, "k": 4, "v": 4, "do": 4, "o": 4, "lse": 3, "dlse": 3, "seqlens_k": 1, "q_offset": 1}
-BROADCAST = {
-    "bias": 4,
-    "mask": 4,
-    "alibi_slopes": 2,
-    "sinks": 2,
-}  # dimensions with the batch, which may be missing or 1
+from ..problem.options import BROADCAST, RANKS
 
 
 def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:
@@ -27,9 +21,9 @@ def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, ow
         return None
     if name in BROADCAST:
         shape = own_shape(x, dim)
-        if dim is None and not own and (len(shape) < BROADCAST[name] or shape[0] == 1):
-            return x  # is the same for all of the batch
-        x = _mapped(x, dim, size).reshape(size, *(1,) * (BROADCAST[name] - len(shape)), *shape)
+        if dim is None and not own and _serves_whole_batch(name, shape):
+            return x
+        x = _mapped(x, dim, size).reshape(size, *(1,) * (RANKS[name] - len(shape)), *shape)
         x = x.expand(size, batch, *x.shape[2:]) if x.shape[1] == 1 else x
     else:
         x = _mapped(x, dim, size)
@@ -39,7 +33,7 @@ def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, ow
 def unfold_gradient(gradient: Tensor, name: str, shape: tuple[int, ...], size: int, batch: int) -> Tensor:
     """The gradient of what `fold` made of an argument of this shape, as that of the argument; it is mapped in front."""
     gradient = unfold(gradient, size, batch)
-    if name in BROADCAST and (len(shape) < BROADCAST[name] or shape[0] == 1):
+    if _serves_whole_batch(name, shape):
         gradient = gradient.sum(1)
     return gradient.reshape(size, *shape)
 
@@ -51,8 +45,11 @@ def unfold(x: Tensor, size: int, batch: int) -> Tensor:
 
 def is_summed(name: str, x: Tensor, dim: int | None, batch: int) -> bool:
     """Whether `unfold_gradient` adds gradients up."""
-    shape = own_shape(x, dim)
-    return name in BROADCAST and batch > 1 and (len(shape) < BROADCAST[name] or shape[0] == 1)
+    return batch > 1 and _serves_whole_batch(name, own_shape(x, dim))
+
+
+def _serves_whole_batch(name: str, shape: tuple[int, ...]) -> bool:
+    return name in BROADCAST and (len(shape) < RANKS[name] or shape[0] == 1)
 
 
 def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:

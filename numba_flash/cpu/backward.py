@@ -18,11 +18,12 @@ from numba import njit, prange
 
 from ..arrays import ITEM_SIZE, host_pointer
 from ..machine import forked, interrupt
-from ..problem.backward import GRADIENTS, BackwardProblem
+from ..problem.backward import BackwardProblem
+from ..problem.options import ARRAYS
 from . import backward_plan as at
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
-from .backward_sinks import run_sinks_float32, run_sinks_float64
 from .backward_sums import run_sums_float32, run_sums_float64
+from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
 from .functions import OwnFunctions, own_functions
@@ -103,8 +104,8 @@ _FUNCTIONS = {
     ("rows", True): run_phase_float64,
     ("sums", False): run_sums_float32,
     ("sums", True): run_sums_float64,
-    ("sinks", False): run_sinks_float32,
-    ("sinks", True): run_sinks_float64,
+    ("terms", False): run_terms_float32,
+    ("terms", True): run_terms_float64,
 }
 
 
@@ -171,15 +172,16 @@ def ready(problem: BackwardProblem) -> Ready:
         add("rows", plan.numbers, GRADIENTS_OF_ROWS, plan.scratch_bytes)
     if {"dk", "dv"} & set(problem.wanted):
         add("rows", plan.numbers, RESULTS, 0)
-    for name, shape_of_sum in zip(GRADIENTS, problem.shapes, strict=True):
-        if name in ("dbias", "dalibi_slopes") and name in problem.wanted and 0 not in shape_of_sum:
-            numbers, scratch_bytes = at.make_sums_plan(problem, name, shape.lanes)
-            functions.append(own_functions(p, derivative=False))
-            functions[-1].go_into(numbers)
-            add("sums", numbers, 0, scratch_bytes)
-    if "dsinks" in problem.wanted:
-        numbers, scratch_bytes = at.make_sinks_plan(problem, shape.lanes)
-        add("sinks", numbers, 0, scratch_bytes)
+    for option in ARRAYS:
+        name = option.gradient
+        if name in problem.wanted and 0 not in problem.shape_of(name):
+            term = option.acts_on == "sum"
+            make_plan = at.make_terms_plan if term else at.make_sums_plan
+            numbers, scratch_bytes = make_plan(problem, name, shape.lanes)
+            if not term:
+                functions.append(own_functions(p, derivative=False))
+                functions[-1].go_into(numbers)
+            add("terms" if term else "sums", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND

@@ -9,25 +9,28 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem.backward import BackwardProblem
+from ..problem.options import GRADIENT_OF, RANKS, GradientOperands
 from . import plan as slot
 
 # Where the numbers stand that come to those of the forward; *_STRIDE as there.
 DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
 HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
-# Of a gradient that is summed (dbias, dalibi_slopes): its strides and type, which dimensions it has itself, whether
+# Of an option's gradient, which is a sum: its strides and type, which dimensions it has itself, whether
 # dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
 SUM_STRIDE = slot.NUMBERS + 27
 SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
     slot.NUMBERS + 31, slot.NUMBERS + 39
 )
-NUMBERS = slot.NUMBERS + 39
+# Of the option itself: which of the pointers it is, and its strides (batch, head), in bytes.
+TERM_POINTER, TERM_STRIDE = slot.NUMBERS + 39, slot.NUMBERS + 40
+NUMBERS = slot.NUMBERS + 42
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-O, LSE, SINKS, DO, DLSE, DQ, DK, DV, DBIAS, DALIBI, DSINKS = 3, 4, 9, *range(11, 19)  # among the pointers
-AUX = 19  # behind those of the caller's
-ALL_POINTERS = 20
-COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(21, 27)
+AUX = len(GradientOperands._fields)  # behind those of the caller's
+ALL_POINTERS = AUX + 1
+O, LSE, DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "o lse do dlse dq dk dv".split())
+COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = 32  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
@@ -59,9 +62,9 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
     numbers[slot.AUX_POINTER] = AUX
     size = slot.ITEMSIZES[numbers[slot.DTYPE]]
-    for at, strides in ((DO_STRIDE, problem.do_strides), (DQ_STRIDE, problem.dq_strides),
-                        (DK_STRIDE, problem.dk_strides), (DV_STRIDE, problem.dv_strides)):  # fmt: skip
-        numbers[at : at + 4] = np.multiply(strides, size)
+    numbers[DO_STRIDE : DO_STRIDE + 4] = np.multiply(problem.do_strides, size)
+    for at, name in ((DQ_STRIDE, "dq"), (DK_STRIDE, "dk"), (DV_STRIDE, "dv")):
+        numbers[at : at + 4] = np.multiply(problem.strides_of(name), size)
     size = 8 if p.dtype == "float64" else 4
     numbers[DLSE_STRIDE : DLSE_STRIDE + 3] = np.multiply(problem.dlse_strides, size)
     numbers[HAS_DLSE] = problem.has_dlse
@@ -90,16 +93,16 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
 
 
 def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
-    """The numbers for dbias or dalibi_slopes, and the bytes of a thread's scratch memory."""
+    """The numbers for the gradient `name` of an option of the scores, and the bytes of a thread's scratch memory."""
     p = problem.forward
     numbers = make_plan(problem, lanes, 1).numbers
-    strides, option, pointer = problem.dbias_strides, p.array("bias"), DBIAS
-    if name == "dalibi_slopes":
-        strides, option, pointer = (*problem.dalibi_strides, 0, 0), p.array("alibi_slopes"), DALIBI
+    option, rank = p.array(GRADIENT_OF[name]), RANKS[name]
+    strides = problem.strides_of(name) + (0,) * (4 - rank)
     assert option is not None
     code = slot.DTYPE_CODES[option.dtype]
     numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
-    numbers[SUM_DTYPE], numbers[SUM_POINTER], numbers[BY_DISTANCE] = code, pointer, name == "dalibi_slopes"
+    numbers[SUM_DTYPE], numbers[SUM_POINTER] = code, GradientOperands._fields.index(name)
+    numbers[BY_DISTANCE] = rank == 2  # a slope for each head
     own = [stride != 0 for stride in strides]
     numbers[OWN_BATCH : OWN_KEYS + 1] = own
 
@@ -116,15 +119,17 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     return numbers, -(-scratch // 64) * 64
 
 
-def make_sinks_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for dsinks, of which a task is one element: SUM_STRIDE (two of them), SUM_DTYPE and OWN_BATCH."""
-    p, sinks = problem.forward, problem.forward.array("sinks")
-    assert sinks is not None
+def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
+    """The same for that of a term of every row's sum. A task is one element of it."""
+    p, term = problem.forward, problem.forward.array(GRADIENT_OF[name])
+    assert term is not None
     numbers = make_plan(problem, lanes, 1).numbers
-    code = slot.DTYPE_CODES[sinks.dtype]
-    numbers[SUM_STRIDE : SUM_STRIDE + 2] = np.multiply(problem.dsinks_strides, slot.ITEMSIZES[code])
-    numbers[SUM_DTYPE], numbers[OWN_BATCH] = code, len(problem.shape_of("dsinks")) == 2
-    numbers[slot.TASKS] = math.prod(problem.shape_of("dsinks"))
+    code = slot.DTYPE_CODES[term.dtype]
+    numbers[SUM_DTYPE], numbers[OWN_BATCH] = code, len(problem.shape_of(name)) == 2
+    numbers[SUM_POINTER], numbers[TERM_POINTER] = map(GradientOperands._fields.index, (name, GRADIENT_OF[name]))
+    for at, strides in ((SUM_STRIDE, problem.strides_of(name)), (TERM_STRIDE, term.strides)):
+        numbers[at : at + 2] = np.multiply(strides, slot.ITEMSIZES[code])
+    numbers[slot.TASKS] = math.prod(problem.shape_of(name))
     scratch = 2 * p.head_dim_v * (8 if p.dtype == "float64" else 4)  # a row of o and one of do
     return numbers, -(-scratch // 64) * 64
 

@@ -16,7 +16,7 @@ from .forward import (
     element_strides,
     ordered_strides,
 )
-from .options import GRADIENT_OF, OPTION_ARRAYS, Options
+from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options
 
 GRADIENTS = tuple(GRADIENT_OF)
 
@@ -25,8 +25,8 @@ GRADIENTS = tuple(GRADIENT_OF)
 class BackwardProblem:
     """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` makes and checks it.
 
-    Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, dbias and
-    dalibi_slopes in bias' and the slopes' own shape, with stride 0 where those are broadcast; dsinks likewise.
+    Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, those of options in the
+    options' own shapes, with stride 0 where these are broadcast.
     """
 
     forward: Problem  # with the strides of o as it was given
@@ -35,18 +35,21 @@ class BackwardProblem:
     do_strides: Strides
     has_dlse: bool
     dlse_strides: tuple[int, int, int]  # (batch, head, query)
-    dq_strides: Strides
-    dk_strides: Strides
-    dv_strides: Strides
-    dbias_shape: tuple[int, int, int, int]  # (batch, head, query, key), with 1 where bias is broadcast
-    dbias_strides: Strides
-    dalibi_strides: tuple[int, int]  # (batch, head)
-    dsinks_strides: tuple[int, int]
+    strides: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as many as options.RANKS says
     shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
+
+    def strides_of(self, name: str) -> tuple[int, ...]:
+        """Those of one of GRADIENTS."""
+        return self.strides[GRADIENTS.index(name)]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """That of one of GRADIENTS."""
         return self.shapes[GRADIENTS.index(name)]
+
+    @property
+    def dbias_shape(self) -> tuple[int, ...]:
+        """(batch, head, query, key), with 1 where bias is broadcast."""
+        return (1,) * (4 - len(self.shape_of("dbias"))) + self.shape_of("dbias")
 
     @staticmethod
     def of(
@@ -80,13 +83,7 @@ class BackwardProblem:
             ordered_strides(do, order),
             dlse is not None,
             (batch, head, query),
-            dq_strides=_in_order(q.shape, order),
-            dk_strides=_in_order(k.shape, order),
-            dv_strides=_in_order(v.shape, order),
-            dbias_shape=_four((1,) * 4 + shapes["dbias"]),
-            dbias_strides=_four((0,) * 4 + contiguous_strides(shapes["dbias"])),
-            dalibi_strides=_of_heads(shapes["dalibi_slopes"]),
-            dsinks_strides=_of_heads(shapes["dsinks"]),
+            strides=tuple(_strides(name, shapes[name], order) for name in GRADIENTS),
             shapes=tuple(shapes[name] if name in wanted else () for name in GRADIENTS),
         )
 
@@ -114,16 +111,9 @@ def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dt
         raise TypeError(f"{name} must be {dtype}, not {array.dtype}")
 
 
-def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> Strides:
+def _strides(name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a gradient, which is contiguous. order: of the dimensions of dq, dk and dv."""
     strides = contiguous_strides(shape)
-    return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
-
-
-def _four(numbers: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """The last four."""
-    return (numbers[-4], numbers[-3], numbers[-2], numbers[-1])
-
-
-def _of_heads(shape: tuple[int, ...]) -> tuple[int, int]:
-    strides = (0, 0, *contiguous_strides(shape))
-    return (strides[-2], strides[-1])
+    if name in ("dq", "dk", "dv"):
+        return tuple(strides[axis] for axis in order)
+    return (0,) * (RANKS[name] - len(strides)) + strides

@@ -60,6 +60,12 @@ def _tuple_of(name: str, fields: tuple[str, ...]) -> Any:
 ARRAY_NAMES = tuple(option.name for option in ARRAYS)
 GRADIENT_OF = dict(dq="q", dk="k", dv="v") | {option.gradient: option.name for option in ARRAYS if option.gradient}
 
+# How many dimensions an array has when all are written out, the batch first. Those of BROADCAST may lack some.
+_RANK_OF_SHAPE = dict(scores=4, heads=2, batch=1)
+RANKS = dict(q=4, k=4, v=4, o=4, lse=3) | {option.name: _RANK_OF_SHAPE[option.shape] for option in ARRAYS}
+RANKS |= dict(do=4, dlse=3) | {gradient: RANKS[name] for gradient, name in GRADIENT_OF.items()}
+BROADCAST = tuple(option.name for option in ARRAYS if option.shape != "batch")
+
 # The arrays of one call, an Array or None each. The order is that of the kernels' pointers. o and lse are written by
 # attention, and read by attention_backward.
 Operands = _tuple_of("Operands", ("q", "k", "v", "o", "lse", *ARRAY_NAMES))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config.forward import WgmmaConfig
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, BY_NAME, NUMBERS, OPTIONS, GradientOperands, Operands
+from ..problem.options import ARRAYS, BY_NAME, GRADIENT_OF, NUMBERS, RANKS, GradientOperands, Operands
 from ..problem.ranges import UNBOUNDED
 from .tensor_maps import TensorMap
 
@@ -96,11 +96,8 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
-GRADIENTS = {option.gradient: option.name for option in OPTIONS if option.gradient}  # of options
 # How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
-_OF_SHAPE = dict(scores=4, heads=2, batch=0)
-STRIDES = dict(dlse=3, x=2, y=2) | {option.name: _OF_SHAPE[option.shape] for option in ARRAYS}
-STRIDES |= {gradient: STRIDES[name] for gradient, name in GRADIENTS.items()}
+STRIDES = dict(x=2, y=2) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
 SIZES = dict(dbias_shape=4)  # likewise
 
 
@@ -179,7 +176,7 @@ def element_type(config: Any, name: str) -> str:
         return "uint8" if dtype == "bool" else dtype
     if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
         return config.compute_dtype
-    option = GRADIENTS.get(name, name)
+    option = GRADIENT_OF.get(name, name)
     if option in BY_NAME:
         given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
         return "uint8" if given == "bool" else given
@@ -220,9 +217,9 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
 
 
 def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
-    numbers, own = _numbers_of(problem.forward), ("do", "dlse", "dq", "dk", "dv", "dbias")
-    numbers["strides"] |= {name: getattr(problem, f"{name}_strides") for name in own}
-    numbers["strides"] |= dict(dalibi_slopes=problem.dalibi_strides, dsinks=problem.dsinks_strides)
+    numbers = _numbers_of(problem.forward)
+    numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
+    numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
     return Values.of(kernel, len(problem.forward.aux), **numbers)
 

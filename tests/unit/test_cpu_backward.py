@@ -133,10 +133,13 @@ def test_scale(scale):
 def test_nothing_at_all(shape):
     batch, heads, seqlen_q, seqlen_k = shape
     case = problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads)
-    case.options = dict(bias=np.ones((1, 1, 1, 1), np.float32), alibi_slopes=np.ones(heads, np.float32), layout="bshd")
+    slopes, sinks = np.ones((2, heads), np.float32)
+    case.options = dict(bias=np.ones((1, 1, 1, 1), np.float32), alibi_slopes=slopes, sinks=sinks, layout="bshd")
     case.q, case.k, case.v = (x.swapaxes(1, 2) for x in (case.q, case.k, case.v))
-    for gradient in attention_backward(case, *inputs_of(case)):
-        assert not gradient.any()
+    inputs = inputs_of(case)
+    *gradients, dsinks = attention_backward(case, *inputs)
+    assert not any(gradient.any() for gradient in gradients)
+    assert np.allclose(dsinks, inputs[-1].sum((0, 2)), atol=0)  # without keys the sink is all of lse
     whole = np.zeros(shape, np.float32)
     case.options["bias"] = whole
     assert attention_backward(case, *inputs_of(case)).dbias.shape == whole.shape
@@ -218,7 +221,8 @@ def test_bits_do_not_depend_on_batch_neighbours():
 # What is left out changes nothing of the rest, and is None.
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_wanted(softcap):
-    case = problem(70, 200, softcap=softcap, bias=np.ones((70, 200), np.float32), alibi_slopes=np.ones(2, np.float32))
+    slopes, sinks = np.ones((2, 2), np.float32)
+    case = problem(70, 200, softcap=softcap, bias=np.ones((70, 200), np.float32), alibi_slopes=slopes, sinks=sinks)
     inputs = inputs_of(case)
     everything = attention_backward(case, *inputs)
     for wanted in (*((name,) for name in GRADIENTS), ("dq", "dk"), ("dq", "dv"), ("dk", "dv"), ("dv", "dbias")):

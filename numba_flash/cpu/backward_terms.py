@@ -1,4 +1,4 @@
-"""dsinks on the CPU (compiled): a sum over the rows of a head, by what kernels/simt/dsinks.py says.
+"""Gradients of terms of every row's sum, on the CPU (compiled), by what kernels/simt/dsinks.py says.
 
 One task is one element of the result, so its sum has one order whatever the threads. Sums are in float64.
 """
@@ -38,24 +38,25 @@ def delta_of(row, plan, pointers, b, head, i, zero):
 
 @inlined
 def run_task(task, frame, scratch, zero):
-    """Task number `task`: the sink of one head, or of one head of one batch entry."""
+    """Task number `task`: the term of one head, or of one head of one batch entry."""
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     batch, heads, seqlen_q = load(plan, slot.BATCH, INT), load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
     own_b, head = task // heads, task % heads
     end_b = own_b + 1 if load(plan, at.OWN_BATCH, INT) else batch
-    source = own_b * load(plan, slot.SINKS_STRIDE, INT) + head * load(plan, slot.SINKS_STRIDE + 1, INT)
-    sink = get(load(pointers, at.SINKS, INT) + source, load(plan, slot.SINKS_DTYPE, INT), 0.0)
+    dtype = load(plan, at.SUM_DTYPE, INT)
+    source = own_b * load(plan, at.TERM_STRIDE, INT) + head * load(plan, at.TERM_STRIDE + 1, INT)
+    term = get(load(pointers, load(plan, at.TERM_POINTER, INT), INT) + source, dtype, 0.0)
     total = 0.0
     for b in range(own_b, end_b):
         if load(load(frame, at.STOP, INT), 0, INT):
             break  # nobody waits for the result any more
         for i in range(seqlen_q):
             lse = np.float64(load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero))
-            weight = math.exp(sink - lse) if lse != -INFINITY else 0.0
+            weight = math.exp(term - lse) if lse != -INFINITY else 0.0
             if weight != 0:
                 total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)
     to = own_b * load(plan, at.SUM_STRIDE, INT) + head * load(plan, at.SUM_STRIDE + 1, INT)
-    put(load(pointers, at.DSINKS, INT) + to, load(plan, at.SUM_DTYPE, INT), total)
+    put(load(pointers, load(plan, at.SUM_POINTER, INT), INT) + to, dtype, total)
 
 
 @inlined
@@ -69,11 +70,11 @@ def run_tasks(frame, scratch, zero):
         task = fetch_add(counter)
 
 
-def run_sinks_float32(frame, _, scratch):
+def run_terms_float32(frame, _, scratch):
     """One thread's part of the tasks."""
     run_tasks(frame, scratch, np.float32(0))
 
 
-def run_sinks_float64(frame, _, scratch):
+def run_terms_float64(frame, _, scratch):
     """The same in double precision."""
     run_tasks(frame, scratch, np.float64(0))
