@@ -26,8 +26,8 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
-from .functions import OwnFunctions, own_functions
 from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
+from .functions import OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
 

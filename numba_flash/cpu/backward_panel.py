@@ -102,12 +102,13 @@ WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 @compiled
 def panel_gradients(
-    p, ds, slopes, alibi, places, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
-    scale_log2, what, plan, pointers, zero,
+    p, ds, slopes, alibi, places, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid,
+    offset, scale_log2, what, plan, pointers, zero,
 ):  # fmt: skip
     """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod and the cap.
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod
+    and the cap.
     """
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)

@@ -115,7 +115,9 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
     size = 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N + 2 * lanes)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (
+        1 + tile_m * TILE_N + 2 * lanes
+    )
     return numbers, -(-scratch // 64) * 64
 
 

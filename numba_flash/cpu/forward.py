@@ -56,7 +56,9 @@ def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, se
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux):
+def run_parallel(
+    workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux
+):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)

@@ -1,7 +1,7 @@
 """The caller's own functions on the CPU: each is compiled by itself, for one panel of scores (compiled).
 
-The kernels call it by its address, which the plan has: a new function costs its own compiling, and the kernels stay what
-they are. In it LLVM takes the rows of a panel along its vectors, and of a row alone the keys.
+The kernels call it by its address, which the plan has: a new function costs its own compiling, and the kernels stay
+what they are. In it LLVM takes the rows of a panel along its vectors, and of a row alone the keys.
 """
 
 # mypy: ignore-errors
@@ -98,8 +98,8 @@ def _panel(option, function, base_name, aux, derivative, narrow):
 
 
 def _whole(base_name: str, narrow: bool):
-    """-> whole(x): an int64 as a Number. narrow: LLVM is told that it lies in 0 to NARROW. Without AVX-512 no vectors of
-    real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32, such as these,
+    """-> whole(x): an int64 as a Number. narrow: LLVM is told that it lies in 0 to NARROW. Without AVX-512 no vectors
+    of real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32, such as these,
     differences of two, and sums of a few."""
     t, bits = compiled.Number("whole", compiled.BASES[base_name]), ir.Constant(ir.IntType(64), NARROW)
 

@@ -1,7 +1,7 @@
 """Functions of math as plain arithmetic, without a call or a jump, so that LLVM makes vectors of it on a CPU.
 
-x and what they return are values of the code that is being compiled (compiled.py), and `f` makes them. float32 is within
-2 ulp, float64 within 4. The polynomials and the ways of reducing x are those of the Cephes library.
+x and what they return are values of the code that is being compiled (compiled.py), and `f` makes them. float32 is
+within 2 ulp, float64 within 4. The polynomials and the ways of reducing x are those of the Cephes library.
 """
 
 import math
@@ -41,17 +41,20 @@ def _polynomial(terms: tuple[float, ...], x: Any) -> Any:
     return y
 
 
-def exp(x: Any, f: Any) -> Any:
-    low, high = EXP_RANGE[f.bytes]
-    inside = f.where(x < low, f.number(low), f.where(x > high, f.number(high), x))
-    n = f.rint(inside * LOG2_E)
-    r = inside - n * LN2_HIGH[f.bytes] - n * LN2_LOW[f.bytes]
+def _exp_parts(x: Any, f: Any) -> tuple[Any, Any]:
+    """e^x = y * 2^n."""
+    n = f.rint(x * LOG2_E)
+    r = x - n * LN2_HIGH[f.bytes] - n * LN2_LOW[f.bytes]
     square = r * r
     if f.bytes == 4:
-        y = _polynomial(EXP_4, r) * square + r + 1
-    else:
-        odd = r * _polynomial(EXP_P, square)
-        y = odd / (_polynomial(EXP_Q, square) - odd) * 2 + 1
+        return _polynomial(EXP_4, r) * square + r + 1, n
+    odd = r * _polynomial(EXP_P, square)
+    return odd / (_polynomial(EXP_Q, square) - odd) * 2 + 1, n
+
+
+def exp(x: Any, f: Any) -> Any:
+    low, high = EXP_RANGE[f.bytes]
+    y, n = _exp_parts(f.where(x < low, f.number(low), f.where(x > high, f.number(high), x)), f)
     half = f.floor(n * 0.5)  # 2^n as two numbers, of which none is out of range
     return f.where(x != x, x, y * f.power_of_2(half) * f.power_of_2(n - half))
 
@@ -76,8 +79,8 @@ def log(x: Any, f: Any) -> Any:
 
 def log1p(x: Any, f: Any) -> Any:
     u = x + 1
-    y = log(u, f) - ((u - 1) - x) / u  # what was lost in u
-    return f.where((u > 0) & (u < math.inf), y, log(u, f))
+    y = log(u, f)
+    return f.where((u > 0) & (u < math.inf), y - ((u - 1) - x) / u, y)  # without what was lost in u
 
 
 def tanh(x: Any, f: Any) -> Any:
@@ -87,7 +90,8 @@ def tanh(x: Any, f: Any) -> Any:
     else:
         small = _polynomial(TANH_P, square) / _polynomial(TANH_Q, square)
     size = f.fabs(x)
-    e = exp(size * -2, f)
+    y, n = _exp_parts(f.where(size > 40, f.number(-80), size * -2), f)
+    e = y * f.power_of_2(n)
     large = (1 - e) / (e + 1)
     return f.where(size < TANH_LIMIT, small * square * x + x, f.where(x < 0, -large, large))
 
