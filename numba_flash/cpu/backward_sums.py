@@ -149,9 +149,9 @@ def run_task(task, frame, scratch, zero):
                 of_panel = panel * across * size
                 panel_gradients(
                     p, ds, INT, alibi, places, k + skip * head_dim * size, v + skip * head_dim_v * size,
-                    q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel, delta + of_panel, first, keys,
-                    is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2, GRADIENTS, plan, pointers,
-                    zero,
+                    q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
+                    delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset,
+                    scale_log2, GRADIENTS, plan, pointers, zero,
                 )  # fmt: skip
                 add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)
     row0 = tile0 * tile_rows

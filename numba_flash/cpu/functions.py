@@ -99,7 +99,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
 
 def _whole(base_name: str, narrow: bool):
     """-> whole(x): an int64 as a Number. narrow: LLVM is told that it lies in 0 to NARROW. Without AVX-512 no vectors
-    of real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32, such as these,
+    of real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32: these,
     differences of two, and sums of a few."""
     t, bits = compiled.Number("whole", compiled.BASES[base_name]), ir.Constant(ir.IntType(64), NARROW)
 
