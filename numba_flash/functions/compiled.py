@@ -24,7 +24,7 @@ from numba.core.typeconv import Conversion
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, infer_getattr, infer_global
 
-from . import rules
+from . import on_cpu, rules
 from .function import MARK, Function
 from .rules import Pair
 
@@ -144,16 +144,17 @@ class _Code:
 
     def __init__(self, context: Any, builder: Any, base: Any):
         self.context, self.builder, self.base = context, builder, base
-        self.zero, self.one = self._number(0), self._number(1)
+        self.zero, self.one = self.number(0), self.number(1)
 
-    def _number(self, x: float) -> _Value:
+    def number(self, x: float) -> _Value:
         return _Value(self, ir.Constant(self.context.get_value_type(self.base), float(x)))
 
     def __getattr__(self, name: str) -> Callable[..., _Value]:
-        """A function of math, by the target's own code for it."""
+        """A function of math, by the target's own code for it, or on a CPU by code that it has vectors for."""
         if name.startswith("_"):
             raise AttributeError(name)
-
+        if name in on_cpu.FUNCTIONS and not self.on_gpu:
+            return lambda x: on_cpu.FUNCTIONS[name](x, self)
         return functools.partial(self._by_target, name)
 
     def _by_target(self, name: str, *values: _Value) -> _Value:
@@ -182,6 +183,33 @@ class _Code:
         else:
             declared = module.declare_intrinsic(f"llvm.{name}", [kind])
         return _Value(self, self.builder.call(declared, [x.value]))
+
+    # Bits of a number, for on_cpu.py.
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.base is types.float32 else 8
+
+    def _format(self) -> tuple[Any, int, int]:
+        """The whole number as large as one, its bits of mantissa, and what is added to its exponent."""
+        return (ir.IntType(32), 23, 127) if self.bytes == 4 else (ir.IntType(64), 52, 1023)
+
+    def power_of_2(self, n: _Value) -> _Value:
+        """2^n of a whole number, as large as that of a normal one."""
+        kind, mantissa, bias = self._format()
+        exponent = self.builder.add(self.builder.fptosi(n.value, ir.IntType(32)), ir.Constant(ir.IntType(32), bias))
+        bits = self.builder.shl(exponent if self.bytes == 4 else self.builder.zext(exponent, kind), kind(mantissa))
+        return _Value(self, self.builder.bitcast(bits, self.zero.value.type))
+
+    def parts(self, x: _Value) -> tuple[_Value, _Value]:
+        """x, a normal number above 0, as m * 2^n with m in [1/2, 1)."""
+        (kind, mantissa, bias), builder = self._format(), self.builder
+        bits = builder.bitcast(x.value, kind)
+        exponent = builder.sub(builder.and_(builder.lshr(bits, kind(mantissa)), kind(2 * bias + 1)), kind(bias - 1))
+        half = builder.or_(builder.and_(bits, kind(2**mantissa - 1)), kind((bias - 1) << mantissa))
+        real = self.zero.value.type
+        exponent = exponent if self.bytes == 4 else builder.trunc(exponent, ir.IntType(32))
+        return _Value(self, builder.bitcast(half, real)), _Value(self, builder.sitofp(exponent, real))
 
     floor = functools.partialmethod(_by_intrinsic, "floor")
     ceil = functools.partialmethod(_by_intrinsic, "ceil")
@@ -388,23 +416,46 @@ for _plain in (Number, types.Integer, types.Float, types.Boolean):
 # Arrays.
 
 
+def scope_of_scores(module: Any) -> Any:
+    """LLVM's name for memory that scores lie in, on a CPU."""
+    domain = module.add_metadata(["numba_flash"])
+    return module.add_metadata([module.add_metadata(["numba_flash scores", domain])])
+
+
 def _load(code: _Code, t: Table, pointer: Any) -> Any:
     """An element, in the type that is computed in."""
     builder, context = code.builder, code.context
-    if t.dtype == "bfloat16":
-        bits = builder.shl(builder.zext(builder.load(pointer), ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        value, found = builder.bitcast(bits, ir.FloatType()), types.float32
-        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
-    if t.dtype == "float16":
+    if t.dtype == "float16" and code.on_gpu:
         half = builder.load(builder.bitcast(pointer, ir.HalfType().as_pointer()))
         value = builder.fpext(half, code.zero.value.type)
         return code.made(Number("real", t.base), value)
     value = builder.load(pointer)
+    if not code.on_gpu:
+        value.set_metadata("noalias", scope_of_scores(builder.module))
+    if t.dtype == "bfloat16":
+        bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        value, found = builder.bitcast(bits, ir.FloatType()), types.float32
+        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
+    if t.dtype == "float16":  # not every CPU has an instruction for it
+        return code.made(Number("real", t.base), _from_half(code, value))
     if t.dtype == "bool":
         return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
     kind = "real" if t.dtype.startswith("float") else "whole"
     to = t.base if kind == "real" else types.int64
     return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
+
+
+def _from_half(code: _Code, bits: Any) -> Any:
+    """A float16 in the type that is computed in. Times 2^112 its exponent is float32's, and subnormal numbers too."""
+    builder, i32 = code.builder, ir.IntType(32)
+    bits = builder.zext(bits, i32)
+    magnitude = builder.shl(builder.and_(bits, i32(0x7FFF)), i32(13))
+    large = builder.fmul(builder.bitcast(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
+    special = builder.or_(magnitude, i32(0x7F800000))  # infinite, or NaN
+    is_special = builder.icmp_unsigned(">=", magnitude, i32(0x7C00 << 13))
+    size = builder.select(is_special, special, builder.bitcast(large, i32))
+    found = builder.bitcast(builder.or_(builder.shl(builder.and_(bits, i32(0x8000)), i32(16)), size), ir.FloatType())
+    return code.context.cast(builder, found, types.float32, code.base)
 
 
 def _members(t: Any) -> list[Any]:
@@ -446,6 +497,10 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value)
         at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
+        if not code.on_gpu:  # where others use the memory beyond: the nearest element
+            last = builder.sub(shape[axis], ir.Constant(at.type, 1))
+            at = builder.select(builder.icmp_signed(">", at, last), last, at)
+            at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
         offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
     pointer = builder.gep(table.data, [offset])
     if count == t.ndim:
