@@ -419,8 +419,8 @@ def make(config):
                     store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
             else:
                 warp_sync()  # the states of a warp's rows are there for all of its lanes
-                to, states = (lane_row, lane_column, lane), base + row_states_at
-                write_rows(*to, states, acc_o, inverse_l, words, tile, arrays, strides, sizes)
+                states = base + row_states_at
+                write_rows(lane_row, lane_column, lane, states, acc_o, inverse_l, words, tile, arrays, strides, sizes)
             if any_lane(some_nonfinite) != 0:
                 tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
                 recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
