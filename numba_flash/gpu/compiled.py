@@ -237,7 +237,7 @@ _COMPILERS = re.compile(
 
 # What shapes the code of a kernel beside its Config.
 SOURCES = (
-    "kernels/**/*.py", "functions/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
+    "kernels/**/*.py", "functions/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
     "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 
