@@ -114,8 +114,8 @@ def register(name: str = NAME) -> str:
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
     position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
-    with NotImplementedError: dropout inside torch.compile, paged caches, keys that a model chooses by their indices, and attention weights
-    as a result.
+    with NotImplementedError: dropout inside torch.compile, paged caches, keys that a model chooses by their indices,
+    and attention weights as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -151,8 +151,9 @@ def attention(
     _refuse(attention_mask, query, key, others)
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
-    dropped = drawn_dropout(dropout) if dropout else {}
-    compute = functools.partial(api.attention, scale=scaling, softcap=softcap, sinks=sinks, layout="bshd", **dropped)
+    dropped: dict[str, Any] = drawn_dropout(dropout) if dropout else {}
+    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks, layout="bshd") | dropped
+    compute: Any = functools.partial(api.attention, **given)
     if isinstance(attention_mask, Visible):
         if attention_mask.holds_for(query, key):
             return _attend(q, k, v, position_bias, sinks, attention_mask, scaling, softcap, dropped), None

@@ -9,7 +9,6 @@ vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_d
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -26,7 +25,8 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
-from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, seeded
+from .functions import OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
 
@@ -34,7 +34,7 @@ from .vectors.build import Shape, call, load, store
 def set_up(launch, shared, stop, pointers):
     """Fill a call's frame, which begins the shared memory; returns its address."""
     frame = (shared + 63) // 64 * 64
-    for n in range(at.ALL_POINTERS):
+    for n in range(len(pointers)):
         store(frame, at.POINTERS + n, pointers[n])
     counter = frame + at.FRAME_NUMBERS * 8
     done = counter + 64
@@ -58,17 +58,11 @@ def begin(one, frame):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(
-    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv,
-    dbias, dalibi_slopes, dsinks,
-):  # fmt: skip
-    """All passes on this thread."""
+def run_serial(launch, shared, stop, pointers):
+    """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, and behind
+    them that of what functions read."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
-    pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks,
-    )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
@@ -78,18 +72,11 @@ def run_serial(
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(
-    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq,
-    dk, dv, dbias, dalibi_slopes, dsinks,
-):  # fmt: skip
+def run_parallel(workers, launch, shared, stop, pointers):
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
     scratch_bytes = load(launch, at.SCRATCH, INT)
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
-    pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks,
-    )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
@@ -97,6 +84,8 @@ def run_parallel(
             call(kernel, frame, phase, scratch + worker * scratch_bytes)
     memory[0] = 0  # keeps it alive until here
 
+
+POINTERS = numba.types.UniTuple(numba.int64, at.ALL_POINTERS)
 
 _FUNCTIONS = {
     ("rows", False): run_phase_float32,
@@ -131,21 +120,26 @@ class Ready(NamedTuple):
     serial: bool
     long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
+    functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
+    seeded: bool
 
-    def run(self, pointers: Sequence[int]) -> None:
-        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none."""
+    def run(self, pointers: tuple[int, ...]) -> None:
+        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
+        those of aux."""
+        aux, seed = seeded(self.functions[0], pointers[at.AUX :], self.seeded)
+        pointers = (*pointers[: at.AUX], host_pointer(aux), seed)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
             self._run(interrupt.NEVER, pointers)
 
-    def _run(self, stop: int, pointers: Sequence[int]) -> None:
+    def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         shared = np.zeros(self.shared, np.int64)
         if self.serial or forked.threads_lost:
-            run_serial(self.address, host_pointer(shared), stop, *pointers)
+            run_serial(self.address, host_pointer(shared), stop, pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, *pointers)
+            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,6 +150,9 @@ def ready(problem: BackwardProblem) -> Ready:
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
     passes = []  # what runs on all threads before the next begins
+    slopes = {"dq", "dk"} & set(problem.wanted)
+    functions = [own_functions(p, derivative=bool(slopes))]
+    functions[0].go_into(plan.numbers)
 
     def add(what, numbers, phase, scratch_bytes):
         passes.append((_kernel(what, double).address, numbers, phase, scratch_bytes))
@@ -170,6 +167,9 @@ def ready(problem: BackwardProblem) -> Ready:
             term = option.acts_on == "sum"
             make_plan = at.make_terms_plan if term else at.make_sums_plan
             numbers, scratch_bytes = make_plan(problem, name, shape.lanes)
+            if not term:
+                functions.append(own_functions(p, derivative=False))
+                functions[-1].go_into(numbers)
             add("terms" if term else "sums", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
@@ -177,12 +177,13 @@ def ready(problem: BackwardProblem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans)
+    own = tuple(functions)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, problem.forward.seeded)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 22)
+        run_serial.compile((*(numba.int64,) * 3, POINTERS))
     else:
-        run_parallel.compile((numba.int64,) * 23)
+        run_parallel.compile((*(numba.int64,) * 4, POINTERS))

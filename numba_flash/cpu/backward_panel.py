@@ -2,10 +2,13 @@
 
 # mypy: ignore-errors
 
+from typing import NamedTuple
+
 from . import backward_plan as at
 from . import plan as slot
+from .dropout import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
-from .panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
+from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
@@ -80,14 +83,14 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     other = row + head_dim_v * size
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
-        lse = load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero)
+        lse = load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero)
         if lse != -INFINITY:
             in_log2 = kind(-float(lse) * LOG2_E)
             if abs(in_log2) >= FAR_LSE and lse != INFINITY:
                 in_log2 = zero
                 store(base, r, kind(float(lse) * (LOG2_E / float(scale_log2))))
             store(shift, r, in_log2)
-        o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
+        o = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
         do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
         gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
         gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
@@ -100,21 +103,55 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
 WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 
-@compiled
-def panel_gradients(
-    p, ds, slopes, alibi, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid, offset,
-    scale_log2, what, plan, pointers, zero,
-):  # fmt: skip
-    """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
+class PanelTiles(NamedTuple):
+    """Addresses: of results and of room for them, and of a panel's tiles, which begin with its rows and keys."""
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before the cap.
+    p: int  # (keys, lanes)
+    ds: int  # likewise
+    slopes: int  # likewise: derivatives of capped scores
+    row_numbers: int
+    places: int
+    k: int
+    v: int
+    q: int
+    do: int
+    shift: int
+    base: int
+    delta: int
+
+
+class PanelKeys(NamedTuple):
+    """Rows [row0, row0 + rows) of a KV head, and the keys [first, first + keys) that some of them see."""
+
+    row0: int
+    rows: int
+    first: int
+    keys: int
+    is_cut: bool  # whether one of the rows does not see all of them
+    kv_head: int
+    b: int
+    valid: int
+    offset: int
+
+
+@compiled
+def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
+    """p and dS of a panel.
+
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod
+    and the cap.
     """
+    p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
+    row0, rows, first, keys, is_cut, kv_head, b, valid, offset = where
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
-        scaled(p, slopes if what == CAPPED else 0, keys, across, plan, zero)
-        added(p, alibi, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        own_slopes = slopes if what == CAPPED else INT
+        composed(
+            p, own_slopes, row_numbers, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers,
+            zero,
+        )  # fmt: skip
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
@@ -122,12 +159,18 @@ def panel_gradients(
     subtract_base(p, keys, base, zero)
     if what == WEIGHTS:
         score_weights(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+        if load(plan, slot.SEEDED, INT):
+            count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
+    if load(plan, slot.SEEDED, INT):  # dP is that of the weight, before it was counted
+        count(ds, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     else:
         score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+    if load(plan, slot.SEEDED, INT):  # and P of dV is what it counts
+        count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
 
 
 @compiled

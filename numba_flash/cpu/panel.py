@@ -9,10 +9,17 @@ import numpy as np
 from ..problem import ranges
 from . import plan as slot
 from .elements import INT, compiled, get, row_address
-from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
+from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, lanes, load, size_of, store
 from .vectors.panel import pack_rows, score_rows, value_rows
 from .vectors.row import dot_rows, value_columns
-from .vectors.scores import cap_scores, cap_scores_slopes, mask_scores, scale_scores, slope_scores
+from .vectors.scores import (
+    cap_scores,
+    cap_scores_slopes,
+    cap_scores_times_slopes,
+    mask_scores,
+    scale_scores,
+    slope_scores,
+)
 
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
@@ -144,10 +151,16 @@ def add_bias(s, step, keys, bias, stride, dtype, zero):
 
 
 @compiled
+def removes(plan):
+    """Whether more than the range of keys may remove a score."""
+    by_array = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
+    return by_array or load(plan, slot.SCORE_MOD, INT) or load(plan, slot.MASK_MOD, INT)
+
+
+@compiled
 def is_featured(plan):
     """Whether more than a scale comes between the products and the softmax."""
-    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
-    return removes or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
+    return removes(plan) or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
 
 
 @compiled
@@ -163,40 +176,67 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def scaled(s, slopes, keys, width, plan, zero):
-    """Scale and softcap of a panel: s (keys, width), and slopes likewise, the softcap's derivatives (0 = unwanted)."""
+def composed(
+    s, slopes, row_numbers, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero
+):  # fmt: skip
+    """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
+
+    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two of each row;
+    places: for two int64 numbers.
+    """
     kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
     count = (keys * width + vector - 1) // vector * vector
     scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
+    score_mod, mask_mod = load(plan, slot.SCORE_MOD, INT), load(plan, slot.MASK_MOD, INT)
+    aux = load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
+    if score_mod or mask_mod:
+        take_places(places, first_row, rows, width, kv_head, offset, plan)
+    if score_mod:
+        call_function(score_mod, (s, slopes, keys, key0, places, b, np.int64(width == 1), aux))
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
-        if slopes != 0:
-            cap_scores_slopes(s, slopes, count, cap, zero)
-        else:
+        if slopes == 0:
             cap_scores(s, count, cap, zero)
+        elif score_mod:
+            cap_scores_times_slopes(s, slopes, count, cap, zero)
+        else:
+            cap_scores_slopes(s, slopes, count, cap, zero)
+    added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
+    if mask_mod:
+        call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
 
 
 @compiled
-def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+def take_places(places, first_row, rows, width, kv_head, offset, plan):
+    """Position and head of each row of a panel; behind its last row those of this one."""
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    for r in range(width):
+        row = first_row + min(r, rows - 1)
+        store(places, r, row // group + offset)
+        store(places, width + r, kv_head * group + row % group)
+
+
+@compiled
+def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
 
-    alibi is room for two numbers a row.
+    row_numbers: room for two of each row, its slope and its position.
     """
     kind, size = type(zero), size_of(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     dtype = load(plan, slot.ALIBI_DTYPE, INT)
     if dtype != slot.ABSENT:
-        slopes = load(pointers, 7, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
+        slopes = load(pointers, slot.ALIBI_AT, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
         step = load(plan, slot.ALIBI_STRIDE + 1, INT)
         for r in range(width):
             row = first_row + min(r, rows - 1)
             slope = get(slopes + (kv_head * group + row % group) * step, dtype, zero)
-            store(alibi, r, slope)
-            store(alibi, width + r, kind(row // group + offset - key0))
+            store(row_numbers, r, slope)
+            store(row_numbers, width + r, kind(row // group + offset - key0))
         if width > 1:
-            slope_scores(s, keys, alibi, alibi + width * size, zero)
+            slope_scores(s, keys, row_numbers, row_numbers + width * size, zero)
         else:
-            slope, distance = load(alibi, 0, zero), load(alibi, 1, zero)
+            slope, distance = load(row_numbers, 0, zero), load(row_numbers, 1, zero)
             for j in range(keys):
                 store(s, j, load(s, j, zero) - slope * abs(distance - kind(j)))
     dtype = load(plan, slot.BIAS_DTYPE, INT)
@@ -207,11 +247,11 @@ def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan
         i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
         if dtype != slot.ABSENT:
             stride = load(plan, slot.BIAS_STRIDE + 3, INT)
-            bias = row_address(load(pointers, 5, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
+            bias = row_address(load(pointers, slot.BIAS_AT, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
             add_bias(s + r * size, width, keys, bias, stride, dtype, zero)
         if has_mask:
             stride = load(plan, slot.MASK_STRIDE + 3, INT)
-            mask = row_address(load(pointers, 6, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
+            mask = row_address(load(pointers, slot.MASK_AT, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
             mask_scores(s + r * size, width, keys, mask, stride, zero)
 
 

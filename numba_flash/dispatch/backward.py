@@ -7,7 +7,8 @@ from .. import arrays
 from ..arrays import Layout
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.forward import check_alignments, check_lengths, window_sides
+from ..problem.memory import check_alignments, check_lengths
+from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
 from .forward import BIAS, MOST_PLANS, NO_ARRAYS, SEED, Given, read_functions, read_options, with_layouts, with_seed

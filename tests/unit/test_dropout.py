@@ -12,14 +12,14 @@ from numba_flash.testing import dropout_mask
 X = np.zeros((1, 1, 4, 8), np.float32)
 
 
-@pytest.fixture(scope="session")
-def rung():
-    return contract.Rung("reference")
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def rung(request):
+    return contract.Rung(request.param)
 
 
-@pytest.fixture(scope="session")
-def backward_rung():
-    return contract_backward.Rung("reference")
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def backward_rung(request):
+    return contract_backward.Rung(request.param)
 
 
 def words(counter, key):

@@ -23,7 +23,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import dropout, fragments, positions
+from ..score import counts, fragments, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -51,7 +51,7 @@ class Registers(NamedTuple):
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the mask that was given
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/counts.py)
 
 
 class Smem(NamedTuple):
@@ -106,7 +106,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
     bias_words, bits_words = read.bias_words, read.bits_words
-    drops, kept_words, kept_of, *_ = dropout.on_fragments(config, strips, part)
+    drops, kept_words, kept_of, *_ = counts.on_fragments(config, strips, part)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -299,10 +299,8 @@ def make(config):
         first_query, _ = block_state.get(q_smem + int32(tile_at))
         part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
         origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
-        load_reads(
-            registers.loaded, registers.shown_bits, part_j, origin, (warp >> shift) * warp_rows, lane, arrays, strides,
-            sizes, inside,
-        )  # fmt: skip
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
+        load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):

@@ -5,7 +5,7 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import shfl
-from ..score import At, at_scores, dropout, fragments
+from ..score import At, at_scores, counts, fragments
 from ..score.stage import FragmentAt
 from . import elements, lse_delta
 from .inlined import inlined
@@ -19,7 +19,7 @@ def make(config):
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
-    count = dropout.make(config)
+    count = counts.make(config)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,

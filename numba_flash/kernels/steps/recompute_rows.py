@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ...ptx import ld_st, shfl
-from ..score import At, at_scores, dropout, fragment_functions, fragments
+from ..score import At, at_scores, counts, fragment_functions, fragments
 from ..score.stage import FragmentAt
 from . import elements
 from .inlined import inlined
@@ -32,7 +32,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
-    apply_functions, count = fragment_functions.make(config).apply_alone, dropout.make(config)
+    apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
     bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined

@@ -26,10 +26,10 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import dropout, fragment_functions, fragments, sinks
+from ..score import counts, fragment_functions, fragments, sum_terms
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -39,7 +39,8 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
 from . import barriers, producer
-from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, STOP, WORK, B, H
+from .work_tile import position, tile_of, word
 
 
 def make(config):
@@ -56,10 +57,7 @@ def make(config):
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
     scores_finished = config.scores_finished
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
-    o_parts, o_bytes = (
-        -(-head_dim_v_padded // o_columns),
-        32 * o_columns,
-    )  # bytes of a warp's rows that are staged at a time
+    o_parts, o_bytes = -(-head_dim_v_padded // o_columns), 32 * o_columns  # of a warp's rows that are staged at a time
     padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
 
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -81,7 +79,7 @@ def make(config):
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
     thread_index = special.thread_index
-    load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
+    store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
     address, shared_address = memory.address, shared.address
 
     places, work_tile_of = barriers.make(config)
@@ -98,8 +96,8 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drops, kept_words, kept_of, _, drop, count_kept = dropout.on_fragments(config, 1, tile_n)
-    has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, 2)
+    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, 1, tile_n)
+    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
@@ -195,9 +193,7 @@ def make(config):
         done_with_scores(base, elected, last, n, seen)
 
     @inlined
-    def weights(
-        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n, j, work_tile, arrays, sizes,
-    ):  # fmt: skip
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n, j, work_tile, arrays, sizes):
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
         moved = softmax(acc_s, m, l, alpha, scale_log2)
         drop_some(j, work_tile, acc_s, arrays, sizes)
@@ -212,17 +208,6 @@ def make(config):
         """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
-
-    @inlined
-    def word(place):
-        """A word of a work tile. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas
-        keeps descriptors and counts in uniform registers only where it knows that a warp stays together."""
-        return int32(idx_b32(load_shared(int32(place)), 0))
-
-    @inlined
-    def position(work_tile):
-        """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
-        return int64(word(work_tile + POS_HIGH)) << int64(32) | int64(uint32(word(work_tile + POS_LOW)))
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -244,11 +229,6 @@ def make(config):
         hide(mask_bits, bits, FALSE)
         if some_hidden(mask_bits):
             mask_scores(acc_s, mask_bits)
-
-    @inlined
-    def tile_of(work_tile):
-        """The QueryTile that a work tile describes."""
-        return QueryTile(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), int32(0))
 
     @inlined
     def apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score):
@@ -403,10 +383,10 @@ def make(config):
             wait_for_k(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pingpong_arrive(following)
-            if has_sinks:  # read beside the products, into registers that are free by now
+            if has_term:  # read beside the products, into registers that are free by now
                 first_row, lane = rows_of_lane()
                 lane_row = first_row + first_row_of(lane)
-                load_sinks(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
+                load_terms(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
             consumer_release(base, V_EMPTY, taken - 1, elected)
@@ -461,19 +441,8 @@ def make(config):
                     store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
             else:
                 warp_sync()  # the states of a warp's rows are there for all of its lanes
-                write_rows(
-                    lane_row,
-                    lane_column,
-                    lane,
-                    base + row_states_at,
-                    acc_o,
-                    inverse_l,
-                    words,
-                    tile,
-                    arrays,
-                    strides,
-                    sizes,
-                )
+                states = base + row_states_at
+                write_rows(lane_row, lane_column, lane, states, acc_o, inverse_l, words, tile, arrays, strides, sizes)
             if any_lane(some_nonfinite) != 0:
                 tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
                 recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
