@@ -18,7 +18,7 @@ from numba import njit, prange
 from ..arrays import ITEM_SIZE, host_pointer
 from ..machine import forked, interrupt
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, GradientOperands
+from ..problem.options import ARRAYS
 from . import backward_plan as at
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
 from .backward_sums import run_sums_float32, run_sums_float64
@@ -26,6 +26,7 @@ from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
 from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
+from .functions import OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
 
@@ -58,7 +59,8 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(launch, shared, stop, pointers):
-    """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands."""
+    """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, and behind
+    them that of what functions read."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     frame = set_up(launch, shared, stop, pointers)
@@ -83,7 +85,7 @@ def run_parallel(workers, launch, shared, stop, pointers):
     memory[0] = 0  # keeps it alive until here
 
 
-POINTERS = numba.types.UniTuple(numba.int64, len(GradientOperands._fields))
+POINTERS = numba.types.UniTuple(numba.int64, at.ALL_POINTERS)
 
 _FUNCTIONS = {
     ("rows", False): run_phase_float32,
@@ -118,9 +120,13 @@ class Ready(NamedTuple):
     serial: bool
     long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
+    functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
 
     def run(self, pointers: tuple[int, ...]) -> None:
-        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none."""
+        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
+        those of aux."""
+        aux = self.functions[0].aux(pointers[at.AUX :])
+        pointers = (*pointers[: at.AUX], host_pointer(aux))
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -143,6 +149,9 @@ def ready(problem: BackwardProblem) -> Ready:
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
     passes = []  # what runs on all threads before the next begins
+    slopes = {"dq", "dk"} & set(problem.wanted)
+    functions = [own_functions(p, derivative=bool(slopes))]
+    functions[0].go_into(plan.numbers)
 
     def add(what, numbers, phase, scratch_bytes):
         passes.append((_kernel(what, double).address, numbers, phase, scratch_bytes))
@@ -157,6 +166,9 @@ def ready(problem: BackwardProblem) -> Ready:
             term = option.acts_on == "sum"
             make_plan = at.make_terms_plan if term else at.make_sums_plan
             numbers, scratch_bytes = make_plan(problem, name, shape.lanes)
+            if not term:
+                functions.append(own_functions(p, derivative=False))
+                functions[-1].go_into(numbers)
             add("terms" if term else "sums", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
@@ -164,7 +176,7 @@ def ready(problem: BackwardProblem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, tuple(functions))
 
 
 def warm_up(problem: BackwardProblem) -> None:

@@ -82,7 +82,8 @@ def run_task(task, frame, scratch, zero):
     delta = base + tile_m * size
     ones = delta + tile_m * size
     row_numbers = ones + across * size
-    slopes = row_numbers + 2 * across * size
+    places = row_numbers + 2 * across * size
+    slopes = places + 2 * across * 8
     k = slopes + panel_bytes
     v = k + tile_n * head_dim * size
     packed = v + tile_n * head_dim_v * size
@@ -91,7 +92,7 @@ def run_task(task, frame, scratch, zero):
     sign, scale_log2 = sign_and_units(plan, zero)
     what = WEIGHTS
     if wants_dq or wants_dk:
-        what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) else GRADIENTS
+        what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.SCORE_MOD, INT) else GRADIENTS
     q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
     take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
     take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
@@ -134,7 +135,7 @@ def run_task(task, frame, scratch, zero):
             of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
             p_panel, ds_panel = p + here, ds + here
             tiles_here = PanelTiles(
-                p_panel, ds_panel, slopes, row_numbers, k_panel, v_panel, q_panel, do_panel, *of_rows
+                p_panel, ds_panel, slopes, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows
             )
             where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
             panel_gradients(tiles_here, where, scale_log2, what, plan, pointers, zero)

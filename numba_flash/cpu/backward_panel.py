@@ -7,7 +7,7 @@ from typing import NamedTuple
 from . import backward_plan as at
 from . import plan as slot
 from .elements import INT, compiled, copy_in, fill, gather, row_address
-from .panel import INFINITY, added, hide, is_featured, row_keys, scaled, scores
+from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
@@ -109,6 +109,7 @@ class PanelTiles(NamedTuple):
     ds: int  # likewise
     slopes: int  # likewise: derivatives of capped scores
     row_numbers: int
+    places: int
     k: int
     v: int
     q: int
@@ -136,16 +137,18 @@ class PanelKeys(NamedTuple):
 def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     """p and dS of a panel.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before the cap.
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod
+    and the cap.
     """
-    p, ds, slopes, row_numbers, k, v, q, do, shift, base, delta = tiles
+    p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
     row0, rows, first, keys, is_cut, kv_head, b, valid, offset = where
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
-        scaled(p, slopes if what == CAPPED else 0, keys, across, plan, zero)
-        added(p, row_numbers, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        own_slopes = slopes if what == CAPPED else INT
+        own = (p, own_slopes, row_numbers, places)
+        composed(own, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)

@@ -27,7 +27,8 @@ NUMBERS = slot.NUMBERS + 42
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-ALL_POINTERS = len(GradientOperands._fields)
+AUX = len(GradientOperands._fields)  # where the address of what functions read stands, behind those of the caller's
+ALL_POINTERS = AUX + 1
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
@@ -59,6 +60,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     p = problem.forward
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
+    numbers[slot.AUX_POINTER] = AUX
     size = slot.ITEMSIZES[numbers[slot.DTYPE]]
     numbers[DO_STRIDE : DO_STRIDE + 4] = np.multiply(problem.do_strides, size)
     for at, name in ((DQ_STRIDE, "dq"), (DK_STRIDE, "dk"), (DV_STRIDE, "dv")):
@@ -86,7 +88,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
+    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 2 * lanes * 8
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
 
 
@@ -113,7 +115,9 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     numbers[slot.TASKS] = math.prod(extent if mine else 1 for extent, mine in zip(extents, own, strict=True))
     size = 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (1 + tile_m * TILE_N)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (
+        1 + tile_m * TILE_N + 2 * lanes
+    )
     return numbers, -(-scratch // 64) * 64
 
 

@@ -115,7 +115,8 @@ def run_task(task, frame, scratch, zero):
     base = shift + tile_m * size
     delta = base + tile_m * size
     row_numbers = delta + tile_m * size
-    k = row_numbers + 2 * across * size
+    places = row_numbers + 2 * across * size
+    k = places + 2 * across * 8
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size
 
@@ -157,7 +158,7 @@ def run_task(task, frame, scratch, zero):
                 k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
                 q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
                 of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
-                tiles_here = PanelTiles(p, ds, INT, row_numbers, k_panel, v_panel, q_panel, do_panel, *of_rows)
+                tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
                 where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
                 panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
                 add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)

@@ -28,7 +28,7 @@ from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 
 # What is compiled into the CPU's kernels.
-SOURCES = ("cpu/**/*.py", "problem/ranges.py")
+SOURCES = ("cpu/**/*.py", "functions/*.py", "problem/ranges.py")
 
 
 def entries_folder() -> Path:
@@ -102,10 +102,14 @@ class Cache(FunctionCache):
 
     _impl_class = _Impl
 
-    def __init__(self, py_func: Any, announcement: str = "") -> None:
+    def __init__(self, py_func: Any, announcement: str = "", key: str = "") -> None:
         super().__init__(py_func)
         self._cache_file = Entries(py_func.__name__)
-        self._announcement = announcement
+        self._announcement, self._key = announcement, key
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """`key` names code that closes over functions, in whose place Numba would take a picture of their objects."""
+        return (sig, codegen.magic_tuple(), self._key) if self._key else super()._index_key(sig, codegen)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = None
@@ -132,9 +136,9 @@ def cached(dispatcher: Any) -> Any:
     return dispatcher
 
 
-def c_function(function: Any, signature: str, announcement: str) -> Any:
-    """`function` compiled for calls through its address, with the cache above."""
+def c_function(function: Any, signature: str, announcement: str = "", key: str = "") -> Any:
+    """`function` compiled for calls through its address, with the cache above. key: what its closure computes."""
     made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
-    made._cache = Cache(function, announcement)
+    made._cache = Cache(function, announcement, key)
     made.compile()
     return made

@@ -14,13 +14,13 @@ import numba
 import numpy as np
 from numba import njit, prange
 
-from ..arrays import ITEM_SIZE
+from ..arrays import ITEM_SIZE, host_pointer
 from ..machine import forked, interrupt
 from ..problem.forward import Problem
-from ..problem.options import Operands
 from . import plan as slot
 from .cache import c_function, cached
 from .elements import INT
+from .functions import NO_FUNCTIONS, OwnFunctions, own_functions
 from .kernel import run_tasks_float32, run_tasks_float64
 from .vectors.build import Shape, call, load, store
 
@@ -42,7 +42,8 @@ def set_up(frame, plan, pointers, shared, stop):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, stop, pointers):
-    """All tasks on this thread. pointers: a tuple of addresses in the order of options.Operands."""
+    """All tasks on this thread. pointers: a tuple of addresses in the order of options.Operands, and behind them that
+    of what functions read."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
@@ -68,7 +69,7 @@ def run_parallel(workers, kernel, plan, stop, pointers):
     memory[0] = 0  # keeps it alive until here
 
 
-POINTERS = numba.types.UniTuple(numba.int64, len(Operands._fields))
+POINTERS = numba.types.UniTuple(numba.int64, slot.AUX + 1)
 
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
@@ -93,11 +94,15 @@ class Ready(NamedTuple):
     serial: bool
     long: bool
     nothing: bool
+    functions: OwnFunctions
 
     def run(self, pointers: tuple[int, ...]) -> None:
-        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none."""
+        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
+        them those of aux."""
         if self.nothing:
             return
+        aux = self.functions.aux(pointers[slot.AUX :])
+        pointers = (*pointers[: slot.AUX], host_pointer(aux))
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -117,12 +122,14 @@ def ready(problem: Problem) -> Ready:
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
+    nothing = p.batch * p.heads * p.seqlen_q == 0
+    functions = NO_FUNCTIONS if nothing else own_functions(p, derivative=False)
+    functions.go_into(numbers)
     operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    nothing = p.batch * p.heads * p.seqlen_q == 0
-    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing)
+    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing, functions)
 
 
 def warm_up(problem: Problem) -> None:

@@ -23,12 +23,12 @@ from .elements import INT, copy_in, copy_out, fill, gather, get, length_and_offs
 from .panel import (
     INFINITY,
     PACKED,
-    added,
+    composed,
     hide,
     is_featured,
     pack,
+    removes,
     row_keys,
-    scaled,
     scores,
     sign_and_units,
     tiles_of,
@@ -62,7 +62,6 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     by_rows = load(plan, slot.BY_ROWS, INT)
     width = 1 if by_rows else lanes(zero)
     panels = (rows + width - 1) // width
-    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
     featured = is_featured(plan)
     sign, scale_log2 = sign_and_units(plan, zero)
 
@@ -72,7 +71,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     s = q + panels * head_dim * width * size
     alpha = s + tile_n * lanes(zero) * size
     row_numbers = alpha + lanes(zero) * size
-    k_copy = row_numbers + 2 * lanes(zero) * size
+    places = row_numbers + 2 * lanes(zero) * size
+    k_copy = places + 2 * lanes(zero) * 8
     v_copy = k_copy + tile_n * head_dim * size
     packed = v_copy + tile_n * head_dim_v * size
     fill(o, panels * width * head_dim_v, zero)
@@ -135,28 +135,15 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 zero,
             )
             if featured:
-                scaled(s, 0, keys, width, plan, zero)
-                added(
-                    s,
-                    row_numbers,
-                    keys,
-                    first,
-                    first_row,
-                    last_row + 1 - first_row,
-                    width,
-                    kv_head,
-                    b,
-                    offset,
-                    plan,
-                    pointers,
-                    zero,
-                )
+                rows_of_panel = last_row + 1 - first_row
+                own = (s, INT, row_numbers, places)
+                composed(own, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
             if free > first or cut < end:
                 rows_of_panel = last_row + 1 - first_row
                 hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
-            if removes:
+            if removes(plan):
                 guarded = not all_finite(v_first, v_stride, head_dim_v, keys, zero)
             elif free > first or cut < end:
                 guarded = not (

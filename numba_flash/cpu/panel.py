@@ -9,10 +9,17 @@ import numpy as np
 from ..problem import ranges
 from . import plan as slot
 from .elements import INT, compiled, get, row_address
-from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
+from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, lanes, load, size_of, store
 from .vectors.panel import pack_rows, score_rows, value_rows
 from .vectors.row import dot_rows, value_columns
-from .vectors.scores import cap_scores, cap_scores_slopes, mask_scores, scale_scores, slope_scores
+from .vectors.scores import (
+    cap_scores,
+    cap_scores_slopes,
+    cap_scores_times_slopes,
+    mask_scores,
+    scale_scores,
+    slope_scores,
+)
 
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
@@ -144,10 +151,16 @@ def add_bias(s, step, keys, bias, stride, dtype, zero):
 
 
 @compiled
+def removes(plan):
+    """Whether more than the range of keys may remove a score."""
+    by_array = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
+    return by_array or load(plan, slot.SCORE_MOD, INT) or load(plan, slot.MASK_MOD, INT)
+
+
+@compiled
 def is_featured(plan):
     """Whether more than a scale comes between the products and the softmax."""
-    removes = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
-    return removes or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
+    return removes(plan) or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
 
 
 @compiled
@@ -163,17 +176,43 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def scaled(s, slopes, keys, width, plan, zero):
-    """Scale and softcap of a panel: s (keys, width), and slopes likewise, the softcap's derivatives (0 = unwanted)."""
+def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
+
+    tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, room for two of each
+    row; places, for two int64 numbers.
+    """
+    s, slopes, row_numbers, places = tiles
     kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
     count = (keys * width + vector - 1) // vector * vector
     scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
+    score_mod, mask_mod = load(plan, slot.SCORE_MOD, INT), load(plan, slot.MASK_MOD, INT)
+    aux = load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
+    if score_mod or mask_mod:
+        take_places(places, first_row, rows, width, kv_head, offset, plan)
+    if score_mod:
+        call_function(score_mod, (s, slopes, keys, key0, places, b, np.int64(width == 1), aux))
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
-        if slopes != 0:
-            cap_scores_slopes(s, slopes, count, cap, zero)
-        else:
+        if slopes == 0:
             cap_scores(s, count, cap, zero)
+        elif score_mod:
+            cap_scores_times_slopes(s, slopes, count, cap, zero)
+        else:
+            cap_scores_slopes(s, slopes, count, cap, zero)
+    added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
+    if mask_mod:
+        call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
+
+
+@compiled
+def take_places(places, first_row, rows, width, kv_head, offset, plan):
+    """Position and head of each row of a panel; behind its last row those of this one."""
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    for r in range(width):
+        row = first_row + min(r, rows - 1)
+        store(places, r, row // group + offset)
+        store(places, width + r, kv_head * group + row % group)
 
 
 @compiled

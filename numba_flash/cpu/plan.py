@@ -27,7 +27,10 @@ ITEMSIZES = (2, 2, 4, 8)
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
 ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, e^term more in l
 TERM_DTYPE = 60
-NUMBERS = 61
+# Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
+SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
+OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
+NUMBERS = 64
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -40,8 +43,8 @@ ARRAY_SLOTS = {
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
-# STOP: the address of machine/interrupt.py's number
-PARTS, COUNTERS, STOP = range(len(Operands._fields) + 1, len(Operands._fields) + 4)
+AUX = len(Operands._fields)  # where the address of what functions read stands, behind those of the caller's
+PARTS, COUNTERS, STOP = range(AUX + 2, AUX + 5)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 # Where among the pointers those of a call stand.
 Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
@@ -97,6 +100,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
+    plan[AUX_POINTER] = AUX
     size = ITEMSIZES[plan[DTYPE]]
     of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides
     for at, strides in zip((Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE), of_operands, strict=True):
@@ -118,9 +122,10 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[BY_ROWS] = by_rows
     tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
-    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, and a key tile converted and packed.
+    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, places, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
     work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
+    work += 2 * panel_rows * 8
     plan[TASKS] = tasks
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64

@@ -33,12 +33,12 @@ class Option(NamedTuple):
 
 OPTIONS = (
     Option("scale", "score"),
-    Option("score_mod", "score", function=True, derivative=True, on_cpu=False),
+    Option("score_mod", "score", function=True, derivative=True),
     Option("softcap", "score", positive=True, derivative=True),
     Option("bias", "score", "scores", FLOATS, gradient="dbias"),
     Option("mask", "mask", "scores", ("bool",)),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes", gradient_on_tensor_cores=False),
-    Option("mask_mod", "mask", function=True, on_cpu=False),
+    Option("mask_mod", "mask", function=True),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),

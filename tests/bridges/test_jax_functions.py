@@ -70,12 +70,12 @@ def plainly(q, k, v, aux=(), score_mod=None, mask_mod=None):
     return jax.nn.softmax(s) @ jnp.repeat(v, 2, 1), jax.nn.logsumexp(s, -1)
 
 
-def pair_of(name):
+def pair_of(name, kernel="reference"):
     """-> ours and JAX's, functions of q, k, v and aux."""
     given, score_mod, mask_mod = SETS[name]
 
     def ours(q, k, v, aux=()):
-        return numba_flash.attention(q, k, v, aux=aux, return_lse=True, kernel="reference", **given)
+        return numba_flash.attention(q, k, v, aux=aux, return_lse=True, kernel=kernel, **given)
 
     return ours, functools.partial(plainly, score_mod=score_mod, mask_mod=mask_mod)
 
@@ -98,13 +98,16 @@ def loss_of(attention):
     return loss
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("name", SETS)
-def test_gradients_are_those_of_the_plain_formula(name):
+def test_gradients_are_those_of_the_plain_formula(name, kernel):
     q, k, v = arrays(Q, K, V)
     aux = aux_of(name)
-    found, expected = ((attention(q, k, v, aux), attention(q, k, v, aux)) for attention in map(jax.jit, pair_of(name)))
+    found, expected = (
+        (attention(q, k, v, aux), attention(q, k, v, aux)) for attention in map(jax.jit, pair_of(name, kernel))
+    )
     close(found, expected)
-    found, expected = (jax.grad(loss_of(attention), (0, 1, 2)) for attention in pair_of(name))
+    found, expected = (jax.grad(loss_of(attention), (0, 1, 2)) for attention in pair_of(name, kernel))
     close(found(q, k, v, aux), expected(q, k, v, aux))
     close(jax.jit(found)(q, k, v, aux), expected(q, k, v, aux))
 

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod on the oracle, against formulas and other options."""
+"""score_mod and mask_mod on the oracle and on the CPU rung, against formulas and other options."""
 
 import contract
 import contract_backward
@@ -6,11 +6,11 @@ import pytest
 from contract_functions import *  # noqa: F403
 
 
-@pytest.fixture(scope="session")
-def rung():
-    return contract.Rung("reference")
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def rung(request):
+    return contract.Rung(request.param)
 
 
-@pytest.fixture(scope="session")
-def backward_rung():
-    return contract_backward.Rung("reference")
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def backward_rung(request):
+    return contract_backward.Rung(request.param)

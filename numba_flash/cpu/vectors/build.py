@@ -19,7 +19,7 @@ LLVM vectors. Conventions shared by all of them:
 import math
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -265,6 +265,19 @@ def call(typingctx, function, frame, first, scratch):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def call_function(typingctx, function, arguments):
+    """Call a C function of int64 numbers, which gives nothing, at an address; `arguments` is a tuple of them."""
+
+    def generate(context, b, sig, args):
+        numbers = cgutils.unpack_tuple(b, args[1])
+        kind = ir.FunctionType(VOID, [I64] * len(numbers))
+        b.call(b.inttoptr(args[0], kind.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, len(arguments))), generate
 
 
 @intrinsic

@@ -60,18 +60,27 @@ def cap_scores(b, shape, s, count, cap):
     loop(b, I64(0), count, I64(shape.width), [], body)
 
 
-@vector_function("iiix")
-def cap_scores_slopes(b, shape, s, slopes, count, cap):
-    """The same, and slopes = 1 - tanh(s / cap)^2, what the gradient of a capped score is multiplied by."""
-    s, slopes, cap = shape.pointer(b, s), shape.pointer(b, slopes), shape.splat(b, cap)
+def capping_with_slopes(times):
+    """The same with slopes: an intrinsic (s, slopes, count, cap, zero)."""
 
-    def body(i, _):
-        y = _tanh(b, shape, b.fdiv(shape.load(b, s, i), cap))
-        shape.store(b, b.fmul(y, cap), s, i)
-        shape.store(b, b.fmul(b.fsub(shape.const(1.0), y), b.fadd(shape.const(1.0), y)), slopes, i)
-        return []
+    def build(b, shape, s, slopes, count, cap):
+        """slopes = 1 - tanh(s / cap)^2, what the gradient of a capped score is multiplied by, times what is there."""
+        s, slopes, cap = shape.pointer(b, s), shape.pointer(b, slopes), shape.splat(b, cap)
 
-    loop(b, I64(0), count, I64(shape.width), [], body)
+        def body(i, _):
+            y = _tanh(b, shape, b.fdiv(shape.load(b, s, i), cap))
+            shape.store(b, b.fmul(y, cap), s, i)
+            slope = b.fmul(b.fsub(shape.const(1.0), y), b.fadd(shape.const(1.0), y))
+            shape.store(b, b.fmul(slope, shape.load(b, slopes, i)) if times else slope, slopes, i)
+            return []
+
+        loop(b, I64(0), count, I64(shape.width), [], body)
+
+    build.__name__ = f"cap_scores{'_times' if times else ''}_slopes"
+    return vector_function("iiix")(build)
+
+
+cap_scores_slopes, cap_scores_times_slopes = capping_with_slopes(False), capping_with_slopes(True)
 
 
 @vector_function("iiii")

@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing import signature
 
+from .. import on_cpu
 from ..rules import Pair
 from .number_types import Number
 
@@ -77,16 +78,17 @@ class Code:
 
     def __init__(self, context: Any, builder: Any, base: Any):
         self.context, self.builder, self.base = context, builder, base
-        self.zero, self.one = self._number(0), self._number(1)
+        self.zero, self.one = self.number(0), self.number(1)
 
-    def _number(self, x: float) -> Value:
+    def number(self, x: float) -> Value:
         return Value(self, ir.Constant(self.context.get_value_type(self.base), float(x)))
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
-        """A function of math, by the target's own code for it."""
+        """A function of math, by the target's own code for it, or on a CPU by code that it has vectors for."""
         if name.startswith("_"):
             raise AttributeError(name)
-
+        if name in on_cpu.FUNCTIONS and not self.on_gpu:
+            return lambda x: on_cpu.FUNCTIONS[name](x, self)
         return functools.partial(self._by_target, name)
 
     def _by_target(self, name: str, *values: Value) -> Value:
@@ -115,6 +117,33 @@ class Code:
         else:
             declared = module.declare_intrinsic(f"llvm.{name}", [kind])
         return Value(self, self.builder.call(declared, [x.value]))
+
+    # Bits of a number, for on_cpu.py.
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.base is types.float32 else 8
+
+    def _format(self) -> tuple[Any, int, int]:
+        """The whole number as large as one, its bits of mantissa, and what is added to its exponent."""
+        return (ir.IntType(32), 23, 127) if self.bytes == 4 else (ir.IntType(64), 52, 1023)
+
+    def power_of_2(self, n: Value) -> Value:
+        """2^n of a whole number, as large as that of a normal one."""
+        kind, mantissa, bias = self._format()
+        exponent = self.builder.add(self.builder.fptosi(n.value, ir.IntType(32)), ir.Constant(ir.IntType(32), bias))
+        bits = self.builder.shl(exponent if self.bytes == 4 else self.builder.zext(exponent, kind), kind(mantissa))
+        return Value(self, self.builder.bitcast(bits, self.zero.value.type))
+
+    def parts(self, x: Value) -> tuple[Value, Value]:
+        """x, a normal number above 0, as m * 2^n with m in [1/2, 1)."""
+        (kind, mantissa, bias), builder = self._format(), self.builder
+        bits = builder.bitcast(x.value, kind)
+        exponent = builder.sub(builder.and_(builder.lshr(bits, kind(mantissa)), kind(2 * bias + 1)), kind(bias - 1))
+        half = builder.or_(builder.and_(bits, kind(2**mantissa - 1)), kind((bias - 1) << mantissa))
+        real = self.zero.value.type
+        exponent = exponent if self.bytes == 4 else builder.trunc(exponent, ir.IntType(32))
+        return Value(self, builder.bitcast(half, real)), Value(self, builder.sitofp(exponent, real))
 
     floor = functools.partialmethod(_by_intrinsic, "floor")
     ceil = functools.partialmethod(_by_intrinsic, "ceil")

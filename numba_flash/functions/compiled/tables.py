@@ -16,23 +16,46 @@ from .number_types import Number, Table, kind_of
 from .operators import numbers_of, typed
 
 
+def scope_of_scores(module: Any) -> Any:
+    """LLVM's name for memory that scores lie in, on a CPU."""
+    domain = module.add_metadata(["numba_flash"])
+    return module.add_metadata([module.add_metadata(["numba_flash scores", domain])])
+
+
 def _load(code: Code, t: Table, pointer: Any) -> Any:
     """An element, in the type that is computed in."""
     builder, context = code.builder, code.context
-    if t.dtype == "bfloat16":
-        bits = builder.shl(builder.zext(builder.load(pointer), ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        value, found = builder.bitcast(bits, ir.FloatType()), types.float32
-        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
-    if t.dtype == "float16":
+    if t.dtype == "float16" and code.on_gpu:
         half = builder.load(builder.bitcast(pointer, ir.HalfType().as_pointer()))
         value = builder.fpext(half, code.zero.value.type)
         return code.made(Number("real", t.base), value)
     value = builder.load(pointer)
+    if not code.on_gpu:
+        value.set_metadata("noalias", scope_of_scores(builder.module))
+    if t.dtype == "bfloat16":
+        bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        value, found = builder.bitcast(bits, ir.FloatType()), types.float32
+        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
+    if t.dtype == "float16":  # not every CPU has an instruction for it
+        return code.made(Number("real", t.base), _from_half(code, value))
     if t.dtype == "bool":
         return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
     kind = "real" if t.dtype.startswith("float") else "whole"
     to = t.base if kind == "real" else types.int64
     return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
+
+
+def _from_half(code: Code, bits: Any) -> Any:
+    """A float16 in the type that is computed in. Times 2^112 its exponent is float32's, and subnormal numbers too."""
+    builder, i32 = code.builder, ir.IntType(32)
+    bits = builder.zext(bits, i32)
+    magnitude = builder.shl(builder.and_(bits, i32(0x7FFF)), i32(13))
+    large = builder.fmul(builder.bitcast(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
+    special = builder.or_(magnitude, i32(0x7F800000))  # infinite, or NaN
+    is_special = builder.icmp_unsigned(">=", magnitude, i32(0x7C00 << 13))
+    size = builder.select(is_special, special, builder.bitcast(large, i32))
+    found = builder.bitcast(builder.or_(builder.shl(builder.and_(bits, i32(0x8000)), i32(16)), size), ir.FloatType())
+    return code.context.cast(builder, found, types.float32, code.base)
 
 
 def _members(t: Any) -> list[Any]:
@@ -74,6 +97,10 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value)
         at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
+        if not code.on_gpu:  # where others use the memory beyond: the nearest element
+            last = builder.sub(shape[axis], ir.Constant(at.type, 1))
+            at = builder.select(builder.icmp_signed(">", at, last), last, at)
+            at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
         offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
     pointer = builder.gep(table.data, [offset])
     if count == t.ndim:

@@ -1,0 +1,258 @@
+"""The caller's own functions on the CPU: each is compiled by itself, for one panel of scores (compiled).
+
+The kernels call it by its address, which the plan has: a new function costs its own compiling, and the kernels stay
+what they are. In it LLVM takes the rows of a panel along its vectors, and of a row alone the keys.
+"""
+
+# mypy: ignore-errors
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from ..arrays import host_pointer
+from ..functions import compiled
+from ..functions.function import Function, explain_failure
+from ..problem.forward import Problem
+from . import plan as slot
+from .cache import c_function
+from .vectors.build import lanes
+
+# s, slopes (0: unwanted), keys, the first key, where PLACES are, b, whether it is a row alone, where AUX are
+SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
+# PLACES: for each row of a panel its position, and behind these for each its head; int64.
+# AUX: for each array its address, its shape, and its strides in elements; int64.
+AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
+MOST_FUNCTIONS = 200
+NARROW = 2**28 - 1
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@functools.lru_cache(maxsize=MOST_FUNCTIONS)
+def make(option: str, function: Function, base_name: str, aux: tuple, derivative: bool, narrow: bool):
+    """The compiled function; its `address` is what a plan has.
+
+    aux: (dtype, dimensions) of each array. derivative: it also writes slopes. narrow: all positions lie in 0 to NARROW.
+    """
+    key = repr((option, function.key, base_name, aux, derivative, narrow))
+    body = _panel(option, function, base_name, aux, derivative, narrow)
+    try:
+        return c_function(body, SIGNATURE, key=hashlib.sha256(key.encode()).hexdigest())
+    except Exception as error:
+        explained = explain_failure(error, [function])
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def _panel(option, function, base_name, aux, derivative, narrow):
+    call = inner(function.build(compiled.stand_ins(base_name), inner))
+    number, whole = compiled.as_number("dual" if derivative else "real", base_name), _whole(base_name, narrow)
+    result, slope, truth = (
+        compiled.result(option, base_name, function),
+        compiled.derivative(option, base_name, function),
+        compiled.truth_of(option, function),
+    )
+    tables, zero = _tables(aux, base_name), np.dtype(base_name).type(0)
+    hidden = type(zero)(-math.inf)
+
+    @inner
+    def value_of(s, slopes, at, where, arrays):
+        write_score(s, at, result(call(*((number(read_score(s, at, zero)), *where, *arrays)))))
+
+    @inner
+    def both_of(s, slopes, at, where, arrays):
+        y = call(*((number(read_score(s, at, zero)), *where, *arrays)))
+        write_score(s, at, result(y))
+        write_score(slopes, at, slope(y))
+
+    @inner
+    def mask_of(s, slopes, at, where, arrays):
+        write_score(s, at, _either(truth(call(*(where + arrays))), read_score(s, at, zero), hidden))
+
+    one = mask_of if option == "mask_mod" else both_of if derivative else value_of
+
+    def panel(s, slopes, keys, key0, places, b, alone, aux):
+        arrays = tables(aux)
+        if alone:
+            q_pos, head = read_place(places, 0), read_place(places, 1)
+            for key in range(keys):
+                one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
+        else:
+            for key in range(keys):
+                for r in range(lanes(zero)):
+                    q_pos, head = read_place(places, r), read_place(places, lanes(zero) + r)
+                    where = (whole(b), whole(head), whole(q_pos), whole(key0 + key))
+                    one(s, slopes, key * lanes(zero) + r, where, arrays)
+
+    panel.__name__ = option
+    return panel
+
+
+def _whole(base_name: str, narrow: bool):
+    """-> whole(x): an int64 as a Number. narrow: LLVM is told that it lies in 0 to NARROW. Without AVX-512 no vectors
+    of real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32: these,
+    differences of two, and sums of a few."""
+    t, bits = compiled.Number("whole", compiled.BASES[base_name]), ir.Constant(ir.IntType(64), NARROW)
+
+    @intrinsic
+    def whole(typingctx, x):
+        def codegen(context, b, sig, args):
+            (value,) = args
+            if narrow:
+                value = b.and_(value, bits)
+            made = cgutils.create_struct_proxy(t)(context, b)
+            made.x = value
+            return made._getvalue()
+
+        return t(types.int64), codegen
+
+    return whole
+
+
+# Scores and slopes are written, and what else is read lies elsewhere: LLVM need not find that out for each key again.
+@intrinsic
+def read_score(typingctx, address, index, zero):
+    def generate(context, b, sig, args):
+        kind = context.get_value_type(sig.args[2])
+        return _of_scores(b, b.load(b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]])))
+
+    return zero(types.int64, types.int64, zero), generate
+
+
+@intrinsic
+def write_score(typingctx, address, index, value):
+    def generate(context, b, sig, args):
+        _of_scores(b, b.store(args[2], b.gep(b.inttoptr(args[0], args[2].type.as_pointer()), [args[1]])))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value), generate
+
+
+@intrinsic
+def read_place(typingctx, address, index):
+    def generate(context, b, sig, args):
+        found = b.load(b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]]))
+        found.set_metadata("noalias", compiled.scope_of_scores(b.module))
+        return found
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _of_scores(b, instruction):
+    instruction.set_metadata("alias.scope", compiled.scope_of_scores(b.module))
+    return instruction
+
+
+@intrinsic
+def _either(typingctx, condition, x, y):
+    """x where the condition holds, else y; no jump."""
+    return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
+
+
+def _tables(aux: tuple, base_name: str):
+    """-> tables(address of AUX): a tuple of all aux arrays."""
+
+    @inner
+    def tables(address):
+        return ()
+
+    at = 0
+    for dtype, ndim in aux:
+        tables = _one_more(tables, _table(dtype, ndim, base_name), at)
+        at += 1 + 2 * ndim
+    return tables
+
+
+def _one_more(before, table, at):
+    offset = 8 * at
+
+    @inner
+    def tables(address):
+        return before(address) + (table(address + offset),)
+
+    return tables
+
+
+def _table(dtype: str, ndim: int, base_name: str):
+    element = getattr(types, AUX_ELEMENTS.get(dtype, dtype))
+    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name])
+
+    @intrinsic
+    def table(typingctx, address):
+        def codegen(context, b, sig, args):
+            numbers = b.inttoptr(args[0], ir.IntType(64).as_pointer())
+            loads = [b.load(b.gep(numbers, [ir.Constant(ir.IntType(64), n)])) for n in range(1 + 2 * ndim)]
+            for found in loads:
+                found.set_metadata("noalias", compiled.scope_of_scores(b.module))
+            first, *sizes = loads
+            made = cgutils.create_struct_proxy(t)(context, b)
+            made.data = b.inttoptr(first, context.get_value_type(types.CPointer(element)))
+            made.shape, made.strides = (
+                context.make_tuple(b, types.UniTuple(types.int64, ndim), part) for part in (sizes[:ndim], sizes[ndim:])
+            )
+            return made._getvalue()
+
+        return t(types.int64), codegen
+
+    return table
+
+
+class OwnFunctions(NamedTuple):
+    """Those of a problem, compiled, and what they read."""
+
+    of: tuple[tuple[int, Any], ...]  # (a slot of the plan, whose address stands there)
+    aux_numbers: np.ndarray  # AUX without addresses
+    places: tuple[int, ...]  # where these go
+    empty: tuple[bool, ...]  # arrays without elements, which may lie nowhere
+
+    def go_into(self, plan: np.ndarray) -> None:
+        for at, function in self.of:
+            plan[at] = function.address
+
+    def aux(self, pointers: Sequence[int]) -> np.ndarray:
+        """AUX of a call."""
+        if not self.places:
+            return self.aux_numbers
+        numbers = self.aux_numbers.copy()
+        for at, pointer, empty in zip(self.places, pointers, self.empty, strict=True):
+            numbers[at] = host_pointer(NOTHING) if empty else pointer
+        return numbers
+
+
+NOTHING = np.zeros(1, np.int64)
+NO_FUNCTIONS = OwnFunctions((), NOTHING, (), ())
+
+
+def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
+    """derivative: score_mod is to write its slopes too."""
+    if not problem.functions:
+        return NO_FUNCTIONS
+    aux = tuple((array.dtype, len(array.shape)) for array in problem.aux)
+    dtype, narrow = problem.compute_dtype, _is_narrow(problem)
+    made = tuple(
+        (slot.OWN[name], make(name, function, dtype, aux, derivative and name == "score_mod", narrow))
+        for name, function in problem.functions
+    )
+    numbers: list[int] = []
+    places = []
+    for array in problem.aux:
+        places.append(len(numbers))
+        numbers += [0, *array.shape, *(array.strides if 0 not in array.shape else (0,) * len(array.shape))]
+    empty = tuple(0 in array.shape for array in problem.aux)
+    return OwnFunctions(made, np.array([*numbers, 0], np.int64), tuple(places), empty)
+
+
+def _is_narrow(p: Problem) -> bool:
+    """Whether all positions, heads and batch entries lie in 0 to NARROW."""
+    last = p.q_offset + p.seqlen_q + (p.seqlen_k if p.q_offset_source == "seqlens_k" else 0)
+    known = p.q_offset_source != "array" and p.q_offset >= 0
+    return known and max(last, p.seqlen_k, p.heads, p.batch) <= NARROW

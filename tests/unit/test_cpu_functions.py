@@ -1,0 +1,134 @@
+"""What the CPU rung promises of a user's function: its arithmetic, its bounds, its code in the cache, all positions."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import numba_flash
+from numba_flash import testing
+from numba_flash.cpu import cache, functions
+from numba_flash.functions.function import Function
+from numba_flash.testing import Case
+
+
+def scores_of(function, scores, aux=()):
+    """What a score_mod makes of each of these scores, by the compiled kernel: lse of queries that see one key."""
+    scores = np.asarray(scores).reshape(1, 1, -1, 1)
+    one = np.ones((1, 1, 1, 1), scores.dtype)
+    given = dict(scale=1.0, score_mod=function, aux=aux, q_offset=0, return_lse=True, kernel="cpu")
+    return numba_flash.attention(scores, one, one, **given).lse.reshape(-1)
+
+
+# Everything from subnormal to infinite, of both signs, and closely where functions change.
+def arguments(dtype):
+    info, generator = np.finfo(dtype), np.random.default_rng(0)
+    wide = 2.0 ** generator.uniform(info.minexp - info.nmant, info.maxexp - 1, 3000)
+    near = [
+        np.linspace(-1000, 1000, 4001),
+        np.linspace(-2, 2, 4001),
+        np.linspace(-110, 110, 4001),
+        1 + 2.0 ** -np.arange(60),
+    ]
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, info.tiny, info.max, -1, -2, info.tiny / 4]
+    return np.concatenate([wide, -wide, *near, special]).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["exp", "log", "log1p", "tanh"])
+def test_functions_without_calls(name, dtype):
+    """Within a few ulp of NumPy's in a wider type, and the same where that is not finite."""
+    x = arguments(dtype)
+    function = eval(f"lambda s, b, h, i, j: math.{name}(s)", dict(math=math))
+    found = scores_of(function, x)
+    with np.errstate(all="ignore"):
+        expected = getattr(np, name)(x.astype(np.longdouble)).astype(dtype)
+    finite = np.isfinite(expected)
+    seen = finite | np.isneginf(expected)  # a row of infinite scores has no lse of its own
+    assert np.array_equal(np.isneginf(found[seen]), np.isneginf(expected[seen]))
+    assert np.isnan(found[np.isnan(expected)]).all()
+    ulp = np.maximum(np.spacing(np.abs(expected[finite])), np.finfo(dtype).tiny * np.finfo(dtype).eps)
+    assert (
+        np.abs(found[finite].astype(np.longdouble) - expected[finite]) <= (2 if dtype == "float32" else 4) * ulp
+    ).all()
+
+
+# Positions that do not fit into the numbers that LLVM is told of, and those that just do.
+@pytest.mark.parametrize("offset", [0, -7, functions.NARROW - 40, functions.NARROW + 1, 2**31 - 100, -(2**31) + 1])
+@pytest.mark.parametrize("by_array", [False, True])
+@pytest.mark.parametrize("seqlen_q", [2, 33])
+def test_positions_of_any_size(offset, by_array, seqlen_q):
+    def mod(score, b, h, i, j):
+        return score + (i - j) % 7 * 0.25 + i // 1000003 % 5
+
+    generator = np.random.default_rng(0)
+    q, k, v = (generator.standard_normal((2, 2, n, 4)).astype(np.float32) for n in (seqlen_q, 50, 50))
+    q_offset = np.array([offset, 3], np.int32) if by_array else offset
+    case = Case(q, k, v, dict(score_mod=mod, mask_mod=lambda b, h, i, j: (i + j) % 3 != 0, q_offset=q_offset))
+    o, lse = numba_flash.attention(q, k, v, **case.options, return_lse=True, kernel="cpu")
+    testing.check(case, o, lse)
+
+
+def test_reads_beyond_an_array_are_of_its_ends():
+    table = np.arange(10, dtype=np.float32)[2:8]
+    found = scores_of(lambda s, b, h, i, j, x: x[int(s)], np.float32([-1000, -7, -6, -1, 0, 5, 6, 1e9]), (table,))
+    assert found.tolist() == [2, 2, 2, 7, 2, 7, 7, 7]
+    for shape in ((0,), (0, 5), (5, 0)):
+        index = (4,) * len(shape)
+        read = eval(f"lambda s, b, h, i, j, x: s + 0 * x[{', '.join(map(str, index))}]")
+        assert scores_of(read, np.float32([1, 2]), (np.zeros(shape, np.float32),)).tolist() == [1, 2]
+
+
+def test_a_row_has_the_bits_that_it_has_in_other_tiles():
+    """Alone, in a panel, and beside other batch entries and heads."""
+
+    def mod(score, b, h, i, j, slopes):
+        return math.tanh(score) * slopes[h] + math.log1p(abs(i - j)) if j % 2 else math.exp(-score * score)
+
+    generator = np.random.default_rng(1)
+    q, k, v = (generator.standard_normal((1, 2, n, 8)).astype(np.float32) for n in (40, 300, 300))
+    given = dict(score_mod=mod, aux=(np.array([0.5, -2], np.float32),), causal=True, kernel="cpu")
+    whole = numba_flash.attention(q, k, v, **given)
+    twice = numba_flash.attention(*(np.concatenate([x, x]) for x in (q, k, v)), **given)
+    assert np.array_equal(twice[0], whole[0]) and np.array_equal(twice[1], whole[0])
+    part = numba_flash.attention(q[:, :, 7:33], k, v, **given, q_offset=267)
+    assert np.array_equal(part, whole[:, :, 7:33])
+
+
+def test_code_of_one_function_is_not_that_of_another():
+    """In the disk cache: by all that a function captures, by dtypes, by whether slopes are written."""
+    names = set()
+
+    def made(factor):
+        return Function.of("score_mod", lambda score, b, h, i, j, x: score * factor + x[j])
+
+    for function in (made(0.5), made(2.0)):
+        for aux in ((("float32", 1),), (("int16", 1),)):
+            for derivative in (False, True):
+                compiled = functions.make("score_mod", function, "float32", aux, derivative, True)
+                kept = compiled._cache
+                names.add(kept._cache_file.path(kept._index_key(compiled._sig, compiled._library.codegen)))
+    assert len(names) == 8
+
+
+def test_a_second_process_takes_it_from_the_cache(tmp_path):
+    numba_flash.attention(*(np.ones((1, 1, 9, 4), np.float32),) * 3, kernel="cpu")
+    shutil.copytree(cache.entries_folder(), tmp_path / "cpu", ignore=shutil.ignore_patterns("score_mod-*"))
+    program = (
+        "import numpy as np, numba_flash\n"
+        "q = np.ones((1, 1, 9, 4), np.float32)\n"
+        "print(numba_flash.attention(q, q, q * q.cumsum(2), score_mod=lambda s, b, h, i, j: s - j)[0, 0, :, 0])"
+    )
+    environment = dict(os.environ, NUMBA_FLASH_CACHE_DIR=str(tmp_path))
+    outputs, written = [], []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.append(run.stdout)
+        written.append([path.stat().st_mtime_ns for path in tmp_path.glob("cpu/score_mod-*.nbc")])
+    assert outputs[0] == outputs[1] and written[0] == written[1] and len(written[0]) == 1
