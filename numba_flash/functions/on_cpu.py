@@ -1,6 +1,6 @@
 """Functions of math as plain arithmetic, without a call or a jump, so that LLVM makes vectors of it on a CPU.
 
-x and what they return are values of the code that is being compiled (compiled/), and `f` makes them. float32 is
+x and what they return are values of the code that is being compiled (compiled/code.py), and `f` makes them. float32 is
 within 2 ulp, float64 within 4. The polynomials and the ways of reducing x are those of the Cephes library.
 """
 
