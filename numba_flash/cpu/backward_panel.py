@@ -148,10 +148,8 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
-        composed(
-            p, own_slopes, row_numbers, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers,
-            zero,
-        )  # fmt: skip
+        own = (p, own_slopes, row_numbers, places)
+        composed(own, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)

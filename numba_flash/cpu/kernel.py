@@ -137,10 +137,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             )
             if featured:
                 rows_of_panel = last_row + 1 - first_row
-                composed(
-                    s, INT, row_numbers, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan,
-                    pointers, zero,
-                )  # fmt: skip
+                own = (s, INT, row_numbers, places)
+                composed(own, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
             if free > first or cut < end:
                 rows_of_panel = last_row + 1 - first_row
                 hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)

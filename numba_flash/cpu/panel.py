@@ -176,14 +176,13 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def composed(
-    s, slopes, row_numbers, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero
-):  # fmt: skip
+def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
-    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two of each row;
-    places: for two int64 numbers.
+    tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, room for two of each
+    row; places, for two int64 numbers.
     """
+    s, slopes, row_numbers, places = tiles
     kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
     count = (keys * width + vector - 1) // vector * vector
     scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)

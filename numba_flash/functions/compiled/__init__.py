@@ -16,7 +16,7 @@ from numba.core.extending import intrinsic
 from numba.core.typing import signature
 
 from ..function import MARK, Function
-from . import operators, tables  # noqa: F401 - they tell Numba
+from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
 from .number_types import BASES, Number, Table, kind_of, words
 from .stand_ins import stand_ins as stand_ins
