@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..problem.options import BY_NAME, Uses, changes_scores
+from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8}
 
@@ -23,7 +23,7 @@ class LaunchFacts:
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
-    seeded: ClassVar[bool] = False  # it takes a seed, with what else dropout needs
+    seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
 
 
@@ -70,7 +70,7 @@ class Config(LaunchFacts):
     @property
     def seeded(self) -> bool:  # type: ignore[override]
         """Whether each call brings a seed."""
-        return self.has("dropout_p")
+        return self.has(SEEDED)
 
     @property
     def derivative_varies(self) -> bool:

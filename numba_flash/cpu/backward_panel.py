@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from . import backward_plan as at
 from . import plan as slot
-from .dropout import count
+from .counts import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
 from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients

@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 
 from . import plan as slot
-from .dropout import count
+from .counts import count
 from .elements import INT, copy_in, copy_out, fill, gather, get, length_and_offset, row_address
 from .panel import (
     INFINITY,

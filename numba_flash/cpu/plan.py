@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from ..problem.forward import Problem
+from ..problem.options import SEEDED as SEEDED_OPTION
 from ..problem.options import Operands
 from ..problem.ranges import UNBOUNDED
 
@@ -30,8 +31,8 @@ TERM_DTYPE = 60
 # Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
 SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
-# Of dropout: whether there is any, random bits below which a weight is dropped, what the others count, which pointer is
-# the seed.
+# Whether a seed says which weights count, the random bits below which one does not, how many times the others do, and
+# which pointer is the seed.
 SEEDED, DROP_BELOW, KEPT_COUNT, SEED_POINTER = range(64, 68)
 NUMBERS = 68
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
@@ -104,7 +105,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
-    dropped = p.number("dropout_p") or 0.0
+    dropped = p.number(SEEDED_OPTION) or 0.0
     plan[SEEDED], plan[DROP_BELOW], real[KEPT_COUNT] = p.seeded, round(dropped * 2**32), 1 / (1 - dropped)
     plan[AUX_POINTER], plan[SEED_POINTER] = AUX, AUX + 1
     size = ITEMSIZES[plan[DTYPE]]

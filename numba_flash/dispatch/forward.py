@@ -16,7 +16,7 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.memory import check_memory
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, Operands, Options
+from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, SEEDED, Operands, Options
 from ..select.forward import Choice, select
 from . import host_copies
 from .launch import Launch, make_launch
@@ -194,12 +194,12 @@ class Seed(NamedTuple):
 
 
 def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[Any]:
-    """given with the seed of a problem with dropout, behind its `own` operands and before aux."""
+    """given with the seed of a problem that takes one, behind its `own` operands and before aux."""
     if seed is None:
         if not problem.seeded:
             return given
         raise ValueError(
-            "dropout_p needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
+            f"{SEEDED} needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
             "not seen, and the backward takes the same one"
         )
     try:
@@ -210,5 +210,5 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
         raise TypeError(f"seed must be a whole number, not {seed!r}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
-    # A seed alone is that of a model which has dropout at other times.
+    # A seed alone is that of a model which needs it at other times.
     return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given

@@ -17,7 +17,7 @@ from .option_checks import (
     q_offset_of,
     window_sides,
 )
-from .options import ARRAYS, FUNCTIONS, NUMBERS, Options, Uses, uses
+from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Uses, uses
 from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
 
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
@@ -84,7 +84,7 @@ class Problem:
     @property
     def seeded(self) -> bool:
         """Whether each call brings a seed."""
-        return self.number("dropout_p") is not None
+        return self.number(SEEDED) is not None
 
     def array(self, name: str) -> OptionArray | None:
         """An array given as an option, or None."""

@@ -26,6 +26,7 @@ class Option(NamedTuple):
     positive: bool = False  # of a number: it must be above 0
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
     function: bool = False  # one of the caller's own
+    seeded: bool = False  # comes with a seed, which is each call's own
     on_tensor_cores: bool = True
     instead: str = ""  # of one that is not: what says a part of the same, and is
     on_cpu: bool = True
@@ -42,7 +43,7 @@ OPTIONS = (
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
-    Option("dropout_p", "weights"),  # with a seed, of each call its own
+    Option("dropout_p", "weights", seeded=True),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}
@@ -51,6 +52,7 @@ _NUMBERS = tuple(x for x in OPTIONS if x.acts_on in ("score", "weights") and not
 NUMBERS = tuple(option.name for option in _NUMBERS)
 SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # that every kernel takes
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
+(SEEDED,) = (option.name for option in OPTIONS if option.seeded)
 NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, which each call compares with
 
 
@@ -100,7 +102,7 @@ class Options(NamedTuple):
     arrays: tuple[Any, ...] | None = None  # of ARRAYS, but for q_offset; None = there are none
     functions: tuple[Any, ...] | None = None  # of FUNCTIONS, and behind them the tuple aux; None = there are none
     layout: Any = "bhsd"
-    seed: Any = None  # of dropout_p, a whole number; not a fact of the problem, because each call has another one
+    seed: Any = None  # of SEEDED, a whole number; not a fact of the problem, because each call has another one
 
     @staticmethod
     def of(

@@ -24,6 +24,7 @@ from ..problem.options import (
     HEAD_GRADIENTS,
     RANKS,
     SCORE_NUMBERS,
+    SEEDED,
     GradientOperands,
     Operands,
     Option,
@@ -81,7 +82,8 @@ _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
 BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
-# With dropout: a number in the place of a pointer; random bits below a size that drop a weight; what the others count.
+# Where not every weight counts: a number in the place of a pointer; random bits below a size, which say that one does
+# not; how many times the others do.
 SEED, DROP_BELOW, KEPT_COUNT = "seed", "drop_below", "kept_count"
 
 
@@ -125,8 +127,8 @@ SIZES = dict(dbias_shape=4)  # likewise
 
 @functools.cache
 def parameters(kernel: str, aux: int = 0, seeded: bool = False) -> Parameters:
-    """PARAMETERS of a kernel, where it computes scores with what dropout takes and `aux` arrays for functions behind
-    the others."""
+    """PARAMETERS of a kernel, where it computes scores with what a seed takes and `aux` arrays for functions behind the
+    others."""
     own = PARAMETERS[kernel]
     if not own.score:
         return own
@@ -268,7 +270,7 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
-    dropped = p.number("dropout_p") or 0.0
+    dropped = p.number(SEEDED) or 0.0
     sizes[DROP_BELOW], score[KEPT_COUNT] = round(dropped * 2**32), number(1 / (1 - dropped))
     return dict(strides=strides, sizes=sizes, score=score)
 

@@ -18,7 +18,7 @@ from ..config.wgmma_backward import (
 )
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, HEAD_GRADIENTS, changes_scores, of_scores
+from ..problem.options import ARRAYS, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
@@ -96,7 +96,7 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
     if name == "wgmma" and forward.seeded:
-        return "its backward takes no dropout_p yet"
+        return f"its backward takes no {SEEDED} yet"
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"

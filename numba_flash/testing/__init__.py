@@ -19,10 +19,10 @@ the case, so there is nothing to tune. (The rule is FlashAttention's own.)
 from ..reference import dropout_mask
 from . import formula, functions
 from .cases import (
-    DROPOUT,
     DTYPES,
     FEATURES,
     FUNCTIONS,
+    SEEDED,
     STRIDES,
     Case,
     bfloat16,
@@ -38,7 +38,7 @@ from .formula import plain, plain_gradients
 from .kernels import check_kernel
 
 __all__ = [
-    "DROPOUT",
+    "SEEDED",
     "DTYPES",
     "EPS",
     "FEATURES",

@@ -11,7 +11,7 @@ from ..api.backward import AttentionGradients
 from ..functions import numbers as function_numbers
 from ..functions.function import Function
 from ..reference import dropout_mask
-from .cases import DROPOUT, Case, heads_first
+from .cases import SEEDED, Case, heads_first
 from .expected import oracle
 
 
@@ -69,12 +69,12 @@ def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
     """What each weight counts in o, in the dtype of `like`."""
-    if DROPOUT not in case.options:
+    if SEEDED not in case.options:
         return np.ones((), like.dtype)
     q, k = heads_first(case, case.q), heads_first(case, case.k)
     offsets = _positions(case)[:, :1].sum(1)  # 0 without queries
-    kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[DROPOUT], case.options["seed"], offsets)
-    return kept * like.dtype.type(1 / (1 - case.options[DROPOUT]))
+    kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[SEEDED], case.options["seed"], offsets)
+    return kept * like.dtype.type(1 / (1 - case.options[SEEDED]))
 
 
 def sinks_of(case: Case) -> np.ndarray:

@@ -1,6 +1,6 @@
 """P of one position again, from the row's log-sum-exp: a backward keeps no scores (Dao et al., 2022, section 3.1).
 
-What a weight counts in the output, where there is dropout, it counts in dV, and its dP comes from it.
+What a weight counts in the output (counts.py) it counts in dV, and its dP comes from it.
 """
 
 import functools

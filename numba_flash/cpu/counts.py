@@ -1,4 +1,4 @@
-"""Dropout on a panel of the CPU rung (compiled); kernels/score/counts.py says which weights it leaves out."""
+"""What a weight counts in the output, for a panel of the CPU rung (compiled): as kernels/score/counts.py has it."""
 
 # mypy: ignore-errors
 
@@ -37,7 +37,7 @@ def count_one(x, key, keys, r, width, word, below, kept, zero):
 
 @compiled
 def count(x, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """x (keys, width) <- as often as each weight counts: 0, whatever was there, or 1 / (1 - dropout_p) times.
+    """x (keys, width) <- as often as each weight counts: 0, whatever was there, or the plan's KEPT_COUNT times.
 
     For keys from key0, `rows` rows of a panel; places: room for two int64 numbers of each.
     """
