@@ -64,7 +64,7 @@ class Known(NamedTuple):
     def plan(self) -> dict[str, Any]:
         """As dispatch takes it."""
         named = self.options._asdict()
-        del named["arrays"]
+        del named["arrays"], named["seed"]
         return named | dict(kernel=self.kernel)
 
 

@@ -192,12 +192,10 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def drawn_dropout(dropout_p: float) -> dict[str, Any]:
-    """dropout_p and a seed from torch's generator in host memory, for functions that stand in for torch's own."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "dropout inside torch.compile is not implemented: a seed would be drawn when it is traced. Pass dropout_p= "
-            "and a seed= of yours to numba_flash.attention there"
-        )
+    """dropout_p and a seed from torch's generator in host memory, for functions that stand in for torch's own.
+
+    To read the seed torch.compile leaves its graph, or with capture_scalar_outputs keeps it as a symbol.
+    """
     return dict(dropout_p=dropout_p, seed=int(torch.randint(2**63 - 1, ())))
 
 

@@ -47,9 +47,9 @@ def scaled_dot_product_attention(
     shortest dimension is an attention of its own, and the results are stacked, which is a copy of them.
 
     dropout_p: from 0 to below 1, as of `numba_flash.attention`. The seed is drawn from torch's default generator in
-    host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back; not inside torch.compile.
+    host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back.
 
-    Raises NotImplementedError for nested tensors, and for dropout in torch.compile; TypeError and ValueError as
+    Raises NotImplementedError for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
     if type(dropout_p) not in (int, float) or dropout_p:

@@ -114,8 +114,8 @@ def register(name: str = NAME) -> str:
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
     position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
-    with NotImplementedError: dropout inside torch.compile, paged caches, keys that a model chooses by their indices,
-    and attention weights as a result.
+    with NotImplementedError: dropout beside padding inside torch.compile, paged caches, keys that a model chooses by
+    their indices, and attention weights as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -173,6 +173,11 @@ def _attend(
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
+        if dropped:
+            raise NotImplementedError(
+                "dropout of a model with padding inside torch.compile is not implemented; set its attention dropout to 0, "
+                "or compile it without padding"
+            )
         return proven.attention(q, k, v, bias, sinks, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
     given = dict(bias=bias, sinks=sinks, scale=scale, softcap=softcap, layout="bshd") | dropped

@@ -258,8 +258,10 @@ def test_dropout_has_a_seed_from_torchs_generator():
     torch.manual_seed(5)
     seed = int(torch.randint(2**63 - 1, ()))
     assert torch.equal(numba_flash.attention(*inputs, causal=True, q_offset=0, dropout_p=0.3, seed=seed), found)
-    with pytest.raises(NotImplementedError, match="dropout inside torch.compile is not implemented"):
-        torch.compile(attend, fullgraph=True, backend="eager")()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    torch.manual_seed(5)
+    assert torch.equal(compiled(), found) and torch.equal(compiled(), other)
 
 
 def nested(layout):
