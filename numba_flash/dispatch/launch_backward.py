@@ -137,8 +137,14 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Gi
     gradients = reference.backward(
         do, q, k, v, o, arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands, aux),
+        **reference_options(forward, operands, aux[: len(forward.aux)]), wanted_aux=problem.wanted_aux,
     )  # fmt: skip
+    for number in problem.wanted_aux:
+        array, found = aux[len(forward.aux) + number], gradients.daux[number]
+        assert array is not None
+        view = arrays.host_view(array)
+        with np.errstate(over="ignore"):
+            view[...] = found.astype(view.dtype)
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)
         view = heads_first(forward, array) if name in ("dq", "dk", "dv") else arrays.host_view(array)

@@ -35,6 +35,9 @@ from .tensor_maps import fits
 from .tiles import columns, rows_for
 
 
+WITH_AUX_GRADIENTS = ("reference",)
+
+
 @dataclass(frozen=True)
 class BackwardChoice:
     """What will run. `configs` are those of its kernels in the order of their launches; none of the host's rungs."""
@@ -59,6 +62,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "its backward is not built yet"
     if name == "cpu" and (reason := no_cpu(problem.forward)) is not None:
         return reason
+    if problem.wanted_aux and name not in WITH_AUX_GRADIENTS:
+        return "it has no gradients of aux yet"
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:

@@ -83,6 +83,19 @@ def test_reads_beyond_an_array_are_of_its_ends():
         assert scores_of(read, np.float32([1, 2]), (np.zeros(shape, np.float32),)).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("seqlen_q", [3, 40])
+@pytest.mark.parametrize(
+    "option",
+    [dict(mask_mod=lambda b, h, i, j: j != 5), dict(score_mod=lambda s, b, h, i, j: s if j != 5 else -math.inf)],
+)
+def test_what_one_function_hides_never_reaches_o(option, seqlen_q):
+    generator = np.random.default_rng(0)
+    q, k, v = (generator.standard_normal((1, 1, n, 4)).astype(np.float32) for n in (seqlen_q, 20, 20))
+    clean = numba_flash.attention(q, k, v, **option, kernel="cpu")
+    k[:, :, 5] = v[:, :, 5] = np.nan
+    assert np.array_equal(numba_flash.attention(q, k, v, **option, kernel="cpu"), clean)
+
+
 def test_a_row_has_the_bits_that_it_has_in_other_tiles():
     """Alone, in a panel, and beside other batch entries and heads."""
 
