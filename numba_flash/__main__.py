@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .problem.options import ARRAYS, NUMBERS, OPTION_ARRAYS, Option, Options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,13 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--causal", action="store_true")
     add("--window", nargs=2, type=bound, metavar=("LEFT", "RIGHT"), help="a number, or none for no bound")
     add("--q-offset", type=int, metavar="N", help="where query 0 stands among the keys")
-    add("--seqlens-k", action="store_true", help="with a length for each batch entry")
-    add("--scale", type=float, metavar="X")
-    add("--softcap", type=float, metavar="X")
-    add("--alibi-slopes", action="store_true", help="with slopes, (heads,) in float32")
-    add("--sinks", action="store_true", help="with sinks, (heads,) in float32")
-    add("--bias", action="store_true", help="with a bias (1, 1, seqlen_q, seqlen_k) of the dtype")
-    add("--mask", action="store_true", help="with a mask (1, 1, seqlen_q, seqlen_k)")
+    for number in NUMBERS:
+        add(f"--{number}", type=float, metavar="X")
+    shapes = dict(scores="(1, 1, seqlen_q, seqlen_k)", heads="(heads,)", batch="(batch,)")
+    for option in ARRAYS:
+        if option.name in OPTION_ARRAYS:
+            about = f"with {option.name}, {shapes[option.shape]} of {_dtype_of(option, 'the dtype')}"
+            add(f"--{option.name.replace('_', '-')}", action="store_true", help=about)
     add("--return-lse", action="store_true")
     add("--kernel", default="auto", help="the one that would be asked for")
     add("--gpu", metavar="NAME", help='arrays on a GPU that is not here: H200, A100, "RTX 4090" and others')
@@ -110,11 +111,16 @@ def _check(asked: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} says what the GPU of --cc has: give that, too")
 
 
+def _dtype_of(option: Option, of_q: str) -> str:
+    """Of an array: a wide one is of q's dtype, where it may be."""
+    return of_q if option.shape == "scores" and "q" in option.dtypes else option.dtypes[0]
+
+
 def _problem(asked: argparse.Namespace, family: str) -> Any:
     """As of contiguous arrays."""
     from .arrays import ITEM_SIZE, Layout
-    from .problem.forward import LAYOUTS, Problem, contiguous_strides
-    from .problem.options import Options
+    from .problem.forward import LAYOUTS, Problem
+    from .problem.strides import contiguous_strides
 
     heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
@@ -132,17 +138,12 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
         layout(asked.heads, asked.seqlen_q, asked.head_dim),
         *(layout(heads_kv, seqlen_k, dim) for dim in (asked.head_dim, head_dim_v)),
     )
-    scores = (1, 1, asked.seqlen_q, seqlen_k)
-    window = asked.window and tuple(asked.window)
-    options = Options.of(
-        bias=array(asked.dtype, *scores) if asked.bias else None,
-        mask=array("bool", *scores) if asked.mask else None,
-        alibi_slopes=array("float32", asked.heads) if asked.alibi_slopes else None,
-        sinks=array("float32", asked.heads) if asked.sinks else None,
-        seqlens_k=array("int32", asked.batch) if asked.seqlens_k else None,
-        q_offset=asked.q_offset, causal=asked.causal, window=window, scale=asked.scale, softcap=asked.softcap,
-        layout=asked.layout,
-    )  # fmt: skip
+    shapes = dict(scores=(1, 1, asked.seqlen_q, seqlen_k), heads=(asked.heads,), batch=(asked.batch,))
+    given: dict[str, Any] = {name: getattr(asked, name) for name in ("causal", "q_offset", "layout", *NUMBERS)}
+    for option in ARRAYS:
+        if option.name in OPTION_ARRAYS and getattr(asked, option.name):
+            given[option.name] = array(_dtype_of(option, asked.dtype), *shapes[option.shape])
+    options = Options.of(window=asked.window and tuple(asked.window), **given)
     return Problem.of(q, k, v, options, return_lse=asked.return_lse, bias_aligned=True)
 
 

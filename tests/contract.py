@@ -219,7 +219,9 @@ HIDING = {
 @pytest.mark.parametrize("how", HIDING)
 def test_a_row_that_sees_no_key_is_zero(rung, how, value):
     case = rung.problem(6, 7)
-    visible = np.broadcast_to(testing._visible(Case(case.q, case.k, case.v, HIDING[how])), (2, 2, 6, 7)).any(-1)
+    visible = np.broadcast_to(
+        testing.formula.visible_keys(Case(case.q, case.k, case.v, HIDING[how])), (2, 2, 6, 7)
+    ).any(-1)
     if how == "bias":
         visible = np.broadcast_to(np.arange(6) % 3 != 0, visible.shape)
     assert visible.any() and not visible.all()
@@ -311,7 +313,7 @@ def poisoned(rung, how, *places, value, dtype=None):
     for name in places:
         array = cases[1].options["bias"].swapaxes(2, 3) if name == "bias" else getattr(cases[1], name)
         array[:, :, 13] = value
-    visible = np.broadcast_to(testing._visible(cases[0]), whole)[..., 13]
+    visible = np.broadcast_to(testing.formula.visible_keys(cases[0]), whole)[..., 13]
     assert not visible.all()
     return *cases, visible
 

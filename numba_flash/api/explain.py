@@ -15,7 +15,6 @@ from ..problem.forward import Problem
 from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice
-from ..sim.launch import predicted_seconds
 from . import backward, forward
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
@@ -66,8 +65,6 @@ class Explanation(Readable):
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
         blocks = launch.grid(choice.config, problem, target) if choice.config else 0
         time = cost.seconds(choice.kernel, choice.config, problem, target)
-        if target.simulated and choice.kernel in ("v1", "v2"):
-            time = predicted_seconds(problem)
         lost = cost.lost(choice, problem, target)
         return Explanation(
             choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused, time, lost

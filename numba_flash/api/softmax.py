@@ -9,7 +9,7 @@ from ..arrays import DTYPES, Array
 from ..config.forward import SoftmaxConfig
 from ..dispatch.launch import on_gpu
 from ..machine.target import Target
-from ..problem.forward import check_alignment, check_output
+from ..problem.memory import check_alignment, check_output
 from ..select.arguments import Values
 
 KERNELS = ("safe", "online", "blocked")

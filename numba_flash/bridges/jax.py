@@ -24,7 +24,9 @@ from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
-from ..problem import forward as problem
+from ..problem.forward import LAYOUTS, Problem
+from ..problem.memory import check_lengths
+from ..problem.option_checks import window_sides
 from ..problem.options import (
     ARRAY_NAMES,
     GRADIENT_OF,
@@ -35,6 +37,7 @@ from ..problem.options import (
     Options,
     daux_name,
 )
+from ..problem.strides import contiguous_strides
 from ..select import rungs
 from ..select.arguments import aux_names
 from .jax_fold import fold
@@ -96,7 +99,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
     rungs.check_name(kernel)
-    window = None if window is None else problem.window_sides(window)
+    window = None if window is None else window_sides(window)
     known = Known(Options(causal, window, q_offset, numbers, None, functions, layout), kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
     _check(known.options, operands, return_lse)
@@ -118,17 +121,17 @@ def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
     """From shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
 
     def layout(array: Any) -> Layout:
-        unit, strides = array.dtype.itemsize, problem.contiguous_strides(array.shape)
+        unit, strides = array.dtype.itemsize, contiguous_strides(array.shape)
         return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
 
     known: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
     options = dispatch.with_layouts(options, [known.get(name) for name in (*ARRAY_NAMES, *_aux_of(known))])
-    problem.Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
+    Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
-    operands, axes = _in_order(operands), problem.LAYOUTS[known.options.layout]
+    operands, axes = _in_order(operands), LAYOUTS[known.options.layout]
     q, v = operands["q"], operands["v"]
     o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
     lse = jax.ShapeDtypeStruct(
@@ -208,7 +211,7 @@ def _facts(named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 class _Plan(NamedTuple):
     """What a callback does with buffers of these shapes."""
 
-    forward: problem.Problem
+    forward: Problem
     launch: Launch
     where: tuple[int | None, ...]  # which buffer is the kernel's first operand, and so on; None = there is none
     layouts: tuple[Layout, ...]  # of the buffers, as one problem has them
@@ -239,7 +242,7 @@ class _Callback:
             given = [
                 None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]
-            problem.check_lengths(given[SEQLENS_K], plan.forward)
+            check_lengths(given[SEQLENS_K], plan.forward)
             _run(plan.launch, given, stream)
 
 
@@ -248,12 +251,18 @@ class _Forward(_Callback):
 
     def plan(
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
-    ) -> tuple[problem.Problem, Launch]:
+    ) -> tuple[Problem, Launch]:
         found = dispatch.plan(
-            layouts["q"], layouts["k"], layouts["v"],
+            layouts["q"],
+            layouts["k"],
+            layouts["v"],
             tuple(layouts.get(name) for name in (*self.order[3:], *_aux_of(layouts))),
-            **self.known.plan(), return_lse=True, has_stream=has_stream, aligned=aligned, bias_aligned=bias_aligned,
-        )  # fmt: skip
+            **self.known.plan(),
+            return_lse=True,
+            has_stream=has_stream,
+            aligned=aligned,
+            bias_aligned=bias_aligned,
+        )
         if found.choice.copies:
             raise NotImplementedError(
                 f"kernel={found.choice.kernel!r} runs on a GPU, and these JAX arrays are in host memory. Nothing is "
@@ -267,15 +276,19 @@ class _Backward(_Callback):
 
     def plan(
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
-    ) -> tuple[problem.Problem, Launch]:
+    ) -> tuple[Problem, Launch]:
         kernel = self.known.kernel if self.known.kernel in rungs.WITH_BACKWARD else "auto"
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         found = gradients.plan(
-            **inputs, **self.known._replace(kernel=kernel).plan(), deterministic=True, has_stream=has_stream,
-            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))), aligned=aligned,
+            **inputs,
+            **self.known._replace(kernel=kernel).plan(),
+            deterministic=True,
+            has_stream=has_stream,
+            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))),
+            aligned=aligned,
             bias_aligned=bias_aligned,
             wanted=tuple(name for name in layouts if name in GRADIENT_OF or name.startswith("daux")),
-        )  # fmt: skip
+        )
         return found.problem.forward, found.launch
 
 

@@ -19,7 +19,8 @@ from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput, reject_unimplemented
-from ..problem import forward as problem
+from ..problem.forward import LAYOUTS
+from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select import rungs
@@ -167,7 +168,7 @@ def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> 
 def _flat(call: Call) -> tuple[Any, ...]:
     """A call as an operation takes it; see SCHEMA."""
     causal, window, q_offset, numbers, _, _, layout = call.options
-    return (q_offset, causal, *problem.window_sides(window), *numbers, layout, call.kernel)
+    return (q_offset, causal, *window_sides(window), *numbers, layout, call.kernel)
 
 
 def _from_flat(flat: tuple[Any, ...]) -> Call:
@@ -387,10 +388,15 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
 
 
 _SCHEMA = ", ".join(
-    ["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in OPTION_ARRAYS), "Tensor? q_offsets",
-     "SymInt? q_offset, bool causal, SymInt? left, SymInt? right", *(f"float? {name}" for name in NUMBERS),
-     "str layout, str kernel"]
-)  # fmt: skip
+    [
+        "Tensor q, Tensor k, Tensor v",
+        *(f"Tensor? {name}" for name in OPTION_ARRAYS),
+        "Tensor? q_offsets",
+        "SymInt? q_offset, bool causal, SymInt? left, SymInt? right",
+        *(f"float? {name}" for name in NUMBERS),
+        "str layout, str kernel",
+    ]
+)
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
 forward = torch.library.custom_op(
     "numba_flash::attention", _compute, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
@@ -405,7 +411,7 @@ backward.register_autograd(_no_second_gradients)
 @forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     layout = others[-2]
-    batch, heads, seqlen_q = (q.shape[axis] for axis in problem.LAYOUTS[layout][:3])
+    batch, heads, seqlen_q = (q.shape[axis] for axis in LAYOUTS[layout][:3])
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 

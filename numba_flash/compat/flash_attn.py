@@ -49,9 +49,17 @@ def flash_attn_func(
         _refuse_nested(q=q, k=k, v=v)
     try:
         found = api.attention(
-            q, k, v, causal=causal, window=window, scale=scale, softcap=cap, alibi_slopes=alibi_slopes, layout="bshd",
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=cap,
+            alibi_slopes=alibi_slopes,
+            layout="bshd",
             return_lse=return_attn_probs,
-        )  # fmt: skip
+        )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
     return (*found, None) if return_attn_probs else found

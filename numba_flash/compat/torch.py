@@ -131,9 +131,14 @@ def _plain_dimensions(q: Any, k: Any, v: Any, enable_gqa: bool) -> int:
 
 
 def _attend(
-    is_causal: bool, q_offset: int | None, scale: float | None, query: Tensor, key: Tensor, value: Tensor,
+    is_causal: bool,
+    q_offset: int | None,
+    scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`numba_flash.attention` of 4 dimensions."""
     bias, mask = (None, attn_mask) if attn_mask is not None and attn_mask.dtype is torch.bool else (attn_mask, None)
     if query.is_meta:
@@ -142,9 +147,15 @@ def _attend(
 
 
 def _on_meta(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, is_causal: bool,
-    q_offset: int | None, scale: float | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
+    q_offset: int | None,
+    scale: float | None,
+) -> Tensor:
     """What torch's dispatcher says of tensors without numbers, after the checks that they would have with numbers."""
     _check_devices(query, key=key, value=value, attn_mask=mask if bias is None else bias)
     added, seen = (x if x is None else _layout(x) for x in (bias, mask))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..problem.options import BY_NAME
 from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
-from .simt_backward import DalibiConfig, DeltaConfig, DsinksConfig
+from .simt_backward import DeltaConfig, HeadSumsConfig
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,8 @@ class PreprocessConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. of_sinks: what it finds goes into dsinks
-    too.
+    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. of_terms: what it finds goes into the
+    gradient of a term of the sum, too.
     """
 
     dtype: str
@@ -25,7 +25,7 @@ class PreprocessConfig(LaunchFacts):
     lanes: int = 8
     natural: bool = False
     turns_of: int = 0
-    of_sinks: bool = False
+    of_terms: bool = False
 
     kernel: ClassVar[str] = "backward_preprocess"
     compute_dtype: ClassVar[str] = "float32"
@@ -53,7 +53,7 @@ class MmaBackwardConfig(Config):
     `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
-    bias_pairs: bias can be read two keys at a time (problem/forward.py, OptionArray).
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
     """
 
     warp_rows: int = 16
@@ -210,5 +210,5 @@ class MmaDqConfig(MmaBackwardConfig):
 
 
 BackwardConfig = (
-    Config | DeltaConfig | DalibiConfig | DsinksConfig | MaskBitsConfig | PreprocessConfig
+    Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig
 )  # that of every kernel of a backward

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..problem.options import Uses
+from ..problem.options import GRADIENT_OF
 from .forward import ITEM_SIZE, Config, LaunchFacts
 
 
@@ -16,7 +16,7 @@ class DeltaConfig(LaunchFacts):
     has_dlse: bool
     threads: int = 256
     lanes: int = 16
-    of_sinks: bool = False  # what it finds goes into dsinks too
+    of_terms: bool = False  # what it finds goes into the gradient of a term of the sum, too
 
     kernel: ClassVar[str] = "delta"
     blocks_per_sm: ClassVar[int] = 0
@@ -105,7 +105,8 @@ class DkdvConfig(SimtBackwardConfig):
 
 @dataclass(frozen=True)
 class DqConfig(SimtBackwardConfig):
-    """Of v2_dq, one thread per query row; wanted: dq, dalibi_slopes (its row sums) or both."""
+    """Of v2_dq, one thread per query row; wanted: dq, the gradient of which head_sums adds up each row's share, or
+    both."""
 
     @property
     def threads(self) -> int:
@@ -130,46 +131,18 @@ class DbiasConfig(DqConfig):
 
 
 @dataclass(frozen=True)
-class DalibiConfig(LaunchFacts):
-    """Of v2_dalibi, which adds up what v2_dq found in each row. batch_summed: the slopes are those of all entries."""
+class HeadSumsConfig(LaunchFacts):
+    """Of head_sums, with which every rung's backward ends where the gradient of one number for each head is wanted.
 
-    dtype: str
-    uses: Uses
-    batch_summed: bool
-    threads: int = 256
-
-    kernel: ClassVar[str] = "v2_dalibi"
-    blocks_per_sm: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        if self.threads < 1 or self.threads & (self.threads - 1):
-            raise ValueError(f"threads must be a power of two, not {self.threads}")
-
-    def dtype_of(self, option: str) -> str | None:
-        """As of every Config."""
-        return dict(self.uses).get(option)
-
-    @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.threads * ITEM_SIZE[self.compute_dtype]
-
-
-@dataclass(frozen=True)
-class DsinksConfig(LaunchFacts):
-    """Of dsinks, which is the last kernel of every rung's backward where it is wanted.
-
-    sinks: their dtype. batch_summed: the sinks are those of all entries. of_blocks: delta comes from
-    backward_preprocess, in its order, and not from delta.
+    gradient: its name. given: the dtype of it and of its option. batch_summed: the numbers are those of all entries.
+    of_blocks: delta comes from backward_preprocess, in its order, and not from delta.
     """
 
     dtype: str
-    sinks: str
+    gradient: str
+    given: str
     batch_summed: bool
-    of_blocks: bool
+    of_blocks: bool = False
     threads: int = 1024
 
     blocks_per_sm: ClassVar[int] = 0
@@ -180,11 +153,16 @@ class DsinksConfig(LaunchFacts):
 
     @property
     def kernel(self) -> str:
-        return "dsinks_of_blocks" if self.of_blocks else "dsinks"
+        return f"{self.gradient}_of_blocks" if self.of_blocks else self.gradient
+
+    @property
+    def option(self) -> str:
+        """Of which it is the gradient."""
+        return GRADIENT_OF[self.gradient]
 
     def dtype_of(self, option: str) -> str | None:
         """As of every Config."""
-        return self.sinks if option == "sinks" else None
+        return self.given if option == self.option else None
 
     @property
     def compute_dtype(self) -> str:

@@ -9,7 +9,6 @@ vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_d
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -35,7 +34,7 @@ from .vectors.build import Shape, call, load, store
 def set_up(launch, shared, stop, pointers):
     """Fill a call's frame, which begins the shared memory; returns its address."""
     frame = (shared + 63) // 64 * 64
-    for n in range(at.ALL_POINTERS):
+    for n in range(len(pointers)):
         store(frame, at.POINTERS + n, pointers[n])
     counter = frame + at.FRAME_NUMBERS * 8
     done = counter + 64
@@ -59,17 +58,10 @@ def begin(one, frame):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(
-    launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv,
-    dbias, dalibi_slopes, dsinks, aux,
-):  # fmt: skip
-    """All passes on this thread."""
+def run_serial(launch, shared, stop, pointers):
+    """All passes on this thread. pointers: a tuple of addresses, of options.GradientOperands and of functions.AUX."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
-    pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks, aux,
-    )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
@@ -79,18 +71,11 @@ def run_serial(
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(
-    workers, launch, shared, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq,
-    dk, dv, dbias, dalibi_slopes, dsinks, aux,
-):  # fmt: skip
+def run_parallel(workers, launch, shared, stop, pointers):
     """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
     scratch_bytes = load(launch, at.SCRATCH, INT)
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
-    pointers = (
-        q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, do, dlse, dq, dk, dv, dbias,
-        dalibi_slopes, dsinks, aux,
-    )  # fmt: skip
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
@@ -98,6 +83,8 @@ def run_parallel(
             call(kernel, frame, phase, scratch + worker * scratch_bytes)
     memory[0] = 0  # keeps it alive until here
 
+
+POINTERS = numba.types.UniTuple(numba.int64, at.ALL_POINTERS)
 
 _FUNCTIONS = {
     ("rows", False): run_phase_float32,
@@ -134,7 +121,7 @@ class Ready(NamedTuple):
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
     functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
 
-    def run(self, pointers: Sequence[int]) -> None:
+    def run(self, pointers: tuple[int, ...]) -> None:
         """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
         those of aux."""
         aux = self.functions[0].aux(pointers[at.AUX :])
@@ -144,13 +131,13 @@ class Ready(NamedTuple):
         else:
             self._run(interrupt.NEVER, pointers)
 
-    def _run(self, stop: int, pointers: Sequence[int]) -> None:
+    def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         shared = np.zeros(self.shared, np.int64)
         if self.serial or forked.threads_lost:
-            run_serial(self.address, host_pointer(shared), stop, *pointers)
+            run_serial(self.address, host_pointer(shared), stop, pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, *pointers)
+            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,6 +181,6 @@ def ready(problem: BackwardProblem) -> Ready:
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 23)
+        run_serial.compile((*(numba.int64,) * 3, POINTERS))
     else:
-        run_parallel.compile((numba.int64,) * 24)
+        run_parallel.compile((*(numba.int64,) * 4, POINTERS))

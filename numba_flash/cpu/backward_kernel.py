@@ -24,6 +24,8 @@ from .backward_panel import (
     CAPPED,
     GRADIENTS,
     WEIGHTS,
+    PanelKeys,
+    PanelTiles,
     key_sums,
     keys_of,
     panel_gradients,
@@ -79,8 +81,8 @@ def run_task(task, frame, scratch, zero):
     base = shift + tile_m * size
     delta = base + tile_m * size
     ones = delta + tile_m * size
-    alibi = ones + across * size
-    places = alibi + 2 * across * size
+    row_numbers = ones + across * size
+    places = row_numbers + 2 * across * size
     slopes = places + 2 * across * 8
     k = slopes + panel_bytes
     v = k + tile_n * head_dim * size
@@ -91,7 +93,7 @@ def run_task(task, frame, scratch, zero):
     what = WEIGHTS
     if wants_dq or wants_dk:
         what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.SCORE_MOD, INT) else GRADIENTS
-    q_start, do_start = load(pointers, 0, INT), load(pointers, at.DO, INT)
+    q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
     take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
     take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
     take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
@@ -101,8 +103,8 @@ def run_task(task, frame, scratch, zero):
     fill(dq, panels * head_dim * across, zero)
     fill(ones, across, kind(1))
 
-    k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
-    v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
+    k_base = row_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, b, kv_head, 0)
+    v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     columns, columns_v = load(plan, at.COLUMNS, INT), load(plan, at.COLUMNS_V, INT)
@@ -128,12 +130,15 @@ def run_task(task, frame, scratch, zero):
             skip, keys = first - key0, last - first
             here = panel * panel_bytes + skip * across * size
             of_panel = panel * across * size
-            panel_gradients(
-                p + here, ds + here, slopes, alibi, places, k + skip * head_dim * size, v + skip * head_dim_v * size,
-                q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
-                delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset, scale_log2,
-                what, plan, pointers, zero,
-            )  # fmt: skip
+            k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
+            q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
+            of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
+            p_panel, ds_panel = p + here, ds + here
+            tiles_here = PanelTiles(
+                p_panel, ds_panel, slopes, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows
+            )
+            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
+            panel_gradients(tiles_here, where, scale_log2, what, plan, pointers, zero)
             if wants_dq and k_guarded:
                 k_first = k + skip * head_dim * size
                 values_guarded(
@@ -157,16 +162,13 @@ def run_task(task, frame, scratch, zero):
             here = panel * panel_bytes + (first - key0) * across * size
             rows_here = panel * across * across * size
             key = unit * seqlen_k + first
+            keys, block_bytes = last - first, tile_m * across * size
             if wants_dv:
-                key_sums(
-                    load(frame, at.SUMS_V, INT) + key * columns_v * size, columns_v, p + here, panel_bytes, at_once,
-                    do_blocks + rows_here, tile_m * across * size, last - first, do_guarded, zero,
-                )  # fmt: skip
+                to, x = load(frame, at.SUMS_V, INT) + key * columns_v * size, do_blocks + rows_here
+                key_sums(to, columns_v, p + here, panel_bytes, at_once, x, block_bytes, keys, do_guarded, zero)
             if wants_dk:
-                key_sums(
-                    load(frame, at.SUMS_K, INT) + key * columns * size, columns, ds + here, panel_bytes, at_once,
-                    q_blocks + rows_here, tile_m * across * size, last - first, q_guarded, zero,
-                )  # fmt: skip
+                to, x = load(frame, at.SUMS_K, INT) + key * columns * size, q_blocks + rows_here
+                key_sums(to, columns, ds + here, panel_bytes, at_once, x, block_bytes, keys, q_guarded, zero)
         store_release(done + key_tile * 8, turn)
 
     if wants_dq:

@@ -2,6 +2,8 @@
 
 # mypy: ignore-errors
 
+from typing import NamedTuple
+
 from . import backward_plan as at
 from . import plan as slot
 from .elements import INT, compiled, copy_in, fill, gather, row_address
@@ -80,14 +82,14 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     other = row + head_dim_v * size
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
-        lse = load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero)
+        lse = load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero)
         if lse != -INFINITY:
             in_log2 = kind(-float(lse) * LOG2_E)
             if abs(in_log2) >= FAR_LSE and lse != INFINITY:
                 in_log2 = zero
                 store(base, r, kind(float(lse) * (LOG2_E / float(scale_log2))))
             store(shift, r, in_log2)
-        o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
+        o = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
         do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
         gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
         gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
@@ -100,23 +102,67 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
 WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 
+class PanelTiles(NamedTuple):
+    """Addresses: of results and of room for them, and of a panel's tiles, which begin with its rows and keys."""
+
+    p: int  # (keys, lanes)
+    ds: int  # likewise
+    slopes: int  # likewise: derivatives of capped scores
+    row_numbers: int
+    places: int
+    k: int
+    v: int
+    q: int
+    do: int
+    shift: int
+    base: int
+    delta: int
+
+
+class PanelKeys(NamedTuple):
+    """Rows [row0, row0 + rows) of a KV head, and the keys [first, first + keys) that some of them see."""
+
+    row0: int
+    rows: int
+    first: int
+    keys: int
+    is_cut: bool  # whether one of the rows does not see all of them
+    kv_head: int
+    b: int
+    valid: int
+    offset: int
+
+
 @compiled
-def panel_gradients(
-    p, ds, slopes, alibi, places, k, v, q, do, shift, base, delta, first, keys, is_cut, row0, rows, kv_head, b, valid,
-    offset, scale_log2, what, plan, pointers, zero,
-):  # fmt: skip
-    """p (keys, lanes) and dS likewise of a panel, whose row 0 is row0, and keys from `first`, where k and v begin.
+def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
+    """p and dS of a panel.
 
     what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod
     and the cap.
     """
+    p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
+    row0, rows, first, keys, is_cut, kv_head, b, valid, offset = where
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
         composed(
-            p, own_slopes, alibi, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero
+            p,
+            own_slopes,
+            row_numbers,
+            places,
+            keys,
+            first,
+            row0,
+            rows,
+            across,
+            kv_head,
+            b,
+            offset,
+            plan,
+            pointers,
+            zero,
         )
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)

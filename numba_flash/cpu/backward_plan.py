@@ -29,9 +29,9 @@ NUMBERS = slot.NUMBERS + 42
 PLAN, POINTERS = 0, 1
 AUX = len(GradientOperands._fields)  # behind those of the caller's
 ALL_POINTERS = AUX + 1
-O, LSE, DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "o lse do dlse dq dk dv".split())
+DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
-FRAME_NUMBERS = 32  # whole cache lines
+FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
 ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, PASSES, FIRST_PASS = range(6)

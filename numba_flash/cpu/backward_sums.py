@@ -1,4 +1,4 @@
-"""dbias and dalibi_slopes on the CPU (compiled): sums of dS over the dimensions in which they are broadcast.
+"""Gradients of arrays of the scores on the CPU (compiled): sums of dS over the dimensions in which they are broadcast.
 
 One task is all that goes into one tile of the result, over every batch entry, head, query and key that shares it,
 in one order: neither threads nor tasks meet in an element, and memory is a tile's. The price is that S and dP are
@@ -12,7 +12,15 @@ import numpy as np
 
 from . import backward_plan as at
 from . import plan as slot
-from .backward_panel import GRADIENTS, keys_of, panel_gradients, take_rows, take_statistics
+from .backward_panel import (
+    GRADIENTS,
+    PanelKeys,
+    PanelTiles,
+    keys_of,
+    panel_gradients,
+    take_rows,
+    take_statistics,
+)
 from .elements import INT, compiled, fill, gather, length_and_offset, put, row_address
 from .kernel import inlined
 from .panel import sign_and_units, tiles_of
@@ -106,15 +114,15 @@ def run_task(task, frame, scratch, zero):
     shift = do + tile_m * head_dim_v * size
     base = shift + tile_m * size
     delta = base + tile_m * size
-    alibi = delta + tile_m * size
-    places = alibi + 2 * across * size
+    row_numbers = delta + tile_m * size
+    places = row_numbers + 2 * across * size
     k = places + 2 * across * 8
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size
 
     fill(sums, tile_m * tile_n, 0.0)
     sign, scale_log2 = sign_and_units(plan, zero)
-    q_start, do_start = load(pointers, 0, INT), load(pointers, at.DO, INT)
+    q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     for part in range((batch1 - batch0) * (head1 - head0) * (tile1 - tile0)):
@@ -133,8 +141,8 @@ def run_task(task, frame, scratch, zero):
         take_rows(q, 0, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
         take_rows(do, 0, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
         take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
-        k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
-        v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
+        k_base = row_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, b, kv_head, 0)
+        v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
         for key_tile in range(begin, end):
             tile_key0, tile_end = key_tile * tile_n, min((key_tile + 1) * tile_n, valid)
             key0, key_end, _ = keys_of(row0, rows, group, offset, left, right, valid, tile_key0, tile_end)
@@ -147,12 +155,12 @@ def run_task(task, frame, scratch, zero):
                     continue
                 skip, keys = first - key0, last - first
                 of_panel = panel * across * size
-                panel_gradients(
-                    p, ds, INT, alibi, places, k + skip * head_dim * size, v + skip * head_dim_v * size,
-                    q + of_panel * head_dim, do + of_panel * head_dim_v, shift + of_panel, base + of_panel,
-                    delta + of_panel, first, keys, is_cut, panel_row0, panel_rows, kv_head, b, valid, offset,
-                    scale_log2, GRADIENTS, plan, pointers, zero,
-                )  # fmt: skip
+                k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
+                q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
+                of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
+                tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
+                where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
+                panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
                 add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)
     row0 = tile0 * tile_rows
     key0, keys = INT, 1

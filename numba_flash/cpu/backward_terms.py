@@ -1,4 +1,4 @@
-"""Gradients of terms of every row's sum, on the CPU (compiled), by what kernels/simt/dsinks.py says.
+"""Gradients of terms of every row's sum, on the CPU (compiled), by what kernels/score/sinks.py says.
 
 One task is one element of the result, so its sum has one order whatever the threads. Sums are in float64.
 """
@@ -22,7 +22,7 @@ def delta_of(row, plan, pointers, b, head, i, zero):
     """rowsum(do * o) - dlse of a query; `row` is room for two rows. Where o is 0, as without keys, do has no part."""
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     other = row + head_dim_v * size_of(zero)
-    o = row_address(load(pointers, at.O, INT), plan, slot.O_STRIDE, b, head, i)
+    o = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
     do = row_address(load(pointers, at.DO, INT), plan, at.DO_STRIDE, b, head, i)
     gather(row, o, 0, load(plan, slot.O_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
     gather(other, do, 0, load(plan, at.DO_STRIDE + 3, INT), 1, head_dim_v, dtype, zero)
@@ -51,7 +51,7 @@ def run_task(task, frame, scratch, zero):
         if load(load(frame, at.STOP, INT), 0, INT):
             break  # nobody waits for the result any more
         for i in range(seqlen_q):
-            lse = np.float64(load(load(pointers, at.LSE, INT), (b * heads + head) * seqlen_q + i, zero))
+            lse = np.float64(load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero))
             weight = math.exp(term - lse) if lse != -INFINITY else 0.0
             if weight != 0:
                 total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)

@@ -116,13 +116,15 @@ def length_and_offset(plan, pointers, b):
     """How many keys of a batch entry count, and where its query 0 stands among them."""
     valid, length = load(plan, slot.SEQLEN_K, INT), INT
     if load(plan, slot.HAS_SEQLENS_K, INT):
-        length = np.int64(load(load(pointers, 8, INT), b * load(plan, slot.SEQLENS_K_STRIDE, INT), np.int32(0)))
+        lengths, stride = load(pointers, slot.SEQLENS_K_AT, INT), load(plan, slot.SEQLENS_K_STRIDE, INT)
+        length = np.int64(load(lengths, b * stride, np.int32(0)))
         valid = min(max(length, 0), valid)
     offset, source = load(plan, slot.Q_OFFSET, INT), load(plan, slot.Q_OFFSET_SOURCE, INT)
     if source == 1:
         offset += length
     elif source == 2:
-        offset += np.int64(load(load(pointers, 10, INT), b * load(plan, slot.Q_OFFSET_STRIDE, INT), np.int32(0)))
+        offsets, stride = load(pointers, slot.Q_OFFSET_AT, INT), load(plan, slot.Q_OFFSET_STRIDE, INT)
+        offset += np.int64(load(offsets, b * stride, np.int32(0)))
     return valid, offset
 
 

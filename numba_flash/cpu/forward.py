@@ -8,7 +8,6 @@ is told of a problem in plan.py; where compiled code is kept in cache.py.
 # mypy: ignore-errors
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -31,7 +30,7 @@ def set_up(frame, plan, pointers, shared, stop):
     """Fill a call's frame; the shared memory begins with the counters."""
     store(frame, slot.PLAN, plan)
     store(frame, slot.STOP, stop)
-    for n in range(slot.AUX + 1):
+    for n in range(len(pointers)):
         store(frame, slot.POINTERS + n, pointers[n])
     count = 1 + load(plan, slot.TASKS, INT)
     for n in range(count):
@@ -42,13 +41,13 @@ def set_up(frame, plan, pointers, shared, stop):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux):
-    """All tasks on this thread."""
+def run_serial(kernel, plan, stop, pointers):
+    """All tasks on this thread. pointers: a tuple of addresses, of options.Operands and of functions.AUX."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux), at, stop)
+    set_up(frame, plan, pointers, at, stop)
     store(at, 0, np.int64(1))
     call(kernel, frame, 0, at + shared)
     memory[0] = 0  # keeps it alive until here
@@ -56,20 +55,20 @@ def run_serial(kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, se
 
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
-def run_parallel(
-    workers, kernel, plan, stop, q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux
-):
+def run_parallel(workers, kernel, plan, stop, pointers):
     """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
     at = frame + slot.FRAME_NUMBERS * 8
-    set_up(frame, plan, (q, k, v, o, lse, bias, mask, alibi_slopes, seqlens_k, sinks, q_offset, aux), at, stop)
+    set_up(frame, plan, pointers, at, stop)
     store(at, 0, workers)
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
     memory[0] = 0  # keeps it alive until here
 
+
+POINTERS = numba.types.UniTuple(numba.int64, slot.AUX + 1)
 
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
@@ -96,7 +95,7 @@ class Ready(NamedTuple):
     nothing: bool
     functions: OwnFunctions
 
-    def run(self, pointers: Sequence[int]) -> None:
+    def run(self, pointers: tuple[int, ...]) -> None:
         """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
         them those of aux."""
         if self.nothing:
@@ -108,12 +107,12 @@ class Ready(NamedTuple):
         else:
             self._run(interrupt.NEVER, pointers)
 
-    def _run(self, stop: int, pointers: Sequence[int]) -> None:
+    def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         if self.serial or forked.threads_lost:
-            run_serial(self.kernel, self.address, stop, *pointers)
+            run_serial(self.kernel, self.address, stop, pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.kernel, self.address, stop, *pointers)
+            run_parallel(numba.get_num_threads(), self.kernel, self.address, stop, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,6 +137,6 @@ def warm_up(problem: Problem) -> None:
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:
-        run_serial.compile((numba.int64,) * 15)
+        run_serial.compile((*(numba.int64,) * 3, POINTERS))
     else:
-        run_parallel.compile((numba.int64,) * 16)
+        run_parallel.compile((*(numba.int64,) * 4, POINTERS))

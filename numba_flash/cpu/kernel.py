@@ -70,8 +70,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     q = scratch
     s = q + panels * head_dim * width * size
     alpha = s + tile_n * lanes(zero) * size
-    alibi = alpha + lanes(zero) * size
-    places = alibi + 2 * lanes(zero) * size
+    row_numbers = alpha + lanes(zero) * size
+    places = row_numbers + 2 * lanes(zero) * size
     k_copy = places + 2 * lanes(zero) * 8
     v_copy = k_copy + tile_n * head_dim * size
     packed = v_copy + tile_n * head_dim_v * size
@@ -82,12 +82,12 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     fill(q, panels * width * head_dim, zero)
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
-        source = row_address(load(pointers, 0, INT), plan, slot.Q_STRIDE, b, head, i)
+        source = row_address(load(pointers, slot.Q_AT, INT), plan, slot.Q_STRIDE, b, head, i)
         to = q + ((r // width) * head_dim * width + r % width) * size
         copy_in(to, width, source, load(plan, slot.Q_STRIDE + 3, INT), head_dim, dtype, sign, zero)
 
-    k_base = row_address(load(pointers, 1, INT), plan, slot.K_STRIDE, b, kv_head, 0)
-    v_base = row_address(load(pointers, 2, INT), plan, slot.V_STRIDE, b, kv_head, 0)
+    k_base = row_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, b, kv_head, 0)
+    v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     own_type = dtype >= slot.FLOAT32
@@ -137,7 +137,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             if featured:
                 rows_of_panel = last_row + 1 - first_row
                 composed(
-                    s, INT, alibi, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan,
+                    s, INT, row_numbers, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan,
                     pointers, zero,
                 )  # fmt: skip
             if free > first or cut < end:
@@ -175,7 +175,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
 
 @inlined
 def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
-    """Divide by l and write o, and lse where it is wanted, of the rows in state. A sink joins l here."""
+    """Divide by l and write o, and lse where it is wanted, of the rows in state. A term that is no key's joins l."""
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -185,32 +185,32 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
     m = state + panels * head_dim_v * width * size
     scale = load(plan, slot.SCALE, 0.0)
     natural = 1.0 if is_featured(plan) or scale == 0 else abs(scale)  # scale_log2 in powers of e, and not rounded
-    return_lse, sinks_dtype = load(plan, slot.RETURN_LSE, INT), load(plan, slot.SINKS_DTYPE, INT)
-    has_sinks = sinks_dtype != slot.ABSENT
+    return_lse, term_dtype = load(plan, slot.RETURN_LSE, INT), load(plan, slot.TERM_DTYPE, INT)
+    has_term = term_dtype != slot.ABSENT
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
         total = load(m, panels * width + r, zero)
         factor = type(zero)(1) / total if total != 0 else zero
         lse = -INFINITY
-        if (return_lse or has_sinks) and total != 0:
+        if (return_lse or has_term) and total != 0:
             # In the units the exponentials were taken in, so that both have the same rounding of m.
             best = load(m, r, zero)
             in_log2 = double(best * scale_log2)
             lse = in_log2 * math.log(2.0) + math.log(double(total))
             if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
                 lse = double(best) * natural + math.log(double(total))
-        if has_sinks:
-            at = load(pointers, 9, INT) + b * load(plan, slot.SINKS_STRIDE, INT)
-            sink = get(at + head * load(plan, slot.SINKS_STRIDE + 1, INT), sinks_dtype, 0.0)
-            if sink != -INFINITY:  # log(e^lse + e^sink) comes in lse's place
-                whole = max(lse, sink) + math.log1p(math.exp(-abs(lse - sink)))
+        if has_term:
+            at = load(pointers, slot.TERM_AT, INT) + b * load(plan, slot.TERM_STRIDE, INT)
+            term = get(at + head * load(plan, slot.TERM_STRIDE + 1, INT), term_dtype, 0.0)
+            if term != -INFINITY:  # log(e^lse + e^term) comes in lse's place
+                whole = max(lse, term) + math.log1p(math.exp(-abs(lse - term)))
                 factor *= type(zero)(math.exp(lse - whole))
                 lse = whole
         source = state + ((r // width) * head_dim_v * width + r % width) * size
-        to = row_address(load(pointers, 3, INT), plan, slot.O_STRIDE, b, head, i)
+        to = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
         copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
         if return_lse:
-            store(load(pointers, 4, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
+            store(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
 
 
 @inlined

@@ -177,12 +177,12 @@ def sign_and_units(plan, zero):
 
 @compiled
 def composed(
-    s, slopes, alibi, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero
+    s, slopes, row_numbers, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero
 ):  # fmt: skip
     """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
-    slopes: likewise, the derivatives by scale * product (0 = unwanted). alibi: room for two numbers a row; places: for
-    two int64 numbers.
+    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two numbers a row;
+    places: for two int64 numbers.
     """
     kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
     count = (keys * width + vector - 1) // vector * vector
@@ -201,7 +201,7 @@ def composed(
             cap_scores_times_slopes(s, slopes, count, cap, zero)
         else:
             cap_scores_slopes(s, slopes, count, cap, zero)
-    added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
+    added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
     if mask_mod:
         call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
 
@@ -217,26 +217,26 @@ def take_places(places, first_row, rows, width, kv_head, offset, plan):
 
 
 @compiled
-def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
 
-    alibi is room for two numbers a row.
+    row_numbers: room for two of each row, its slope and its position.
     """
     kind, size = type(zero), size_of(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     dtype = load(plan, slot.ALIBI_DTYPE, INT)
     if dtype != slot.ABSENT:
-        slopes = load(pointers, 7, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
+        slopes = load(pointers, slot.ALIBI_AT, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
         step = load(plan, slot.ALIBI_STRIDE + 1, INT)
         for r in range(width):
             row = first_row + min(r, rows - 1)
             slope = get(slopes + (kv_head * group + row % group) * step, dtype, zero)
-            store(alibi, r, slope)
-            store(alibi, width + r, kind(row // group + offset - key0))
+            store(row_numbers, r, slope)
+            store(row_numbers, width + r, kind(row // group + offset - key0))
         if width > 1:
-            slope_scores(s, keys, alibi, alibi + width * size, zero)
+            slope_scores(s, keys, row_numbers, row_numbers + width * size, zero)
         else:
-            slope, distance = load(alibi, 0, zero), load(alibi, 1, zero)
+            slope, distance = load(row_numbers, 0, zero), load(row_numbers, 1, zero)
             for j in range(keys):
                 store(s, j, load(s, j, zero) - slope * abs(distance - kind(j)))
     dtype = load(plan, slot.BIAS_DTYPE, INT)
@@ -247,11 +247,11 @@ def added(s, alibi, keys, key0, first_row, rows, width, kv_head, b, offset, plan
         i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
         if dtype != slot.ABSENT:
             stride = load(plan, slot.BIAS_STRIDE + 3, INT)
-            bias = row_address(load(pointers, 5, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
+            bias = row_address(load(pointers, slot.BIAS_AT, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
             add_bias(s + r * size, width, keys, bias, stride, dtype, zero)
         if has_mask:
             stride = load(plan, slot.MASK_STRIDE + 3, INT)
-            mask = row_address(load(pointers, 6, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
+            mask = row_address(load(pointers, slot.MASK_AT, INT), plan, slot.MASK_STRIDE, b, head, i) + key0 * stride
             mask_scores(s + r * size, width, keys, mask, stride, zero)
 
 

@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from ..problem.forward import Problem
+from ..problem.options import Operands
 from ..problem.ranges import UNBOUNDED
 
 # Element types as the kernel knows them.
@@ -24,8 +25,8 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE, SINKS_STRIDE = 56, 58  # two, in bytes: batch, head
-SINKS_DTYPE = 60
+ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, e^term more in l
+TERM_DTYPE = 60
 # Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
 SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
@@ -37,14 +38,21 @@ ARRAY_SLOTS = {
     "mask": (HAS_MASK, None, MASK_STRIDE, False),
     "seqlens_k": (HAS_SEQLENS_K, None, SEQLENS_K_STRIDE, False),
     "q_offset": (None, None, Q_OFFSET_STRIDE, False),
-    "sinks": (None, SINKS_DTYPE, SINKS_STRIDE, True),
+    "sinks": (None, TERM_DTYPE, TERM_STRIDE, True),
 }
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
-PLAN, POINTERS, PARTS, COUNTERS, STOP = 0, 1, 13, 14, 15  # STOP: the address of machine/interrupt.py's number
-FRAME_NUMBERS = 16
+PLAN, POINTERS = 0, 1
+AUX = len(Operands._fields)  # among the pointers, behind those of a call's own
+# STOP: the address of machine/interrupt.py's number
+PARTS, COUNTERS, STOP = range(AUX + 2, AUX + 5)
+FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
+# Where among the pointers those of a call stand.
+Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
+BIAS_AT, MASK_AT, ALIBI_AT, SEQLENS_K_AT, Q_OFFSET_AT, TERM_AT = map(
+    Operands._fields.index, ("bias", "mask", "alibi_slopes", "seqlens_k", "q_offset", "sinks")
+)
 
-AUX = 11  # behind those of options.Operands
 ABSENT = -1  # stands for the dtype of what is not there
 Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 
@@ -95,8 +103,8 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[RETURN_LSE] = p.return_lse
     plan[AUX_POINTER] = AUX
     size = ITEMSIZES[plan[DTYPE]]
-    for at, strides in ((Q_STRIDE, p.q_strides), (K_STRIDE, p.k_strides), (V_STRIDE, p.v_strides),
-                        (O_STRIDE, p.o_strides)):  # fmt: skip
+    of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides
+    for at, strides in zip((Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE), of_operands, strict=True):
         plan[at : at + 4] = np.multiply(strides, size)
 
     rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))

@@ -26,20 +26,31 @@ def frame(trace: Any) -> str:
 
 def _data(trace: Any) -> dict[str, Any]:
     return dict(
-        kernel=trace.kernel, about=trace.about, batch=trace.batch, head=trace.head, divided=trace.divided,
+        kernel=trace.kernel,
+        about=trace.about,
+        batch=trace.batch,
+        head=trace.head,
+        divided=trace.divided,
         rows=[_row(trace.of_row(number)) for number in trace.rows],
-    )  # fmt: skip
+    )
 
 
 def _row(trace: Any) -> dict[str, Any]:
     tiles = [
         dict(
-            number=tile.number, first=tile.keys.start, end=tile.keys.stop, S=_plain(tile.S), P=_plain(tile.P),
-            m=_plain(tile.m), alpha=_plain(tile.alpha), l=_plain(tile.l), O=_plain(tile.O),
+            number=tile.number,
+            first=tile.keys.start,
+            end=tile.keys.stop,
+            S=_plain(tile.S),
+            P=_plain(tile.P),
+            m=_plain(tile.m),
+            alpha=_plain(tile.alpha),
+            l=_plain(tile.l),
+            O=_plain(tile.O),
             variables={name: _plain(value) for name, value in tile.variables.items()},
         )
         for tile in trace.tiles
-    ]  # fmt: skip
+    ]
     return dict(row=trace.row, tiles=tiles, o=_plain(trace.o), lse=_plain(trace.lse))
 
 

@@ -7,7 +7,8 @@ from .. import arrays
 from ..arrays import Layout
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.forward import check_alignments, check_lengths, window_sides
+from ..problem.memory import check_alignments, check_lengths
+from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
 from .forward import BIAS, MOST_PLANS, NO_ARRAYS, Given, read_functions, read_options, with_layouts
@@ -41,8 +42,10 @@ def run(
     of_aux = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in aux_shapes]
     own = len(_READ)
     launch.run([*given[:own], *results, *given[own:], *of_aux], work_on)
-    found = [None if array is None else arrays.give(like, array) for array in (*results, *of_aux)]
-    return AttentionGradients(*found[: len(results)], tuple(found[len(results) :]) if aux_shapes else None)
+    found, daux = (
+        [None if array is None else arrays.give(like, array) for array in made] for made in (results, of_aux)
+    )
+    return AttentionGradients(*found, **dict(daux=tuple(daux)) if aux_shapes else {})
 
 
 def prepare(

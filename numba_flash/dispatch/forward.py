@@ -12,7 +12,9 @@ from .. import arrays
 from ..arrays import Layout
 from ..functions.function import Function
 from ..machine.target import Target
-from ..problem.forward import Problem, check_memory, window_sides
+from ..problem.forward import Problem
+from ..problem.memory import check_memory
+from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, Operands, Options
 from ..select.forward import Choice, select
 from . import host_copies

@@ -123,8 +123,16 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps:
 
 class _OnGpu(Launch):
     __slots__ = (
-        "_blocks", "_config", "_constants", "_counted", "_launcher", "_maps", "_pointers", "_prepared", "_target",
-    )  # fmt: skip
+        "_blocks",
+        "_config",
+        "_constants",
+        "_counted",
+        "_launcher",
+        "_maps",
+        "_pointers",
+        "_prepared",
+        "_target",
+    )
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
@@ -176,7 +184,7 @@ class _Simulated(Launch):
         self._config, self._arguments = config, (blocks, values, maps)
 
     def run(self, operands: Given, stream: int) -> None:
-        from ..sim.launch import run
+        from ..ptx.sim.launch import run
 
         config, (blocks, values, maps) = self._config, self._arguments
         if config.counted:
@@ -186,10 +194,8 @@ class _Simulated(Launch):
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
         arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
-        run(
-            lambda: source(config), blocks, config.threads, config.shared_bytes, arrays_of_kernel(*operands),
-            values.tuples, tuple(maps), config.cluster,
-        )  # fmt: skip
+        taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
+        run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
 
 
 class WarnsIfSlow(Launch):
@@ -204,9 +210,15 @@ class WarnsIfSlow(Launch):
         self._problem, self._ready, self._times = problem, ready, times
 
     def run(self, operands: Given, stream: int) -> None:
-        from ..sim.launch import warn_if_long
+        from ..machine.announce import warn_caller
+        from ..select.cost import simulated_seconds
 
-        warn_if_long(self._problem, self._times)
+        seconds = self._times * simulated_seconds(self._problem)
+        if seconds > 60:
+            warn_caller(
+                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
+                "as a Python thread; kernel='cpu' is fast"
+            )
         self._ready.run(operands, stream)
 
 
@@ -252,7 +264,7 @@ class OnCpu(Launch):
     def run(self, operands: Given, stream: int) -> None:
         if self._ready is None:
             self._ready = self._code().ready(self._problem)
-        self._ready.run([0 if array is None else array.pointer for array in operands])
+        self._ready.run(tuple([0 if array is None else array.pointer for array in operands]))
 
 
 def _cpu() -> Any:

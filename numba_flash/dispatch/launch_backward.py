@@ -9,7 +9,7 @@ import numpy as np
 from .. import arrays, reference
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
-from ..config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DsinksConfig
+from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -56,10 +56,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, DbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
         return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
-    if isinstance(config, DalibiConfig):
-        return math.prod(problem.shape_of("dalibi_slopes"))
-    if isinstance(config, DsinksConfig):
-        return math.prod(problem.shape_of("dsinks"))
+    if isinstance(config, HeadSumsConfig):
+        return math.prod(problem.shape_of(config.gradient))
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
 
 
@@ -68,7 +66,7 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _row_blocks(problem) * 2 * BLOCK_ROWS
     of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
-    made = dict(delta=rows, slope_rows=rows, lse_delta=((facts,), "float32"))
+    made = dict(delta=rows, row_shares=rows, lse_delta=((facts,), "float32"))
     made |= {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
     for config in configs:
         if isinstance(config, WgmmaFusedConfig):
@@ -135,10 +133,16 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Gi
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
     gradients = reference.backward(
-        do, q, k, v, o, arrays.host_view(operands.lse),
+        do,
+        q,
+        k,
+        v,
+        o,
+        arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands, aux[: len(forward.aux)]), wanted_aux=problem.wanted_aux,
-    )  # fmt: skip
+        **reference_options(forward, operands, aux[: len(forward.aux)]),
+        wanted_aux=problem.wanted_aux,
+    )
     for number in problem.wanted_aux:
         array, found = aux[len(forward.aux) + number], gradients.daux[number]
         assert array is not None

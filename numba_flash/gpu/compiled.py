@@ -24,6 +24,7 @@ from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 from ..select import tensor_maps
+from ..select.arguments import HEAD_SUMS
 from ..select.arguments import types as parameter_types
 from .assembler import assemble
 
@@ -45,9 +46,7 @@ MODULES = {
     "v2_dkdv": "simt.v2_backward_dkdv",
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",
-    "v2_dalibi": "simt.v2_backward_dalibi",
-    "dsinks": "simt.dsinks",
-    "dsinks_of_blocks": "simt.dsinks",
+    **dict.fromkeys(HEAD_SUMS, "simt.head_sums"),
     "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",

@@ -33,14 +33,29 @@ class Launcher:
     """Launches a loaded cuda.core kernel; any thread may call it."""
 
     __slots__ = (
-        "_buffer", "_device", "_driver", "_function", "_layout", "_name", "_several_devices", "_shared_bytes", "_size",
+        "_buffer",
+        "_device",
+        "_driver",
+        "_function",
+        "_layout",
+        "_name",
+        "_several_devices",
+        "_shared_bytes",
+        "_size",
         "_threads",
-    )  # fmt: skip
+    )
 
     def __init__(
-        self, kernel: Any, name: str, device: int, threads: int, shared_bytes: int, pointers: int, maps: int,
+        self,
+        kernel: Any,
+        name: str,
+        device: int,
+        threads: int,
+        shared_bytes: int,
+        pointers: int,
+        maps: int,
         constants: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars."""
         from cuda.bindings import driver
 

@@ -5,18 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Layout
-from .forward import (
-    LAYOUTS,
-    Problem,
-    Strides,
-    check_bool,
-    check_one_place,
-    check_strides,
-    contiguous_strides,
-    element_strides,
-    ordered_strides,
-)
+from .forward import LAYOUTS, Problem, check_bool, check_one_place
 from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
+from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
 
 GRADIENTS = tuple(GRADIENT_OF)
 

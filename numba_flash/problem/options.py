@@ -22,6 +22,7 @@ class Option(NamedTuple):
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
+    gradient_on_tensor_cores: bool = True
     positive: bool = False  # of a number: it must be above 0
     derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
     function: bool = False  # one of the caller's own
@@ -36,7 +37,7 @@ OPTIONS = (
     Option("softcap", "score", positive=True, derivative=True),
     Option("bias", "score", "scores", FLOATS, gradient="dbias"),
     Option("mask", "mask", "scores", ("bool",)),
-    Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes"),
+    Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes", gradient_on_tensor_cores=False),
     Option("mask_mod", "mask", function=True),
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
@@ -64,6 +65,7 @@ GRADIENT_OF = dict(dq="q", dk="k", dv="v") | {option.gradient: option.name for o
 _RANK_OF_SHAPE = dict(scores=4, heads=2, batch=1)
 RANKS = dict(q=4, k=4, v=4, o=4, lse=3) | {option.name: _RANK_OF_SHAPE[option.shape] for option in ARRAYS}
 RANKS |= dict(do=4, dlse=3) | {gradient: RANKS[name] for gradient, name in GRADIENT_OF.items()}
+HEAD_GRADIENTS = {option.gradient: option for option in ARRAYS if option.gradient and option.shape == "heads"}
 BROADCAST = tuple(option.name for option in ARRAYS if option.shape != "batch")
 
 # The arrays of one call, an Array or None each. The order is that of the kernels' pointers. o and lse are written by
@@ -116,11 +118,14 @@ class Options(NamedTuple):
         given = tuple([named.get(name) for name in OPTION_ARRAYS])
         functions = (*[named.get(name) for name in FUNCTIONS], aux)
         return Options(
-            causal, window, q_offset, numbers,
+            causal,
+            window,
+            q_offset,
+            numbers,
             None if all(x is None for x in given) else given,
             None if functions == NO_FUNCTIONS else functions,
             layout,
-        )  # fmt: skip
+        )
 
     def array(self, name: str) -> Any:
         """An array of ARRAYS; None where it is not given."""

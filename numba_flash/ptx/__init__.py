@@ -1,6 +1,6 @@
 """Single instructions and addresses that Numba does not offer, one family a file; no attention here.
 
-The files carry the PTX manual's names. Every function has a twin of the same name in the package
+The files carry the PTX manual's names. Every function has a twin of the same name in the folder
 `sim`, which takes its place when Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1), so one kernel source
 serves both. fragments.py has neither: it is arithmetic.
 
@@ -13,7 +13,7 @@ from numba import config as _numba_config
 from . import fragments
 
 if _numba_config.ENABLE_CUDASIM:
-    from ..sim import (  # fmt: skip
+    from .sim import (
         approx,
         bar,
         cluster,
@@ -37,7 +37,7 @@ if _numba_config.ENABLE_CUDASIM:
         wgmma,
     )
 else:
-    from . import (  # fmt: skip
+    from . import (
         approx,
         bar,
         cluster,

@@ -17,7 +17,17 @@ import numpy as np
 
 from ..config.forward import WgmmaConfig
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, BY_NAME, GRADIENT_OF, NUMBERS, RANKS, GradientOperands, Operands
+from ..problem.options import (
+    ARRAYS,
+    BY_NAME,
+    GRADIENT_OF,
+    HEAD_GRADIENTS,
+    NUMBERS,
+    RANKS,
+    GradientOperands,
+    Operands,
+    Option,
+)
 from ..problem.ranges import UNBOUNDED
 from .tensor_maps import TensorMap
 
@@ -69,8 +79,20 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = (*_words("delta slope_rows lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
+BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
+
+
+def _head_sums(option: Option) -> dict[str, Parameters]:
+    """Of head_sums, for the gradient of one number for each head; with delta as delta leaves it, and in blocks."""
+    own, sizes = (option.name, option.gradient), _words("batch heads seqlen_q")
+    if option.acts_on == "score":
+        return {option.gradient: Parameters(("row_shares", option.gradient), (option.gradient,), sizes)}
+    kernels = {option.gradient: "delta", f"{option.gradient}_of_blocks": "lse_delta"}
+    return {kernel: Parameters(("lse", delta, *own), own, sizes) for kernel, delta in kernels.items()}
+
+
+HEAD_SUMS = {kernel: taken for option in HEAD_GRADIENTS.values() for kernel, taken in _head_sums(option).items()}
 
 PARAMETERS: dict[str, Parameters] = {
     "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE[:3]),
@@ -80,13 +102,9 @@ PARAMETERS: dict[str, Parameters] = {
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
-    "v2_dq": Parameters((*_BACKWARD, "dq", "slope_rows"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
+    "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
     "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
-    "v2_dalibi": Parameters(_words("slope_rows dalibi_slopes"), ("dalibi_slopes",), _words("batch heads seqlen_q")),
-    **{
-        name: Parameters(("lse", delta, *_words("sinks dsinks")), ("sinks", "dsinks"), _words("batch heads seqlen_q"))
-        for name, delta in (("dsinks", "delta"), ("dsinks_of_blocks", "lse_delta"))
-    },
+    **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),

@@ -8,15 +8,7 @@ from typing import Any
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import Config, MaskBitsConfig
-from ..config.simt_backward import (
-    DalibiConfig,
-    DbiasConfig,
-    DeltaConfig,
-    DkdvConfig,
-    DqConfig,
-    DsinksConfig,
-    SimtBackwardConfig,
-)
+from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import (
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
@@ -26,14 +18,13 @@ from ..config.wgmma_backward import (
 )
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import changes_scores, of_scores
+from ..problem.options import ARRAYS, HEAD_GRADIENTS, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
-
 
 WITH_AUX_GRADIENTS = ("reference",)
 
@@ -108,8 +99,9 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
-    if "dalibi_slopes" in problem.wanted:
-        return "it has no gradient of alibi_slopes yet"
+    for given in ARRAYS:
+        if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
+            return f"it has no gradient of {given.name} yet"
     assert target.cc is not None
     reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
@@ -132,16 +124,14 @@ def _no_tma(problem: BackwardProblem, target: Target) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """v2's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
-    forward, wanted = problem.forward, problem.wanted
+    wanted = problem.wanted
     made: list[BackwardConfig] = [delta_config(problem, target)]
-    for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", "dalibi_slopes")), (DbiasConfig, ("dbias",))):
+    in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
+    for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows)), (DbiasConfig, ("dbias",))):
         own = tuple(name for name in gradients if name in wanted)
         if own:
             made.append(_fitting(kind, own, problem, target))
-    if "dalibi_slopes" in wanted:
-        of_all = len(problem.shape_of("dalibi_slopes")) == 1
-        made.append(DalibiConfig(forward.dtype, forward.uses, of_all, 16 if target.simulated else 256))
-    return (*made, *_dsinks(problem, target, of_blocks=False))
+    return (*made, *_head_sums(problem, target, of_blocks=False))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,20 +151,20 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
-    return (*made, *_dsinks(problem, target, of_blocks=True))
+    return (*made, *_head_sums(problem, target, of_blocks=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
-        return (*_wgmma_fused(problem, target), *_dsinks(problem, target, of_blocks=True))
+        return (*_wgmma_fused(problem, target), *_head_sums(problem, target, of_blocks=True))
     made: list[WgmmaBackwardConfig] = []
     made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
     halved = [_halved(config, problem, target) for config in made]
-    return (_preprocess(problem, target), *halved, *_dsinks(problem, target, of_blocks=True))
+    return (_preprocess(problem, target), *halved, *_head_sums(problem, target, of_blocks=True))
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -286,24 +276,31 @@ def _preprocess(problem: BackwardProblem, target: Target) -> PreprocessConfig:
         wide,
         threads,
         natural=forward.array("bias") is not None,
-        of_sinks="dsinks" in problem.wanted,
+        of_terms=_of_terms(problem),
     )
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
     """Of the kernel that v2 begins with."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
-    of_sinks = "dsinks" in problem.wanted
-    return DeltaConfig(problem.forward.dtype, problem.forward.head_dim_v, problem.has_dlse, threads, lanes, of_sinks)
+    forward, of_terms = problem.forward, _of_terms(problem)
+    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms)
 
 
-def _dsinks(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[DsinksConfig]:
-    """Of the kernel for dsinks, if it is wanted. of_blocks: as of DsinksConfig."""
-    sinks = problem.forward.array("sinks")
-    if sinks is None or "dsinks" not in problem.wanted:
-        return []
-    of_all = len(problem.shape_of("dsinks")) == 1
-    return [DsinksConfig(problem.forward.dtype, sinks.dtype, of_all, of_blocks, 16 if target.simulated else 1024)]
+def _of_terms(problem: BackwardProblem) -> bool:
+    """Whether the gradient of a term of every row's sum is wanted."""
+    return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+
+
+def _head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
+    """Of the kernels for gradients of one number for each head that are wanted. of_blocks: as of HeadSumsConfig."""
+    made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
+    for name, option in HEAD_GRADIENTS.items():
+        given = problem.forward.array(option.name)
+        if name in problem.wanted and given is not None:
+            of_all, of_delta = len(problem.shape_of(name)) == 1, option.acts_on == "sum"
+            made.append(HeadSumsConfig(dtype, name, given.dtype, of_all, of_blocks and of_delta, threads))
+    return made
 
 
 def _fitting(

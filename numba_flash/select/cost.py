@@ -21,8 +21,21 @@ SAMPLES = 64  # queries whose keys are counted, about
 MEASURED_CC = (9, 0)
 
 
+# Of the simulator, for one score, and more for each element of its products: v2 and mma on one core of a busy server,
+# 2026. One thread runs at a time, so nothing but the amount of work counts.
+SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, 0.8e-6
+
+
+def simulated_seconds(problem: Problem) -> float:
+    """How long v1 or v2 will take in Numba's simulator; half of it where causal hides half of the scores."""
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    return scores * (SIMULATED_SCORE_SECONDS + SIMULATED_PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
+
+
 def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:
     """About how long; None where nothing of the kind was measured."""
+    if target.simulated and kernel in ("v1", "v2"):
+        return simulated_seconds(problem)
     if problem.dtype == "float64" or target.simulated or (kernel in TENSOR and problem.dtype == "float32"):
         return None
     if kernel == "cpu":
@@ -74,9 +87,11 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
     options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
     functions = tuple(x for x in problem.functions if x[0] not in options)
     without = dataclasses.replace(
-        problem, arrays=tuple(x for x in problem.arrays if x.name not in options), functions=functions,
+        problem,
+        arrays=tuple(x for x in problem.arrays if x.name not in options),
+        functions=functions,
         aux=problem.aux if functions else (),
-    )  # fmt: skip
+    )
     known = all(BY_NAME[name].instead for name in options)
     instead = " and ".join(BY_NAME[name].instead for name in options) if known else ""
     if options:

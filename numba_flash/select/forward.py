@@ -11,8 +11,9 @@ from typing import Any
 
 from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig, WgmmaConfig
 from ..machine.target import Target
-from ..problem.forward import Problem, Strides
+from ..problem.forward import Problem
 from ..problem.options import BY_NAME, FUNCTIONS, changes_scores
+from ..problem.strides import Strides
 from .arguments import tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import TENSOR, check_request, choose, no_gpu

@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
-from . import Case, rows_padded
+from .cases import Case, rows_padded
 
 
 def whole_problem(
-    seed: int, dtype: Any, seqlen_q: int, seqlen_k: int, *, heads: int = 2, heads_kv: int = 1, head_dim: int = 64,
-    head_dim_v: int | None = None, causal: bool = False,
-) -> tuple[Case, tuple[np.ndarray, np.ndarray, np.ndarray], AttentionGradients]:  # fmt: skip
+    seed: int,
+    dtype: Any,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    heads: int = 2,
+    heads_kv: int = 1,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    causal: bool = False,
+) -> tuple[Case, tuple[np.ndarray, np.ndarray, np.ndarray], AttentionGradients]:
     """(case, (do, o, lse), the gradients, rounded once) of batch 1.
 
     Elements are -1, 0 and 1. q has them in even columns and k in odd ones, so scores are 0; lse is 0 too, as if all
@@ -46,8 +54,10 @@ def whole_problem(
         return x.reshape(1, heads_kv, group, *x.shape[2:]).sum(2)
 
     right = (
-        ds @ k_of_head, of_kv_heads(ds.swapaxes(2, 3) @ q), of_kv_heads(np.where(seen, 1.0, 0.0).T @ do),
-    )  # fmt: skip
+        ds @ k_of_head,
+        of_kv_heads(ds.swapaxes(2, 3) @ q),
+        of_kv_heads(np.where(seen, 1.0, 0.0).T @ do),
+    )
     q, k, v = (rows_padded(x.astype(dtype)) for x in (q, k, v))
     case = Case(q, k, v, dict(scale=1.0, causal=causal))
     lse = np.zeros((1, heads, seqlen_q), np.float64 if dtype == np.float64 else np.float32)

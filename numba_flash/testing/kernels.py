@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import FEATURES, Case, _Numbers, check, make_case, strided
+from .cases import FEATURES, Case, Numbers, make_case, strided
+from .checks import check
 
 HELD, FAILED, RAISED, LEFT_OUT = "held", "FAILED", "RAISED", "not tried"
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # around the tiles that kernels are made of
@@ -133,13 +134,13 @@ class _Tried:
     ) -> list[Case]:
         """Problems with something to compute, with these features and no others."""
 
-        class Numbers(_Numbers):
+        class All(Numbers):
             def subset(self, options: Sequence[Any]) -> list[Any]:
                 return list(options)
 
         limits = dict(dtypes=self.dtypes, head_dims=self.head_dims, layouts=self.layouts) | limits
         seeds = itertools.count(self.seed * 1_000_003)
-        made = (make_case(Numbers(n), features=always, strange_strides=strange_strides, **limits) for n in seeds)
+        made = (make_case(All(n), features=always, strange_strides=strange_strides, **limits) for n in seeds)
         fitting = (case for case in made if case.q.size and case.k.size and _is_grouped(case) == grouped)
         return list(itertools.islice(fitting, self.count))
 

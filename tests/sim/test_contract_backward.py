@@ -6,7 +6,7 @@ from contract_backward import *  # noqa: F403
 from contract_backward import Rung
 
 import numba_flash
-from numba_flash.sim import launch
+from numba_flash.ptx.sim import launch
 
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
 

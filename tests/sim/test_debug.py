@@ -31,7 +31,7 @@ FIRST_LINES = {
     "v2": "thread = cuda.threadIdx.x",
     "mma": "columns_left = int32(head_dim_v -",
     "wgmma": "warpgroup = int32(",
-    **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_dq"), "_smem = aligned(shared.address("),
@@ -190,7 +190,9 @@ def test_every_kernel(kernel, monkeypatch):
         elif kernel in ("wgmma_fused", "wgmma_round"):
             differentiate("wgmma", seqlen=23)  # plans are kept by problem, and nobody else has this one
         elif kernel == "delta" or "_" in kernel:
-            differentiate(dict(delta="v2", backward_preprocess="mma").get(kernel, kernel.partition("_")[0]))
+            differentiate(
+                dict(delta="v2", dalibi_slopes="v2", backward_preprocess="mma").get(kernel, kernel.partition("_")[0])
+            )
         else:
             numba_flash.softmax(x, kernel=kernel)
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]

@@ -12,9 +12,9 @@ import pytest
 from numba_flash import arrays
 from numba_flash.arrays.making import aligned_memory
 from numba_flash.machine import toolchain
+from numba_flash.ptx.sim.errors import InstructionError
+from numba_flash.ptx.sim.launch import run
 from numba_flash.select.tensor_maps import TensorMap
-from numba_flash.sim.errors import InstructionError
-from numba_flash.sim.launch import run
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
@@ -35,7 +35,7 @@ KINDS = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 def modules(monkeypatch):
     monkeypatch.setitem(globals(), "cuda", toolchain.cuda())
     for name in FAMILIES:
-        monkeypatch.setitem(globals(), name, importlib.import_module(f"numba_flash.sim.{name}"))
+        monkeypatch.setitem(globals(), name, importlib.import_module(f"numba_flash.ptx.sim.{name}"))
 
 
 def launch(kernel, threads, *operands, shared_bytes=0, blocks=1, scalars=(), maps=(), in_cluster=1):
@@ -1040,7 +1040,7 @@ def test_nobody_can_go_on():
 
 
 def test_a_loop_that_asks_memory_for_ever(monkeypatch):
-    monkeypatch.setattr("numba_flash.sim.scheduler.POLLS", 1000)
+    monkeypatch.setattr("numba_flash.ptx.sim.scheduler.POLLS", 1000)
 
     def kernel(flag):
         if cuda.threadIdx.x < 2:

@@ -12,21 +12,15 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
-from numba_flash.config.simt_backward import (
-    DalibiConfig,
-    DbiasConfig,
-    DeltaConfig,
-    DkdvConfig,
-    DqConfig,
-    DsinksConfig,
-)
+from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
+from numba_flash.ptx.sim import launch
+from numba_flash.ptx.sim.launch import Pointer
+from numba_flash.select import cost
 from numba_flash.select.rungs import TENSOR
-from numba_flash.sim import launch
-from numba_flash.sim.launch import Pointer
 
 cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
 
@@ -91,8 +85,8 @@ def test_every_kernel_can_be_made():
         DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
         DqConfig("v2_dq", "float16", 8, 8, 16, 16),
         DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, uses=uses(bias="float32")),
-        DalibiConfig("float16", uses(alibi_slopes="float32"), True),
-        *[DsinksConfig("float16", "float32", True, of_blocks) for of_blocks in (False, True)],
+        HeadSumsConfig("float16", "dalibi_slopes", "float32", True),
+        *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
@@ -231,7 +225,7 @@ def test_the_predicted_time_is_about_right():
     started = time.perf_counter()
     numba_flash.attention(**case.arguments(), kernel="v2")
     seconds = time.perf_counter() - started
-    predicted = launch.predicted_seconds(numba_flash.explain(**case.arguments()).problem)
+    predicted = cost.simulated_seconds(numba_flash.explain(**case.arguments()).problem)
     assert predicted / 10 < seconds < predicted * 10
 
 

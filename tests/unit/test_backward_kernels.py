@@ -11,7 +11,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.simt_backward import DalibiConfig, DbiasConfig, DeltaConfig, DkdvConfig, DqConfig
+from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
@@ -117,8 +117,8 @@ def test_what_is_launched_for_what_is_wanted():
     assert kernels("dq") == ["delta", "v2_dq"]
     assert kernels("dk") == kernels("dv") == kernels("dk", "dv") == ["delta", "v2_dkdv"]
     assert kernels("dbias") == ["delta", "v2_dbias"]
-    assert kernels("dalibi_slopes") == ["delta", "v2_dq", "v2_dalibi"]
-    assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "v2_dalibi"]
+    assert kernels("dalibi_slopes") == ["delta", "v2_dq", "dalibi_slopes"]
+    assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"]
 
 
 def test_what_mma_launches_for_bias_and_mask():
@@ -197,7 +197,14 @@ def test_what_auto_takes():
 def test_the_kernels_of_a_backward_are_explained():
     made = everything((300, 500))
     text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "auto", "cupy")))
-    for fragment in ("kernel 'v2' on H200", "delta: ", "v2_dkdv: ", "v2_dbias: ", "v2_dalibi: 2 blocks", "not 'mma': "):
+    for fragment in (
+        "kernel 'v2' on H200",
+        "delta: ",
+        "v2_dkdv: ",
+        "v2_dbias: ",
+        "dalibi_slopes: 2 blocks",
+        "not 'mma': ",
+    ):
         assert fragment in text, text
 
 
@@ -342,7 +349,7 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
         (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
-        (lambda: DalibiConfig("float32", uses(alibi_slopes="float32"), True, 100), "power of two"),
+        (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
         (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
         (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
         (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),

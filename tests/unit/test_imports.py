@@ -23,7 +23,7 @@ FLOORS = (
     ("dispatch",),
     ("gpu", "cpu"),
     ("kernels",),
-    ("ptx", "sim"),
+    ("ptx",),
     ("select",),
     ("config",),
     ("problem",),
@@ -107,7 +107,7 @@ def test_kernels_import_only_what_kernels_are_made_of():
 
 def test_only_the_lower_floors_know_numba():
     # __main__: `doctor` looks at what is installed
-    allowed = "__main__ kernels functions.compiled ptx sim machine gpu dispatch arrays cpu".split()
+    allowed = "__main__ kernels functions.compiled ptx machine gpu dispatch arrays cpu".split()
     for module in MODULES:
         if not module.startswith(tuple(allowed)):
             assert not any(name.split(".")[0] in ("numba", "llvmlite") for name in imports(module)[1]), module
@@ -122,7 +122,7 @@ def test_only_bridges_and_compat_import_frameworks():
 
 def test_ptx_knows_nothing_of_attention():
     words = ("attention", "query", "softmax", "causal", "key_tile", "seqlen", "head_dim")
-    for path in [*(PACKAGE / "ptx").glob("*.py"), PACKAGE / "sim" / "shared.py"]:
+    for path in (PACKAGE / "ptx").rglob("*.py"):
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert not [name for name in names if any(word in name.lower() for word in words)], path
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from numba_flash.arrays import Layout, read
-from numba_flash.problem.forward import Problem, contiguous_strides
+from numba_flash.problem.forward import Problem
 from numba_flash.problem.options import OPTION_NAMES, Options
+from numba_flash.problem.strides import contiguous_strides
 
 
 def array(*shape, dtype=np.float32):

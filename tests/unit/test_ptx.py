@@ -1,4 +1,4 @@
-"""Every function of ptx: it becomes the instruction that it is named after, and it has a twin in sim."""
+"""Every function of ptx: it becomes the instruction that it is named after, and it has a twin in ptx/sim."""
 
 import ast
 import functools
@@ -50,10 +50,10 @@ def made(function):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_function_has_a_twin_with_the_same_parameters(family):
-    ours, twins = functions("ptx", family), functions("sim", family)
+    ours, twins = functions("ptx", family), functions("ptx/sim", family)
     assert ours
     for name, signature in ours.items():
-        assert twins.get(name) == signature, f"sim.{family}.{name}"
+        assert twins.get(name) == signature, f"ptx.sim.{family}.{name}"
 
 
 # What each is in PTX, and a statement that uses it. at: a shared address, g: a global one, f and u: local arrays

@@ -78,13 +78,15 @@ def score_gradients(what):
 
         def keys_at_once(together):
             def body(i, _):
-                places = [b.add(i, I64(n * step + v * shape.width))
-                          for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
+                places = [
+                    b.add(i, I64(n * step + v * shape.width)) for n in range(together) for v in range(PANEL_VECTORS)
+                ]
                 raw = [shape.load(b, s, place) for place in places]
                 xs = [shape.fma(b, x, scale, shifts[n % PANEL_VECTORS]) for n, x in enumerate(raw)]
                 # a hidden key has no weight even where the row's lse is NaN
-                hidden = [b.or_(weightless[n % PANEL_VECTORS], b.fcmp_ordered("==", x, infinity))
-                          for n, x in enumerate(raw)]  # fmt: skip
+                hidden = [
+                    b.or_(weightless[n % PANEL_VECTORS], b.fcmp_ordered("==", x, infinity)) for n, x in enumerate(raw)
+                ]
                 xs = [b.select(without, infinity, x) for without, x in zip(hidden, xs, strict=True)]
                 for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs), strict=True)):
                     shape.store(b, p, s, place)

@@ -197,10 +197,13 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
 
     def weights(together):
         def body(i, sums):
-            places = [b.add(i, I64(n * shape.lanes + v * shape.width))
-                      for n in range(together) for v in range(PANEL_VECTORS)]  # fmt: skip
-            xs = [shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
-                  for n, place in enumerate(places)]  # fmt: skip
+            places = [
+                b.add(i, I64(n * shape.lanes + v * shape.width)) for n in range(together) for v in range(PANEL_VECTORS)
+            ]
+            xs = [
+                shape.fma(b, shape.load(b, s, place), scale, shifts[n % PANEL_VECTORS])
+                for n, place in enumerate(places)
+            ]
             for n, (place, p) in enumerate(zip(places, exp2_vectors(b, shape, xs), strict=True)):
                 shape.store(b, p, s, place)
                 sums[n % PANEL_VECTORS] = b.fadd(sums[n % PANEL_VECTORS], p)

@@ -416,10 +416,8 @@ def make(config):
         bias, bits = bias - heads_left * of_head(arrays, strides)[0], bits - heads_left * of_head(arrays, strides)[1]
         part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
         origin, inside = Origin(bias, bits, int32(tile >> 32)), FALSE if masked else TRUE
-        load_reads(
-            registers.loaded, registers.shown_bits, part_i, origin, (warp >> shift) * warp_rows, lane, arrays, strides,
-            sizes, inside,
-        )  # fmt: skip
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
+        load_reads(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def of_head(arrays, strides):

@@ -285,10 +285,8 @@ def make(config):
         first_query, _ = block_state.get(q_smem + int32(tile_at))
         part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
         origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
-        load_reads(
-            registers.loaded, registers.shown_bits, part_j, origin, (warp >> shift) * warp_rows, lane, arrays, strides,
-            sizes, inside,
-        )  # fmt: skip
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
+        load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def products_of_tile(j, stage, begin, registers, smem, lanes, term, strides, score, masked):

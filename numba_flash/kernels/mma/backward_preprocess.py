@@ -23,9 +23,8 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    head_dim_v, lanes, rows, has_dlse, wide = (
-        config.head_dim_v, config.lanes, config.rows, config.has_dlse, config.wide,
-    )  # fmt: skip
+    head_dim_v, lanes, rows = config.head_dim_v, config.lanes, config.rows
+    has_dlse, wide = config.has_dlse, config.wide
     steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
     load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import fragment_functions, fragments, positions, sinks
+from ..score import fragment_functions, fragments, positions, sum_terms
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -32,9 +32,7 @@ from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide
 
-PRODUCTS = dict(
-    float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64
-)  # fmt: skip
+PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
 
 class Registers(NamedTuple):
@@ -103,7 +101,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
-    has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, rows)
+    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
     write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
@@ -153,7 +151,7 @@ def make(config):
         inside = FALSE if masked else TRUE
         load_reads(
             registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
-        )  # fmt: skip
+        )
 
     @inlined
     def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
@@ -168,9 +166,7 @@ def make(config):
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
         load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
         cp_async.commit_group()
-        multiply_q_k(
-            registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane
-        )  # fmt: skip
+        multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
     def finish_and_mask(j, acc_s, loaded, row, places, tile, arrays, strides, sizes, score, masked):
@@ -181,9 +177,7 @@ def make(config):
             position, keys = block_state.get(places.q + int32(keys_at))
             first_row = (now >> int32(5 + shift)) * warp_rows
             left, right = sizes.left, sizes.right
-            visible(
-                j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance
-            )  # fmt: skip
+            visible(j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance)
         elif scores_finished:
             position, _ = block_state.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
@@ -338,9 +332,9 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
-        if has_sinks:
+        if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-            load_sinks(lse, tile.b, tile.h, lane_row, arrays, strides)
+            load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
@@ -350,7 +344,7 @@ def make(config):
         row_states = o_smem + row_states_at + column_group * row_states_bytes
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
-        )  # fmt: skip
+        )
         if vote.any_lane(nonfinite) != 0:
             recompute_rows(owner * warp_rows, lane, row_states, own, tile_keys, arrays, strides, sizes, score)
 

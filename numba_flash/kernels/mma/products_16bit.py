@@ -13,9 +13,8 @@ from .products import Products
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, head_dim_padded, head_dim_v_padded = (
-        config.tile_m, config.tile_n, config.warp_rows, config.head_dim_padded, config.head_dim_v_padded,
-    )  # fmt: skip
+    tile_m, tile_n, warp_rows = config.tile_m, config.tile_n, config.warp_rows
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     strips, s_blocks, o_blocks = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8
     s_count = strips * s_blocks * 4
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes

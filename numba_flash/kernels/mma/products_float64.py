@@ -22,9 +22,8 @@ FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, head_dim_padded, head_dim_v_padded = (
-        config.tile_m, config.tile_n, config.warp_rows, config.head_dim_padded, config.group_columns,
-    )  # fmt: skip
+    tile_m, tile_n, warp_rows = config.tile_m, config.tile_n, config.warp_rows
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.group_columns
     strips, s_blocks, o_blocks, steps = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8, head_dim_padded // 16
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ..steps import elements
-from . import alibi, bias, mask, mask_mod, scale, score_mod, softcap
+from . import alibi, bias, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
 MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
+
+TERMS = (sinks,)  # of a row's sum, beside those of its keys (sum_terms.py)
+OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have a gradient
 
 
 class At(NamedTuple):
@@ -52,6 +55,15 @@ def make(config: Any) -> Score:
         if made is not None:
             visible = _and(visible, made)
     return Score(value, with_derivative, visible)
+
+
+def by_head(config: Any) -> Any:
+    """(at) -> the score's derivative by an option's number of the head; None where no stage has one.
+
+    That of the stage itself: those behind it have derivative 1.
+    """
+    made = [stage for file in STAGES if (stage := file.make(config)) is not None]
+    return next((stage.by_head for stage in made if stage.by_head is not None), None)
 
 
 def _first(one: Any) -> tuple[Any, Any, Any]:

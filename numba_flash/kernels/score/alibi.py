@@ -6,7 +6,7 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import FragmentStage, Stage, exponent_unit
+from .stage import FragmentStage, HeadGradient, Stage, exponent_unit
 
 
 def make(config: Any) -> Stage | None:
@@ -20,7 +20,26 @@ def make(config: Any) -> Stage | None:
         slope = load(arrays.alibi_slopes, at.b * strides.alibi_slopes[0] + at.h * strides.alibi_slopes[1])
         return s - slope * compute(abs(at.q_pos - at.k_index))
 
-    return Stage(value)
+    @cuda.jit(device=True)
+    def by_head(at):
+        return -compute(abs(at.q_pos - at.k_index))
+
+    return Stage(value, by_head=by_head)
+
+
+def head_gradient(config: Any) -> HeadGradient:
+    """The sum over its rows of dS times `by_head`, of which v2_dq leaves each row's share (row_shares)."""
+    store_element = elements.storer(config.given)
+
+    @cuda.jit(device=True)
+    def of_row(b, h, q_index, arrays, strides, sizes):
+        return arrays.row_shares[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
+
+    @cuda.jit(device=True)
+    def store(total, b, h, arrays, strides):
+        store_element(arrays.dalibi_slopes, b * strides.dalibi_slopes[0] + h * strides.dalibi_slopes[1], total)
+
+    return HeadGradient(of_row, store)
 
 
 def on_fragments(config: Any) -> FragmentStage | None:

@@ -1,46 +1,50 @@
-"""A sink: one more score of every row of a head, e^sink more in its sum, without a value (Xiao et al., 2023).
-
-It is the last step of a row where P is rounded to 16 bits, and its start where P is not: a sink far above all scores,
-taken as the first maximum, would leave P to float16's smallest numbers.
-"""
+"""A sink: one more score of every row of a head, e^sink more in its sum, without a value (Xiao et al., 2023)."""
 
 import math
+from typing import Any
 
 from numba import cuda
 
-from ..steps import elements
+from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
-from .stage import exponent_unit
+from .stage import HeadGradient
 
 
-def make(config):
-    """-> start(b, h, arrays, strides): the maximum and the sum of a row before its first key, natural, a device
-    function."""
-    has_sinks = config.has("sinks")
-    compute = elements.COMPUTE_TYPES[config.dtype]
-    load = elements.loader(config.dtype_of("sinks") or "float32", compute)
-    minus_inf, zero, one = compute(-math.inf), compute(0), compute(1)
-
-    @cuda.jit(device=True)
-    def start(b, h, arrays, strides):
-        if has_sinks:
-            return load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]), one
-        return minus_inf, zero
-
-    return start
-
-
-def on_fragments(config, rows):
-    """-> load_sinks, a device function."""
-    group = config.group_size
-    real = elements.COMPUTE_TYPES[config.dtype]
-    load, unit = elements.loader(config.dtype_of("sinks") or "float32", real), real(exponent_unit(config))
+def make(config: Any) -> Any:
+    """-> sink(b, h, arrays, strides), natural; None where the problem has none."""
+    if not config.has("sinks"):
+        return None
+    load = elements.loader(config.dtype_of("sinks"), elements.COMPUTE_TYPES[config.dtype])
 
     @inlined
-    def load_sinks(sinks, b, h, lane_row, arrays, strides):
-        """sinks (rows,) <- those of a lane's rows in the units of its scores, of a tile that begins with head h."""
-        for r in range(rows):
-            head = h + (lane_row + 8 * r) % group
-            sinks[r] = load(arrays.sinks, b * strides.sinks[0] + head * strides.sinks[1]) * unit
+    def sink(b, h, arrays, strides):
+        return load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1])
 
-    return load_sinks
+    return sink
+
+
+def head_gradient(config: Any) -> HeadGradient:
+    """dsink = the sum over its rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse.
+
+    A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so that
+    dS = P * (dP - delta) gives this. Nothing else in a backward knows of sinks: they are in lse.
+    """
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load, store_element = elements.loader(config.given, compute), elements.storer(config.given)
+    delta_of, minus_inf = lse_delta.delta_of_row(config), compute(-math.inf)
+
+    @cuda.jit(device=True)
+    def of_row(b, h, q_index, arrays, strides, sizes):
+        lse = arrays.lse[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
+        weight = compute(0)
+        if lse != minus_inf:  # else neither the row nor its sink has any
+            weight = math.exp(load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse)
+        if weight != 0:
+            return -weight * delta_of(b * sizes.heads + h, q_index, arrays, sizes)
+        return compute(0)
+
+    @cuda.jit(device=True)
+    def store(total, b, h, arrays, strides):
+        store_element(arrays.dsinks, b * strides.dsinks[0] + h * strides.dsinks[1], total)
+
+    return HeadGradient(of_row, store)

@@ -6,11 +6,19 @@ from typing import Any, NamedTuple
 LOG2_E = 1.4426950408889634
 
 
+class HeadGradient(NamedTuple):
+    """Of an option that is one number for each head."""
+
+    of_row: Callable[..., Any]  # (b, h, q_index, arrays, strides, sizes) -> what the row gives
+    store: Callable[..., Any]  # (the sum, b, h, arrays, strides)
+
+
 class Stage(NamedTuple):
     """Of a score in natural units, in the kernel's computing type."""
 
     value: Callable[..., Any]  # (s, at, arrays, strides, score) -> the next s
     with_derivative: Callable[..., Any] | None = None  # likewise -> (the next s, its derivative by s); None: 1
+    by_head: Callable[..., Any] | None = None  # (at) -> the next s' derivative by the option's number of the head
 
 
 def exponent_unit(config: Any) -> float:

@@ -20,7 +20,7 @@ from numba import cuda
 
 from ...ptx import shared
 from .. import score
-from ..score import At, positions, sinks
+from ..score import At, positions, sum_terms
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
@@ -40,7 +40,7 @@ def make(config):
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
     score_value, _, visible = score.make(config)
-    row_start = sinks.make(config)
+    row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
     @cuda.jit
@@ -62,7 +62,7 @@ def make(config):
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
-        # listing 4, line 1: l = 0, m = -inf, O = 0; a sink is seen before all keys
+        # listing 4, line 1: l = 0, m = -inf, O = 0; a term of l that is no key's comes first
         for q_index in range(thread, seqlen_q, tile_m):
             row_max[lm_base + q_index], row_sum[lm_base + q_index] = row_start(b, h, arrays, strides)
             for x in range(head_dim_v):

@@ -19,7 +19,7 @@ from numba import cuda
 
 from ...ptx import shared
 from .. import score
-from ..score import At, positions, sinks
+from ..score import At, positions, sum_terms
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
@@ -45,7 +45,7 @@ def make(config):
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
     score_value, _, visible = score.make(config)
-    row_start = sinks.make(config)
+    row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
     @cuda.jit
@@ -78,7 +78,7 @@ def make(config):
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
-        m, l = row_start(b, h, arrays, strides)  # -inf and 0, or a sink, which is seen before all keys
+        m, l = row_start(b, h, arrays, strides)  # -inf and 0, or a term of l that is no key's
         for x in range(v_row):
             o_k[x] = compute(0)
 

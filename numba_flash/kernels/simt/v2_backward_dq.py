@@ -1,4 +1,4 @@
-"""dQ of FlashAttention-2, one thread per query row: listing 8 of docs/algorithm.md. Also ALiBi's share of each row.
+"""dQ of FlashAttention-2, one thread per query row: listing 8 of docs/algorithm.md. Also each row's share of head_sums.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 14, 15 and 17 of docs/algorithm.md. Letters as in
 v2_backward_dkdv.py. The loops are those of v2.py: a block owns one tile of queries, its dQ stays on
@@ -25,7 +25,7 @@ def make(config):
     q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
-    write_dq, write_slope_rows = "dq" in config.wanted, "dalibi_slopes" in config.wanted
+    write_dq, write_shares = "dq" in config.wanted, config.wanted != ("dq",)
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
@@ -68,7 +68,7 @@ def make(config):
         lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
         own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
-        of_slope = compute(0)
+        share = compute(0)
         for x in range(k_row):
             dq_k[x] = compute(0)
 
@@ -85,7 +85,7 @@ def make(config):
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 5 to 8: dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
-                of_slope += ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
+                share += ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
                 if write_dq:  # line 9: dQ_i[k, :] += dS[k, :] K_j
                     add_k(dq_k, ds_smem, s_k, k_smem, 0)
 
@@ -94,7 +94,7 @@ def make(config):
                 base = row_base(strides.dq, b, h, q_index)
                 for x in range(head_dim):
                     store(arrays.dq, base + x * strides.dq[3], dq_k[x] * compute(score.scale))
-            if write_slope_rows:
-                arrays.slope_rows[lse_at] = of_slope
+            if write_shares:
+                arrays.row_shares[lse_at] = share
 
     return flash_attention_v2_dq

@@ -1,10 +1,10 @@
-"""dS of one query row over a tile of keys: what dQ, dbias and the gradient of ALiBi's slopes are made of."""
+"""dS of one query row over a tile of keys: what dQ, dbias and the gradients of numbers of heads are made of."""
 
 from typing import Any, NamedTuple
 
 from numba import cuda
 
-from ..score import At, weights
+from ..score import At, by_head, weights
 from . import elements, rows
 from .inlined import inlined
 
@@ -42,7 +42,8 @@ def make(config, of_product):
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
-    has_alibi = config.has("alibi_slopes")
+    of_number = by_head(config)
+    has_number = of_number is not None
     weight = weights.make(config)
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
@@ -51,11 +52,12 @@ def make(config, of_product):
     def ds_row(row, tiles, first_y, arrays, strides, score):
         """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen.
 
-        Returns the sum of -dS * |q_pos - key|: the tile's share of the gradient of the slope.
+        Returns the sum of dS times the score's derivative by an option's number of the head (Stage.by_head): the
+        tile's share of its gradient.
         """
         s_part = cuda.local.array(at_once, compute)  # (at_once,)
         dp_part = cuda.local.array(at_once, compute)  # (at_once,)
-        of_slope = compute(0)
+        share = compute(0)
         for y in range(0, tile_n, at_once):
             dot_k(s_part, tiles.q, tiles.q_at, tiles.k, y * k_row)  # S = Q K^T
             dot_v(dp_part, tiles.do, tiles.do_at, tiles.v, y * v_row)  # dP = dO V^T
@@ -67,11 +69,11 @@ def make(config, of_product):
                     p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
                         ds = p * (dp_part[u] - row.delta)
-                        if has_alibi:
-                            of_slope -= ds * compute(abs(row.q_pos - k_index))
+                        if has_number:
+                            share += ds * of_number(at)
                         if of_product:
                             ds *= derivative
                 tiles.ds[tiles.ds_at + y + u] = ds
-        return of_slope
+        return share
 
     return ds_row

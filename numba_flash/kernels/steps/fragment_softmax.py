@@ -13,6 +13,7 @@ nor O multiplied by alpha = 1 (a thought of FlashAttention-4's).
 from numba import cuda, uint32
 
 from ...ptx import cvt, vote
+from ..score import sum_terms
 from ..score.fragments import exponential_of
 from ..score.stage import exponent_unit
 from . import numbers
@@ -30,7 +31,7 @@ def make(config, strips):
     real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
     rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
-    any_lane, has_sinks = vote.any_lane, config.has("sinks")
+    any_lane, has_term = vote.any_lane, sum_terms.make(config) is not None
 
     @inlined
     def start(m, l):
@@ -112,15 +113,15 @@ def make(config, strips):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' units. With sinks lse comes as the row's (kernels/score/sinks.py).
+        scores' units. With a term of the sum that is no key's (kernels/score/sum_terms.py) lse comes as that.
 
-        A row without keys has 0 and -inf, or its sink.
+        A row without keys has 0 and -inf, or that term.
         """
         for r in range(rows):  # all rows before what needs them: an exchange takes a while
             l[r] += bfly(l[r], 1)
         for r in range(rows):
             l[r] += bfly(l[r], 2)
-        if has_sinks:
+        if has_term:
             for r in range(rows):
                 old, m[r] = m[r], maximum(m[r], lse[r])
                 alpha[r] = exponential(old - m[r])
@@ -128,7 +129,7 @@ def make(config, strips):
         for r in range(rows):
             empty = l[r] == real(0)
             inverse = real(0) if empty else rcp(l[r])
-            alpha[r] = alpha[r] * inverse if has_sinks else inverse
+            alpha[r] = alpha[r] * inverse if has_term else inverse
             lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
     return start, update, finish

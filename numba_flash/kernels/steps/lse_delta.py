@@ -30,11 +30,26 @@ def place(query):
 
 def product(config):
     """-> product(do, o), a device function: a term of delta."""
-    of_sinks, zero = config.of_sinks, elements.COMPUTE_TYPES[config.dtype](0)
+    of_terms, zero = config.of_terms, elements.COMPUTE_TYPES[config.dtype](0)
 
     @inlined
     def of_both(do, o):
-        # O of a row without keys is 0 and stays 0, so its sink gets nothing of dO, which may be NaN there.
-        return zero if of_sinks and o == zero else do * o
+        # O of a row without keys is 0 and stays 0, so a term of its sum gets nothing of dO, which may be NaN there.
+        return zero if of_terms and o == zero else do * o
 
     return of_both
+
+
+def delta_of_row(config):
+    """-> delta_of(head_of_all, q_index, arrays, sizes), a device function. config.of_blocks: these are what it reads,
+    and not what delta wrote."""
+    of_blocks, minus_delta_at = config.of_blocks, MINUS_DELTA
+
+    @inlined
+    def delta_of(head_of_all, q_index, arrays, sizes):
+        if of_blocks:
+            at = int64(head_of_all) * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS) + place(int32(q_index))
+            return -arrays.lse_delta[at + minus_delta_at]
+        return arrays.delta[head_of_all * sizes.seqlen_q + q_index]
+
+    return delta_of

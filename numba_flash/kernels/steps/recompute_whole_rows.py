@@ -7,7 +7,7 @@ or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32
 from numba import cuda, int32, int64
 
 from ...ptx import ld_st
-from ..score import fragments, sinks
+from ..score import fragments, sum_terms
 from ..score.stage import LOG2_E, FragmentAt
 from . import elements, fragment_softmax, numbers
 from .inlined import inlined
@@ -33,7 +33,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     chain = fragments.chain(config)
     value, row_term = chain.value, chain.row_term
-    row_start, log2_e = sinks.make(config), real(LOG2_E)
+    row_start, log2_e = sum_terms.start(config), real(LOG2_E)
     load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
 
     @inlined

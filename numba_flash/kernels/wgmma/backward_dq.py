@@ -226,9 +226,7 @@ def make(config):
                         acc_s[i] = p
 
     @inlined
-    def to_score_gradients(
-        acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, masked
-    ):  # fmt: skip
+    def to_score_gradients(acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, masked):
         """ds_frag <- dS in 16 bits."""
         ds = cuda.local.array(2, float32)
         for n in range(blocks):
@@ -312,11 +310,11 @@ def make(config):
             if masked:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
-                )  # fmt: skip
+                )
             else:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, FALSE
-                )  # fmt: skip
+                )
             issue_dq(base, acc_dq, ds_frag, n)
             wait_for_k(base, int32(n + 1))
             issue_s(base, acc_s, q_desc, int32(n + 1))

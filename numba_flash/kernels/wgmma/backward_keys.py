@@ -141,9 +141,11 @@ def make(config):
             stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
             first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
-                base + plan.lse_delta + stage * lse_delta_bytes, address(lse_and_delta, first_row_block * block_words),
-                base + at.a_full + 8 * stage, count,
-            )  # fmt: skip
+                base + plan.lse_delta + stage * lse_delta_bytes,
+                address(lse_and_delta, first_row_block * block_words),
+                base + at.a_full + 8 * stage,
+                count,
+            )
             n, i = int32(n + 1), int32(i - 1)
             if i < of_word(base, BEGIN):
                 i, member = int32(of_word(base, STOP) - 1), int32(member + 1)

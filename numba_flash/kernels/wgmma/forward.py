@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragment_functions, fragments, sinks
+from ..score import fragment_functions, fragments, sum_terms
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -98,7 +98,7 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
-    has_sinks, load_sinks = config.has("sinks"), sinks.on_fragments(config, 2)
+    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
@@ -381,10 +381,10 @@ def make(config):
             wait_for_k(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pingpong_arrive(following)
-            if has_sinks:  # read beside the products, into registers that are free by now
+            if has_term:  # read beside the products, into registers that are free by now
                 first_row, lane = rows_of_lane()
                 lane_row = first_row + first_row_of(lane)
-                load_sinks(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
+                load_terms(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
             consumer_release(base, V_EMPTY, taken - 1, elected)

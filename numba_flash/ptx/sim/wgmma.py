@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from ..ptx import fragments
+from .. import fragments
 from .errors import InstructionError, place
 from .registers import RUNNING, check, halves, table
 from .warp import current, same, together

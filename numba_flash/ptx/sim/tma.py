@@ -9,7 +9,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from ..ptx import fragments
+from .. import fragments
 from .errors import InstructionError
 from .global_memory import MAPS
 from .mbarrier import find

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from ..ptx import fragments
+from .. import fragments
 from .registers import check, halves, table
 from .warp import together
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, host_view
-from ..machine import toolchain
-from ..machine.announce import warn_caller
-from ..problem.forward import Problem
+from ...arrays import Array, host_view
+from ...machine import toolchain
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
@@ -86,9 +84,15 @@ class Pointer:
 
 
 def run(
-    make_kernel: Callable[[], Any], blocks: int, threads: int, shared_bytes: int, arrays: tuple[Array | None, ...],
-    values: tuple[Any, ...], tensor_maps: tuple[tuple[int, Any], ...] = (), cluster: int = 1,
-) -> None:  # fmt: skip
+    make_kernel: Callable[[], Any],
+    blocks: int,
+    threads: int,
+    shared_bytes: int,
+    arrays: tuple[Array | None, ...],
+    values: tuple[Any, ...],
+    tensor_maps: tuple[tuple[int, Any], ...] = (),
+    cluster: int = 1,
+) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
     arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
@@ -157,24 +161,3 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
         numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = before
         for names, those in swapped.values():
             names.update(dict.fromkeys(those, cuda))
-
-
-# Seconds for one score, and more for each element of its products: v2 and mma on one core of a busy server, 2026.
-# One thread runs at a time, so nothing but the amount of work counts.
-SCORE_SECONDS, PRODUCT_SECONDS = 25e-6, 0.8e-6
-
-
-def predicted_seconds(problem: Problem) -> float:
-    """How long v1 or v2 will take; half of it where causal hides half of the scores."""
-    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    return scores * (SCORE_SECONDS + PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
-
-
-def warn_if_long(problem: Problem, times: float = 1.0) -> None:
-    """A warning at the line that called attention(), before a wait of more than a minute; times: of what it takes."""
-    seconds = times * predicted_seconds(problem)
-    if seconds > 60:
-        warn_caller(
-            f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
-            "as a Python thread; kernel='cpu' is fast"
-        )

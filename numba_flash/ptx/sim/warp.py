@@ -30,7 +30,7 @@ def current():
     """The simulated thread that is running."""
     thread = threading.current_thread()
     if not hasattr(thread, "warpgroup"):
-        raise RuntimeError("numba_flash.sim's instructions run in kernels that sim.launch.run launches")
+        raise RuntimeError("the simulator's instructions run in kernels that sim.launch.run launches")
     return thread
 
 

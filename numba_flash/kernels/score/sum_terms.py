@@ -1,0 +1,58 @@
+"""Terms of a row's sum beside those of its keys: e^x more in l, without a value.
+
+TERMS (__init__.py) lists them, as STAGES lists what a score goes through. Each is a file whose `make(config)` gives x,
+a device function of (b, h, arrays, strides), or None where the problem does not use it.
+
+Such a term is the last step of a row where P is rounded to 16 bits, and its start where P is not: one far above all
+scores, taken as the first maximum, would leave P to float16's smallest numbers.
+"""
+
+import functools
+import math
+from typing import Any
+
+from numba import cuda
+
+from ..steps import elements
+from ..steps.inlined import inlined
+from . import TERMS
+from .stage import exponent_unit
+
+
+@functools.cache
+def make(config: Any) -> Any:
+    """-> x, or None without one. A problem has at most one of them."""
+    made = [x for term in TERMS if (x := term.make(config)) is not None]
+    assert len(made) <= 1, "no kernel adds up two terms yet"
+    return made[0] if made else None
+
+
+def start(config: Any) -> Any:
+    """-> start(b, h, arrays, strides): the maximum and the sum of a row before its first key, natural, a device
+    function."""
+    compute, x = elements.COMPUTE_TYPES[config.dtype], make(config)
+    minus_inf, zero, one = compute(-math.inf), compute(0), compute(1)
+
+    has_term = x is not None
+
+    @cuda.jit(device=True)
+    def before_keys(b, h, arrays, strides):
+        if has_term:
+            return x(b, h, arrays, strides), one
+        return minus_inf, zero
+
+    return before_keys
+
+
+def on_fragments(config: Any, rows: int) -> Any:
+    """-> load_terms, a device function, where there is a term."""
+    group, unit = config.group_size, elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
+    x = make(config)
+
+    @inlined
+    def load_terms(terms, b, h, lane_row, arrays, strides):
+        """terms (rows,) <- those of a lane's rows in the units of its scores, of a tile that begins with head h."""
+        for r in range(rows):
+            terms[r] = x(b, h + (lane_row + 8 * r) % group, arrays, strides) * unit
+
+    return load_terms

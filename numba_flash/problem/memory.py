@@ -1,0 +1,107 @@
+"""What cannot be told from shapes: where arrays lie, whether they share memory, and lengths in host memory."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import ITEM_SIZE, Array, host_view
+from .forward import Problem, check_one_place, check_result
+from .options import Operands
+from .strides import check_strides
+
+OPERAND_NAMES = [
+    {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
+]  # as callers know them
+
+
+def check_memory(given: list[Any], problem: Problem) -> None:
+    """What cannot be told from shapes: where the arrays lie, and lengths in host memory.
+
+    given: an Array or None for each field of Operands. Calls that have more than q, k and v come here, so it hurries.
+    """
+    _, _, _, o, lse, *_ = given
+    arrays = [array for array in given if array is not None]
+    names = [*OPERAND_NAMES, *(f"aux[{number}]" for number in range(len(problem.aux)))]
+    check_alignments(arrays, names, given)
+    for written in (o, lse):
+        if written is not None and _anything_near(written, arrays):
+            check_overlap("out", written, zip(names, given, strict=True))
+    if problem.array("seqlens_k") is not None:
+        check_lengths(given[Operands._fields.index("seqlens_k")], problem)
+
+
+def check_alignments(arrays: list[Array], names: Iterable[str], given: Iterable[Array | None]) -> None:
+    """arrays: those of `given` that are there. Nearly always none of them is to be looked at by itself."""
+    addresses = 0
+    for array in arrays:
+        addresses |= array.pointer
+    if addresses & 7:  # no element is larger than 8 bytes
+        for name, one in zip(names, given, strict=True):
+            if one is not None:
+                check_alignment(name, one)
+
+
+def check_lengths(seqlens_k: Array | None, problem: Problem) -> None:
+    """Lengths in host memory; on a device the kernels clamp them, because reading them would mean waiting."""
+    if seqlens_k is not None and seqlens_k.layout.device is None and problem.batch:
+        values = host_view(seqlens_k)
+        if values.min() < 0 or values.max() > problem.seqlen_k:
+            raise ValueError(f"seqlens_k must lie in 0 to seqlen_k = {problem.seqlen_k}, not {values.tolist()}")
+
+
+def check_alignment(name: str, array: Array) -> None:
+    """An element lies at a multiple of its size: a GPU stops the whole process otherwise."""
+    size = ITEM_SIZE.get(array.layout.dtype, 1)
+    if array.pointer % size:
+        raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
+
+
+def _anything_near(written: Array, arrays: list[Array]) -> bool:
+    """Whether another array's first and last byte are not both on one side of `written`: nearly never."""
+    low, high = written.layout.byte_bounds
+    low, high = written.pointer + low, written.pointer + high
+    for array in arrays:
+        if array is not written:
+            other_low, other_high = array.layout.byte_bounds
+            if low < array.pointer + other_high and array.pointer + other_low < high:
+                return True
+    return False
+
+
+def check_overlap(name: str, written: Array, others: Iterable[tuple[str, Array | None]]) -> None:
+    """An output shares no element with an input: tiles are read after others were written."""
+    for other, array in others:
+        if array is not None and array is not written and _share_elements(written, array):
+            raise ValueError(f"{name} shares memory with {other}; nothing is computed in place")
+
+
+def check_output(name: str, out: Array, like: Array) -> None:
+    """An output for a function whose result has its input's shape, dtype and place."""
+    check_one_place({"x": like.layout, name: out.layout})
+    check_strides(name, out.layout)
+    check_result(name, out.layout, like.layout.shape, like.layout.dtype, "like x")
+    check_alignment(name, out)
+    check_overlap(name, out, [("x", like)])
+
+
+def _share_elements(one: Array, other: Array) -> bool:
+    try:
+        return np.shares_memory(_address_view(one), _address_view(other), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _address_view(array: Array) -> np.ndarray:
+    """A NumPy array with the same addresses that is never read: only its extent matters."""
+
+    class Interface:
+        __array_interface__ = {
+            "version": 3,
+            "data": (array.pointer, True),
+            "shape": array.layout.shape,
+            "strides": tuple(s * array.layout.unit for s in array.layout.strides),
+            "typestr": f"|V{ITEM_SIZE[array.layout.dtype]}",
+        }
+
+    return np.asarray(Interface())

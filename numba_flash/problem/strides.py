@@ -1,0 +1,30 @@
+"""How the elements of an array lie: its strides, in elements, as every part below takes them."""
+
+import math
+
+from ..arrays import ITEM_SIZE, Layout
+
+Strides = tuple[int, int, int, int]
+
+
+def check_strides(name: str, array: Layout) -> None:
+    size = ITEM_SIZE.get(array.dtype, 1)
+    if any(s * array.unit % size for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        strides = tuple(s * array.unit for s in array.strides)
+        raise ValueError(f"{name} has strides {strides} in bytes, which are not multiples of its {size}-byte elements")
+
+
+def element_strides(array: Layout) -> tuple[int, ...]:
+    """Strides in elements. A dimension of one element is never stepped along: its stride is 0."""
+    size = ITEM_SIZE[array.dtype]
+    return tuple(s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
+
+
+def ordered_strides(array: Layout, order: tuple[int, ...]) -> Strides:
+    strides = element_strides(array)
+    return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array, by the same rule as `element_strides`."""
+    return tuple(math.prod(shape[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(shape))

@@ -1,0 +1,140 @@
+"""Results against the oracle's, within a tolerance that is derived from the case."""
+
+from typing import Any
+
+import numpy as np
+
+from ..api.backward import AttentionGradients
+from ..problem.options import GRADIENT_OF
+from .cases import STRIDES, Case, heads_first, strided
+from .expected import oracle, oracle_gradients
+from .formula import (
+    delta_of,
+    finite,
+    of_each_head,
+    of_each_kv_head,
+    of_options,
+    plain,
+    plain_gradients,
+    scale_of,
+    scores_of,
+    sinks_of,
+    summed,
+)
+
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = "attention") -> None:
+    """Raise AssertionError unless o (in the case's layout) and lse agree with the oracle within tolerance."""
+    expected_o, expected_lse = oracle(case)
+    plain_o, plain_lse = plain(case)
+    o = heads_first(case, np.asarray(o))
+    assert o.dtype == case.q.dtype and o.shape == expected_o.shape, f"{what}: o is {o.dtype} {o.shape} in {case}"
+    compute = "float64" if case.dtype == "float64" else "float32"
+    size_o, size_lse, size_v = (np.max(np.abs(finite(x)), initial=0) for x in (expected_o, expected_lse, case.v))
+    size_s = 1 + size_lse + _largest_score(case)
+    floor = EPS[case.dtype] * size_o + EPS[compute] * size_s * size_v
+    _compare(f"{what}: o", case, o, expected_o, plain_o, floor)
+    if lse is not None:
+        lse = np.asarray(lse)
+        assert lse.dtype == compute and lse.shape == expected_lse.shape, f"{what}: lse is {lse.dtype} {lse.shape}"
+        _compare(f"{what}: lse", case, lse, expected_lse, plain_lse, EPS[compute] * 2 * size_s)
+
+
+def check_gradients(
+    case: Case,
+    gradients: Any,
+    do: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    dlse: np.ndarray | None = None,
+    what: str = "attention_backward",
+) -> None:
+    """Raise AssertionError unless the gradients made from do, o, lse and dlse agree with the oracle within tolerance.
+
+    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout; what is None in it is
+    not looked at.
+    """
+    given = case, do, o, lse, dlse
+    expected, by_hand = oracle_gradients(*given), plain_gradients(*given)
+    with np.errstate(all="ignore"):
+        floors = _gradient_floors(*given)
+    arrays: dict[str, Any] = dict(q=case.q, k=case.k, v=case.v) | case.options
+    for name, of in GRADIENT_OF.items():
+        got, right = getattr(gradients, name), getattr(expected, name)
+        if got is not None:
+            got, array = np.asarray(got), arrays[of]
+            about = f"{what}: {name} is {got.dtype} {got.shape} in {case}"
+            assert got.dtype == array.dtype and got.shape == array.shape, about
+            got = heads_first(case, got) if name in ("dq", "dk", "dv") else got
+            floor = EPS[array.dtype.name] * np.max(np.abs(finite(right)), initial=0) + getattr(floors, name)
+            _compare(f"{what}: {name}", case, got, right, getattr(by_hand, name), floor)
+
+
+def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """do and dlse to begin with: random, in the shapes and dtypes that the case's o and lse have."""
+    generator = np.random.default_rng(seed)
+    batch, heads, seqlen_q, _ = heads_first(case, case.q).shape
+    shape = (*case.q.shape[:3], case.v.shape[3])
+    how = STRIDES[seed % len(STRIDES)] if strange_strides else "plain"
+    do = strided(generator.standard_normal(shape), case.dtype, how)
+    dlse = generator.standard_normal((batch, heads, seqlen_q))
+    return do, dlse.astype(np.float64 if case.dtype == "float64" else np.float32)
+
+
+def _gradient_floors(
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None
+) -> AttentionGradients:
+    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score, dP and
+    delta, by that of the products in them, and what a derivative of the scores lets
+    through."""
+    wide = Case(finite(case.q), finite(case.k), finite(case.v), dict(case.options))
+    if "bias" in case.options:
+        wide.options["bias"] = np.where(case.options["bias"] == -np.inf, -np.inf, finite(case.options["bias"]))
+    do, o = (finite(heads_first(case, x)) for x in (do, o))
+    q, k, v = of_each_head(wide)
+    s, through = scores_of(wide)
+    p = np.where(s == -np.inf, 0, np.exp(s - finite(lse)[..., None]))
+    eps = EPS["float64" if case.dtype == "float64" else "float32"]
+    of_p = eps * (1 + np.max(np.abs(finite(lse)), initial=0) + _largest_score(case))
+    of_dp = eps * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + np.sum(np.abs(do * o), -1, keepdims=True))
+    bracket = np.abs(do @ v.swapaxes(2, 3) - delta_of(do, o, dlse))
+    ds = p * (of_p * bracket + of_dp)
+    scaled = abs(scale_of(case)) * (ds * through + eps * p * bracket)
+    of_arrays = of_options(case, ds)
+    if "sinks" in case.options:
+        weight = np.exp(sinks_of(case).astype(np.float64) - finite(lse)[..., None])
+        terms = np.sum(np.abs(do * o), -1, keepdims=True) + (0 if dlse is None else np.abs(dlse[..., None]))
+        of_arrays["dsinks"] = summed((weight * (of_p + eps) * terms).sum((2, 3)), case.options["sinks"].shape)
+    heads_kv = heads_first(case, case.k).shape[1]
+    whole = dict(
+        dq=scaled @ np.abs(k),
+        dk=of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
+        dv=of_p * of_each_kv_head(p.swapaxes(2, 3) @ np.abs(do), heads_kv),
+        **of_arrays,
+    )
+    return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})
+
+
+def _largest_score(case: Case) -> float:
+    """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
+    q, k = (finite(heads_first(case, x)) for x in (case.q, case.k))
+    s = q @ np.repeat(k, q.shape[1] // max(k.shape[1], 1), 1).swapaxes(2, 3)
+    return float(abs(scale_of(case)) * np.max(np.abs(s), initial=0))
+
+
+def _compare(
+    what: str, case: Case, got: np.ndarray, expected: np.ndarray, plain_result: np.ndarray, floor: float
+) -> None:
+    got = got.astype(np.float64)
+    strange = ~np.isfinite(expected)
+    assert np.array_equal(got[strange], expected[strange], equal_nan=True), (
+        f"{what}: {got[strange][:5]} where {expected[strange][:5]} belongs, in {case}"
+    )
+    with np.errstate(invalid="ignore"):
+        error = np.abs(np.where(strange, 0, got) - np.where(strange, 0, expected))
+        yardstick = np.abs(np.where(strange, 0, plain_result) - np.where(strange, 0, expected))
+    bound = 2 * np.max(np.where(np.isfinite(yardstick), yardstick, 0), initial=0) + floor
+    worst = np.max(error, initial=0)
+    assert worst <= bound, f"{what}: off by {worst:.3g}, allowed is {bound:.3g}, in {case}"

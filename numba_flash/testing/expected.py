@@ -1,0 +1,43 @@
+"""What a case's results are: the oracle's, in float64."""
+
+import numpy as np
+
+from ..api import forward as api
+from ..api.backward import AttentionGradients, attention_backward
+from ..problem.options import GRADIENT_OF
+from .cases import Case, heads_first
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse in float64, o in (batch, heads, seqlen_q, head_dim_v) order."""
+    result = api.attention(**case.arguments(_widened), kernel="reference", return_lse=True)
+    return heads_first(case, result.o), result.lse
+
+
+def oracle_gradients(
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None = None
+) -> AttentionGradients:
+    """All gradients that the case has, in float64; dq, dk and dv in (batch, heads, seqlen, dim) order.
+
+    o and lse are what some forward made of the case, rounded as they may be: a backward works with just these.
+    """
+    dq, dk, dv, *rest = attention_backward(
+        _widened(do),
+        **case.arguments(_widened),
+        o=_widened(o),
+        lse=_widened(lse),
+        dlse=None if dlse is None else _widened(dlse),
+        wanted=gradients_of(case),
+        kernel="reference",
+    )
+    return AttentionGradients(*(heads_first(case, x) for x in (dq, dk, dv)), *rest)
+
+
+def gradients_of(case: Case) -> tuple[str, ...]:
+    """The names of all gradients that the case has, as attention_backward takes them in wanted=."""
+    return tuple(name for name, of in GRADIENT_OF.items() if of in ("q", "k", "v") or of in case.options)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    """Numbers in float64; lengths, masks and other whole numbers as they are."""
+    return x if x.dtype == bool or x.dtype.kind in "iu" else x.astype(np.float64)
