@@ -59,7 +59,8 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(launch, shared, stop, pointers):
-    """All passes on this thread. pointers: a tuple of addresses, of options.GradientOperands and of functions.AUX."""
+    """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, and behind
+    them that of what functions read."""
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
     frame = set_up(launch, shared, stop, pointers)

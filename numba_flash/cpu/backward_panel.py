@@ -148,22 +148,9 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
         composed(
-            p,
-            own_slopes,
-            row_numbers,
-            places,
-            keys,
-            first,
-            row0,
-            rows,
-            across,
-            kv_head,
-            b,
-            offset,
-            plan,
-            pointers,
+            p, own_slopes, row_numbers, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers,
             zero,
-        )
+        )  # fmt: skip
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)

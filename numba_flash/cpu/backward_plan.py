@@ -27,7 +27,7 @@ NUMBERS = slot.NUMBERS + 42
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-AUX = len(GradientOperands._fields)  # behind those of the caller's
+AUX = len(GradientOperands._fields)  # where the address of what functions read stands, behind those of the caller's
 ALL_POINTERS = AUX + 1
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)

@@ -42,7 +42,8 @@ def set_up(frame, plan, pointers, shared, stop):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, stop, pointers):
-    """All tasks on this thread. pointers: a tuple of addresses, of options.Operands and of functions.AUX."""
+    """All tasks on this thread. pointers: a tuple of addresses in the order of options.Operands, and behind them that
+    of what functions read."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64

@@ -181,7 +181,7 @@ def composed(
 ):  # fmt: skip
     """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
-    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two numbers a row;
+    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two of each row;
     places: for two int64 numbers.
     """
     kind, vector = type(zero), lanes(zero) // PANEL_VECTORS

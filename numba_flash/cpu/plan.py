@@ -43,9 +43,8 @@ ARRAY_SLOTS = {
 
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
-AUX = len(Operands._fields)  # among the pointers, behind those of a call's own
-# STOP: the address of machine/interrupt.py's number
-PARTS, COUNTERS, STOP = range(AUX + 2, AUX + 5)
+AUX = len(Operands._fields)  # where the address of what functions read stands, behind those of the caller's
+PARTS, COUNTERS, STOP = range(AUX + 2, AUX + 5)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 # Where among the pointers those of a call stand.
 Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
