@@ -59,11 +59,12 @@ def _kind_of(t: Any) -> str | None:
 
 
 class Table(types.Type):
-    """An aux array, or a part of it."""
+    """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
+    says where what is owed to that one is added up."""
 
-    def __init__(self, dtype: str, element: Any, ndim: int, base: Any):
-        self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
-        super().__init__(name=f"table({dtype}, {ndim}, {base})")
+    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False):
+        self.dtype, self.element, self.ndim, self.base, self.recorded = dtype, element, ndim, base, recorded
+        super().__init__(name=f"table({dtype}, {ndim}, {base}{', recorded' * recorded})")
 
 
 @register_model(Number)
@@ -77,7 +78,14 @@ class _NumberModel(models.StructModel):
 class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
         sizes = types.UniTuple(types.int64, t.ndim)
-        super().__init__(manager, t, [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)])
+        members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
+        # owed: the address of the sum for the first element; owed_strides: in bytes; state: the address of READS
+        owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.int64)]
+        super().__init__(manager, t, members + owed * t.recorded)
+
+
+# Three int64 numbers: how many numbers were read, which of them has the derivative 1, where what is owed to it goes.
+READS = 3
 
 
 class _Value:
@@ -475,7 +483,9 @@ def _read(t: Any, index: Any) -> Any:
         )
     left = t.ndim - len(indices)
     if left:
-        return Table(t.dtype, t.element, left, t.base)
+        return Table(t.dtype, t.element, left, t.base, t.recorded)
+    if t.recorded:
+        return Number("dual", t.base)
     kind = "real" if "float" in t.dtype else "whole"
     return types.boolean if t.dtype == "bool" else Number(kind, t.base)
 
@@ -494,6 +504,9 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     else:
         indices = zip([index], [args[1]], strict=True)
     offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)
+    owed, owed_strides = zero, (zero,) * t.ndim
+    if t.recorded:
+        owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value)
         at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
@@ -502,14 +515,32 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             at = builder.select(builder.icmp_signed(">", at, last), last, at)
             at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
         offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
+        if t.recorded:
+            owed = builder.add(owed, builder.mul(at, owed_strides[axis]))
     pointer = builder.gep(table.data, [offset])
     if count == t.ndim:
-        return _load(code, t, pointer)
+        return _recorded(code, t, _load(code, t, pointer), table.state, owed) if t.recorded else _load(code, t, pointer)
     part = cgutils.create_struct_proxy(sig.return_type)(context, builder)
     part.data = pointer
     part.shape = cgutils.pack_array(builder, shape[count:])
     part.strides = cgutils.pack_array(builder, strides[count:])
+    if t.recorded:
+        part.owed, part.state = owed, table.state
+        part.owed_strides = cgutils.pack_array(builder, owed_strides[count:])
     return part._getvalue()
+
+
+def _recorded(code: _Code, t: Table, found: Any, state: Any, owed: Any) -> Any:
+    """An element as a dual number, with READS brought up to date."""
+    builder, i64 = code.builder, ir.IntType(64)
+    reads = builder.inttoptr(state, i64.as_pointer())
+    at = [builder.gep(reads, [i64(number)]) for number in range(READS)]
+    number = builder.load(at[0])
+    hit = builder.icmp_signed("==", number, builder.load(at[1]))
+    builder.store(builder.add(number, i64(1)), at[0])
+    builder.store(builder.select(hit, owed, builder.load(at[2])), at[2])
+    x = code.of(Number("real", t.base), found).x.value
+    return code.made(Number("dual", t.base), x, builder.select(hit, code.one.value, code.zero.value))
 
 
 @infer_getattr

@@ -26,7 +26,7 @@ from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
 
-WITH_AUX_GRADIENTS = ("reference",)
+WITH_AUX_GRADIENTS = ("reference", "cpu")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,6 @@ def backward_rung(request):
     return contract_backward.Rung(request.param)
 
 
-@pytest.fixture(scope="session", params=["reference"])
+@pytest.fixture(scope="session", params=["reference", "cpu"])
 def aux_rung(request):
     return contract_backward.Rung(request.param)
