@@ -25,8 +25,8 @@ SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, S
 TERM_POINTER, TERM_STRIDE = slot.NUMBERS + 39, slot.NUMBERS + 40
 NUMBERS = slot.NUMBERS + 42
 
-# In their places for gradients of aux: the address of functions.make_gradient's, where in AUX the address of the sums is,
-# and how large a part's sums are.
+# In their places for gradients of aux: the address of what functions.make_gradient made, where in AUX the address of
+# the sums is, and how many bytes a part's sums are.
 AUX_FUNCTION, AUX_SUMS, AUX_BYTES = SUM_STRIDE, SUM_STRIDE + 1, SUM_STRIDE + 2
 PARTS = 16  # whatever the threads
 STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the softcap behind them

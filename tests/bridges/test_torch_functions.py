@@ -176,12 +176,13 @@ def test_what_a_graph_cannot_hold_is_refused():
         first.sum().backward()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_gradients_of_aux(alone):
+def test_gradients_of_aux(alone, kernel):
     """Of the one that is real, also where nothing else has a gradient, beside torch's own."""
     q, k, v = tensors(Q, K, V, requires_grad=not alone)
     do, dlse = tensors((2, 4, 5, 4), (2, 4, 5), requires_grad=False, seed=1)
-    ours, torchs = pair_of("aux")
+    ours, torchs = pair_of("aux", kernel=kernel)
     slopes, ids = aux_of()
     slopes.requires_grad_()
     of = (slopes,) if alone else (q, k, v, slopes)
