@@ -69,12 +69,15 @@ def forward(
     mask_mod: Function | None = None,
     aux: tuple[NDArray, ...] = (),  # what these read
     sinks: NDArray | None = None,  # (batch or 1, heads)
+    dropout_p: float | None = None,
+    seed: int | None = None,
 ) -> tuple[Array, Array]:
     """-> o (batch, heads, seqlen_q, head_dim_v) and lse (batch, heads, seqlen_q), both float64.
 
     o = softmax(scores) @ v over the visible keys; lse = log(sum(exp(scores))), natural. A row that
     sees no key gives o = 0 and lse = -inf. What lies in invisible positions is never looked at.
     A sink is one more score of each row of its head, that of a key without a value: it counts in the sums alone.
+    Dropout leaves the sums as they are.
     """
     k, v = _of_each_head(q, k), _of_each_head(q, v)
     with np.errstate(all="ignore"):  # masked keys may hold anything
@@ -86,6 +89,7 @@ def forward(
         shift = np.where(m == -np.inf, 0.0, m)
         p = np.where(s == -np.inf, 0.0, np.exp(s - shift))
         l = np.sum(p, axis=-1, keepdims=True) + np.exp(sink - shift)
+        p = p * _counts(p.shape, dropout_p, seed, q_offset)
         o = np.where(l == 0, 0.0, _weighted(p, v) / np.where(l == 0, 1.0, l))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
     return o, lse[..., 0]
@@ -110,6 +114,8 @@ def backward(
     mask_mod: Function | None = None,
     aux: tuple[NDArray, ...] = (),
     sinks: NDArray | None = None,
+    dropout_p: float | None = None,
+    seed: int | None = None,
     wanted_aux: tuple[int, ...] = (),  # numbers of those of aux whose gradients are wanted
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
@@ -136,11 +142,13 @@ def backward(
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         seen = visible & (s != -np.inf) & (lse != -np.inf)
         p = np.where(seen, np.exp(s - lse), 0.0)
-        ds = np.where(p == 0, 0.0, p * (np.einsum("bhid,bhjd->bhij", do, v) - delta))
+        counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
+        dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
+        ds = np.where(p == 0, 0.0, p * (dp - delta))
         dproduct = np.where(p == 0, 0.0, scale * through * ds)  # of q . k, before it was scaled
         dq = _weighted(dproduct, k)
         dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
-        dv = _of_each_kv_head(_weighted(p.swapaxes(2, 3), do), heads_kv)
+        dv = _of_each_kv_head(_weighted((p * counts).swapaxes(2, 3), do), heads_kv)
         dbias = dalibi_slopes = dsinks = None
         if bias is not None:
             dbias = _summed(ds, bias.shape)
@@ -179,6 +187,48 @@ def _of_aux(
             for (number, place), slope in numbers.parts_of(owed):
                 found[number][place] += ds[at] * through * slope
     return {number: x.reshape(aux[number].shape) for number, x in found.items()}
+
+
+def dropout_mask(
+    shape: tuple[int, int, int, int], dropout_p: float, seed: int, q_offset: int | NDArray | None = None
+) -> NDArray[np.bool_]:
+    """True where a weight counts, False where dropout_p leaves it out, for any attention with this seed.
+
+    >>> numba_flash.testing.dropout_mask((1, 8, 100, 100), 0.1, seed=3)
+
+    shape: (batch, heads, seqlen_q, seqlen_k). q_offset: where query 0 stands, a number or (batch,); None = seqlen_k -
+    seqlen_q, as for `attention`.
+
+    Four words of Philox 4x32 with 7 rounds (Salmon et al., 2011) are those of keys k, k + 8, k + 16 and k + 24 of each
+    32. The key is the seed; the counter is (32 keys and which of 8, q_pos, h, b). A word below dropout_p * 2^32 drops.
+    """
+    batch, heads, seqlen_q, seqlen_k = shape
+    first = np.broadcast_to(np.asarray(seqlen_k - seqlen_q if q_offset is None else q_offset), (batch,))
+    k_pos = np.arange(seqlen_k)
+    low = np.uint64(0xFFFFFFFF)
+    counter = [
+        ((k_pos >> 5) << 3 | k_pos & 7)[None, None, None, :],
+        (np.arange(seqlen_q) + first[:, None])[:, None, :, None],
+        np.arange(heads)[None, :, None, None],
+        np.arange(batch)[:, None, None, None],
+    ]
+    x, y, z, w = np.broadcast_arrays(*(part.astype(np.uint64) & low for part in counter))
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(7):
+        of_x, of_z = x * np.uint64(0xD2511F53), z * np.uint64(0xCD9E8D57)
+        x, y = (of_z >> np.uint64(32)) ^ y ^ np.uint64(keys[0]), of_z & low
+        z, w = (of_x >> np.uint64(32)) ^ w ^ np.uint64(keys[1]), of_x & low
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    words = np.choose(np.broadcast_to(k_pos >> 3 & 3, shape), [x, y, z, w])
+    return words >= np.uint64(round(dropout_p * 2**32))
+
+
+def _counts(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDArray | None) -> Any:
+    """What each weight counts in the output."""
+    if dropout_p is None:
+        return 1.0
+    assert seed is not None and q_offset is not None
+    return dropout_mask(shape, dropout_p, seed, q_offset) / (1 - dropout_p)
 
 
 def _scores(

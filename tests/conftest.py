@@ -5,7 +5,7 @@ import os
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("contract", "contract_backward", "contract_functions", "metamorphic")
+pytest.register_assert_rewrite("contract", "contract_backward", "contract_dropout", "contract_functions", "metamorphic")
 
 # deadline: the first call of a kernel compiles it. derandomize: a red run is red again for everybody.
 hypothesis.settings.register_profile("unit", deadline=None, derandomize=True, max_examples=60, print_blob=True)

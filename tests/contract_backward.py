@@ -234,7 +234,7 @@ def test_a_row_that_sees_no_key_gives_and_gets_zero(rung, how, value):
     if how == "bias":
         visible = np.broadcast_to(np.arange(6) % 3 != 0, (2, 2, 6))
     else:
-        visible = np.broadcast_to(testing._visible(case), (2, 2, 6, 7)).any(-1)
+        visible = np.broadcast_to(testing.formula.visible_keys(case), (2, 2, 6, 7)).any(-1)
     assert visible.any() and not visible.all()
     do, o, lse, dlse = incoming(case)
     clean = rung(case, (do, o, lse, dlse))

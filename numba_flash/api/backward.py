@@ -4,9 +4,8 @@ from typing import Any
 
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import CallPlan
-from ..dispatch.forward import reject_unimplemented
 from ..problem.options import NO_NUMBERS, AttentionGradients
-from .forward import NO_AUX, bound_to
+from .forward import NO_AUX, NO_DROPOUT, bound_to
 
 
 def attention_backward(
@@ -32,7 +31,7 @@ def attention_backward(
     mask_mod: Any = None,
     aux: tuple[Any, ...] = NO_AUX,
     sinks: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
     layout: str = "bhsd",
     deterministic: bool = True,
@@ -49,7 +48,8 @@ def attention_backward(
         dv = P^T do     dP = do v^T     dS = P * (dP - delta)     dq = scale * dS k     dk = scale * dS^T q
 
     and dS is also the gradient of bias; a sink's is the sum of -e^(sink - lse) * delta over its rows.
-    With softcap dS of q and k is times 1 - tanh(x / cap)^2.
+    With softcap dS of q and k is times 1 - tanh(x / cap)^2. With dropout_p and the forward's seed P in dv, and dP, are
+    0 where a weight was left out, and 1 / (1 - dropout_p) times as much elsewhere.
 
     do: the gradient of o, in o's shape and dtype. q, k, v and all options: as `attention` was called with
     them. o, lse: what it returned with return_lse=True. If they come from a longer set of keys of which k
@@ -77,17 +77,19 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    reject_unimplemented(dropout_p, seed)
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,
         q_offset,
-        NO_NUMBERS if scale is softcap is None else (scale, softcap),
+        NO_NUMBERS
+        if scale is softcap is None and dropout_p is NO_DROPOUT
+        else (scale, softcap, None if dropout_p is NO_DROPOUT else dropout_p),
         None
         if bias is mask is alibi_slopes is seqlens_k is sinks is None
         else (bias, mask, alibi_slopes, seqlens_k, sinks),
         None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
         layout,
+        seed,
     )
     return dispatch.run(do, q, k, v, o, lse, dlse, wanted, options, deterministic, stream, kernel)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import NO_AUX, CallPlan, reject_unimplemented
+from ..dispatch.forward import NO_AUX, CallPlan
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
@@ -86,7 +86,11 @@ def attention(
     aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
     sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
         without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
-    dropout_p, seed: later versions; NotImplementedError until then.
+    dropout_p: the probability, from 0 to below 1, with which a weight does not count in o; the others count
+        1 / (1 - dropout_p) times as much. lse is that without dropout.
+    seed: of dropout_p, a whole number from 0 to below 2**64; needed with it, because nothing is drawn from a state
+        that is not seen. Which weights count follows from (seed, b, h, q_pos, k_pos) alone, so it is the same in
+        every kernel, tile and part; `testing.dropout_mask` gives it.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
@@ -104,18 +108,19 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
-    if not (seed is None and dropout_p is NO_DROPOUT):
-        reject_unimplemented(dropout_p, seed)
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,
         q_offset,
-        NO_NUMBERS if scale is softcap is None else (scale, softcap),
+        NO_NUMBERS
+        if scale is softcap is None and dropout_p is NO_DROPOUT
+        else (scale, softcap, None if dropout_p is NO_DROPOUT else dropout_p),
         None
         if bias is mask is alibi_slopes is seqlens_k is sinks is None
         else (bias, mask, alibi_slopes, seqlens_k, sinks),
         None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
         layout,
+        seed,
     )
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
@@ -186,7 +191,5 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
-    to_come = ("dropout_p", "seed")
-    reject_unimplemented(*(bound.arguments.pop(name) for name in to_come))
     named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
     return dict(bound.arguments, options=Options.of(**named))

@@ -57,6 +57,12 @@ SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with 
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
+NO_DROPOUT = (
+    "dropout_p and seed are not implemented where JAX traces: a seed would be compiled in. Meanwhile: attention and "
+    "attention_backward outside of jit, grad and vmap"
+)
+
+
 class Known(NamedTuple):
     """What is known when XLA compiles: Options without its arrays and aux, with its functions as they were read when
     JAX traced, and the kernel."""
@@ -83,7 +89,9 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
     once; forward mode and second derivatives raise NotImplementedError.
     """
-    causal, window, q_offset, numbers, given_arrays, functions, layout = options
+    causal, window, q_offset, numbers, given_arrays, functions, layout, seed = options
+    if seed is not None or numbers[NUMBERS.index("dropout_p")]:
+        raise NotImplementedError(NO_DROPOUT)
     functions, aux = (None, ()) if functions is None else dispatch.functions_of(functions)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:

@@ -18,7 +18,7 @@ from .. import arrays
 from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import AttentionOutput, reject_unimplemented
+from ..dispatch.forward import AttentionOutput
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options, daux_name
@@ -34,6 +34,10 @@ GRADIENT_OF = {name: ARRAYS.index(of) for name, of in ARRAY_OF_GRADIENT.items()}
 FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() else None for n in range(len(ARRAYS))]
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # not a subclass that traces, such as FakeTensor
 NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients themselves yet"
+NO_MAPPED_DROPOUT = (
+    "dropout_p is not implemented under torch.func.vmap, because which weights count depends on the batch entry; make "
+    "the mapped dimension part of the batch yourself"
+)
 # A whole number: torch.compile(dynamic=True) makes a float that is a default an input of the graph, and cannot hand it
 # to the second of two regions under torch.utils.checkpoint.
 NO_DROPOUT = 0
@@ -61,8 +65,8 @@ def attention(
     **named: Any,
 ) -> Any:
     """What torch.compile traces in the place of `numba_flash.attention`."""
-    reject_unimplemented(dropout_p, seed)
-    return run(q, k, v, Options.of(**named), return_lse, out, stream, kernel)
+    dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
+    return run(q, k, v, Options.of(**named, **dropout), return_lse, out, stream, kernel)
 
 
 def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
@@ -136,17 +140,17 @@ def _taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
     functions, aux = (None, ()) if options.functions is None else dispatch.functions_of(options.functions)
     tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, *aux)
-    rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout)
+    rest = options._replace(q_offset=q_offset, arrays=None, functions=functions)
     return tensors, Call(rest, kernel)
 
 
 def _put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     """-> q, k, v and the options with their tensors."""
     q, k, v, *arrays_given, offsets = tensors[: len(ARRAYS)]
-    causal, window, q_offset, numbers, _, functions, layout = call.options
+    causal, window, q_offset, numbers, _, functions, layout, seed = call.options
     q_offset = q_offset if offsets is None else offsets
     functions = None if functions is None else (*functions, tuple(tensors[len(ARRAYS) :]))
-    return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout)
+    return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout, seed)
 
 
 def _operation(call: Call, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -167,13 +171,13 @@ def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> 
 
 def _flat(call: Call) -> tuple[Any, ...]:
     """A call as an operation takes it; see SCHEMA."""
-    causal, window, q_offset, numbers, _, _, layout = call.options
-    return (q_offset, causal, *window_sides(window), *numbers, layout, call.kernel)
+    causal, window, q_offset, numbers, _, _, layout, seed = call.options
+    return (q_offset, causal, *window_sides(window), *numbers, seed, layout, call.kernel)
 
 
 def _from_flat(flat: tuple[Any, ...]) -> Call:
-    q_offset, causal, left, right, *numbers, layout, kernel = flat
-    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
+    q_offset, causal, left, right, *numbers, seed, layout, kernel = flat
+    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout, seed), kernel)
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -181,6 +185,16 @@ def autocast(x: Tensor) -> Tensor:
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
+
+
+def drawn_dropout(dropout_p: float) -> dict[str, Any]:
+    """dropout_p and a seed from torch's generator in host memory, for functions that stand in for torch's own."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "dropout inside torch.compile is not implemented: a seed would be drawn when it is traced. Pass dropout_p= "
+            "and a seed= of yours to numba_flash.attention there"
+        )
+    return dict(dropout_p=dropout_p, seed=int(torch.randint(2**63 - 1, ())))
 
 
 def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -308,6 +322,8 @@ class _Transformed(_Recorded):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *tensors: Any) -> Any:
+        if call.options.seed is not None:
+            raise NotImplementedError(NO_MAPPED_DROPOUT)
         if call.options.functions is not None:
             return torch_vmap.one_by_one(
                 functools.partial(_Transformed.apply, call), info.batch_size, in_dims[1:], tensors
@@ -394,6 +410,7 @@ _SCHEMA = ", ".join(
         "Tensor? q_offsets",
         "SymInt? q_offset, bool causal, SymInt? left, SymInt? right",
         *(f"float? {name}" for name in NUMBERS),
+        "SymInt? seed",
         "str layout, str kernel",
     ]
 )

@@ -8,13 +8,13 @@ import numpy as np
 NUMBER = (float, int, np.floating, np.integer)
 
 
-def check_no_dropout(dropout_p: Any) -> None:
-    if not isinstance(dropout_p, NUMBER):
-        raise TypeError(f"dropout_p must be a number, and for now 0.0, not {described(dropout_p)}")
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p is a probability from 0 to 1, and for now 0.0, not {dropout_p!r}")
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p must be 0.0, dropout is not implemented yet, not {dropout_p!r}")
+def dropout_of(dropout_p: Any) -> float:
+    """A probability from a signature that has a default of 0 for none."""
+    if not isinstance(dropout_p, NUMBER) or isinstance(dropout_p, bool):
+        raise TypeError(f"dropout_p must be a number, not {described(dropout_p)}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is a probability, from 0 to below 1, not {dropout_p!r}")
+    return float(dropout_p)
 
 
 def number(name: str, value: Any) -> float | None:

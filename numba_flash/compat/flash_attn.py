@@ -5,7 +5,7 @@ from typing import Any
 
 from ..api import forward as api
 from ..problem.forward import check_bool
-from .arguments import check_no_dropout, described, number, renamed
+from .arguments import described, dropout_of, number, renamed
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -33,14 +33,16 @@ def flash_attn_func(
     The last query stands at the last key. window_size is (left, right), inclusive, -1 = unbounded; softcap 0 or
     less = none; alibi_slopes (heads,) or (batch, heads) in float32. Gradients for torch tensors, as there.
     deterministic: either; the same call always gives the same bits.
-    return_attn_probs: return (o, lse, None), lse (batch, heads, seqlen_q); as in flash-attn without dropout, there
-    are no probabilities.
+    return_attn_probs: return (o, lse, None), lse (batch, heads, seqlen_q); there are no probabilities.
 
-    Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
+    dropout_p: from 0 to below 1, for torch tensors: the seed is drawn from torch's default generator in host memory.
+
+    Raises NotImplementedError for dropout of other arrays, and for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
+    dropout: dict[str, Any] = {}
     if type(dropout_p) not in (int, float) or dropout_p:
-        check_no_dropout(dropout_p)
+        dropout = _dropout(dropout_of(dropout_p), q)
     check_bool("deterministic", deterministic)
     window = None if window_size is UNBOUNDED else _window(window_size)
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
@@ -59,10 +61,25 @@ def flash_attn_func(
             alibi_slopes=alibi_slopes,
             layout="bshd",
             return_lse=return_attn_probs,
+            **dropout,
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
     return (*found, None) if return_attn_probs else found
+
+
+def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
+    """dropout_p, where it is not 0, with a seed, as `numba_flash.attention` takes them."""
+    if not dropout_p:
+        return {}
+    if type(q).__module__.partition(".")[0] != "torch":
+        raise NotImplementedError(
+            f"dropout_p of {dropout_p} needs a seed, and this signature has none: for torch tensors it is drawn from "
+            "torch's generator; for other arrays call numba_flash.attention with dropout_p= and seed="
+        )
+    from ..bridges.torch import drawn_dropout
+
+    return drawn_dropout(dropout_p)
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:

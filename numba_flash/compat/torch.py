@@ -12,7 +12,7 @@ from ..bridges import torch as bridge
 from ..bridges.torch import NO_DROPOUT
 from ..problem.forward import Problem, check_bool
 from ..problem.options import Options
-from .arguments import check_no_dropout, number, renamed
+from .arguments import dropout_of, number, renamed
 from .leading import attend_by_views, result_shape
 
 NAMES = dict(q="query", k="key", v="value", causal="is_causal", mask="attn_mask", bias="attn_mask")
@@ -46,11 +46,14 @@ def scaled_dot_product_attention(
     is copied. Where no view does, as for keys that repeat in the second of three dimensions, each index of the
     shortest dimension is an attention of its own, and the results are stacked, which is a copy of them.
 
-    Raises NotImplementedError for dropout_p other than 0 and for nested tensors; TypeError and ValueError as
+    dropout_p: from 0 to below 1, as of `numba_flash.attention`. The seed is drawn from torch's default generator in
+    host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back; not inside torch.compile.
+
+    Raises NotImplementedError for nested tensors, and for dropout in torch.compile; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
     if type(dropout_p) not in (int, float) or dropout_p:
-        check_no_dropout(dropout_p)
+        dropout_p = dropout_of(dropout_p)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)
     if scale is not None:
@@ -63,7 +66,7 @@ def scaled_dot_product_attention(
         query, key, value = bridge.autocast(query), bridge.autocast(key), bridge.autocast(value)
         if attn_mask is not None and attn_mask.dtype is not torch.float32:
             attn_mask = bridge.autocast(attn_mask)
-    attend = functools.partial(_attend, is_causal, q_offset, scale)
+    attend = functools.partial(_attend, is_causal, q_offset, scale, dropout_p)
     try:
         dimensions = _plain_dimensions(query.shape, key.shape, value.shape, enable_gqa)
         if dimensions == 4:
@@ -134,6 +137,7 @@ def _attend(
     is_causal: bool,
     q_offset: int | None,
     scale: float | None,
+    dropout_p: float,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -143,7 +147,8 @@ def _attend(
     bias, mask = (None, attn_mask) if attn_mask is not None and attn_mask.dtype is torch.bool else (attn_mask, None)
     if query.is_meta:
         return _on_meta(query, key, value, bias, mask, is_causal, q_offset, scale)
-    return api.attention(query, key, value, causal=is_causal, q_offset=q_offset, scale=scale, bias=bias, mask=mask)
+    attend = functools.partial(api.attention, causal=is_causal, q_offset=q_offset, scale=scale, bias=bias, mask=mask)
+    return attend(query, key, value, **bridge.drawn_dropout(dropout_p)) if dropout_p else attend(query, key, value)
 
 
 def _on_meta(

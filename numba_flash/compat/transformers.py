@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from ..api import forward as api
-from ..bridges.torch import autocast
+from ..bridges.torch import autocast, drawn_dropout
 from . import proven
 
 try:
@@ -114,8 +114,8 @@ def register(name: str = NAME) -> str:
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
     position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
-    with NotImplementedError: dropout, paged caches, keys that a model chooses by their indices, and attention weights
-    as a result.
+    with NotImplementedError: dropout inside torch.compile, paged caches, keys that a model chooses by their indices,
+    and attention weights as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -148,13 +148,15 @@ def attention(
     Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
     them over; some models call them sinks.
     """
-    _refuse(attention_mask, query, key, dropout, others)
+    _refuse(attention_mask, query, key, others)
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
-    compute = functools.partial(api.attention, scale=scaling, softcap=softcap, sinks=sinks, layout="bshd")
+    dropped: dict[str, Any] = drawn_dropout(dropout) if dropout else {}
+    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks, layout="bshd") | dropped
+    compute: Any = functools.partial(api.attention, **given)
     if isinstance(attention_mask, Visible):
         if attention_mask.holds_for(query, key):
-            return _attend(q, k, v, position_bias, sinks, attention_mask, scaling, softcap), None
+            return _attend(q, k, v, position_bias, sinks, attention_mask, scaling, softcap, dropped), None
         attention_mask = attention_mask.whole()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -165,20 +167,20 @@ def attention(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, seen: Visible, scale: Any, softcap: Any
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, seen: Visible, scale: Any, softcap: Any,
+    dropped: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
         return proven.attention(q, k, v, bias, sinks, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
-    return api.attention(q, k, v, bias=bias, sinks=sinks, scale=scale, softcap=softcap, layout="bshd", **seen.options)
+    given = dict(bias=bias, sinks=sinks, scale=scale, softcap=softcap, layout="bshd") | dropped
+    return api.attention(q, k, v, **given, **seen.options)
 
 
-def _refuse(
-    attention_mask: Any, query: torch.Tensor, key: torch.Tensor, dropout: float, others: dict[str, Any]
-) -> None:
-    asked = dict(dropout=dropout != 0.0, output_attentions=bool(others.get("output_attentions")))
+def _refuse(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]) -> None:
+    asked = dict(output_attentions=bool(others.get("output_attentions")))
     # A paged cache, and the keys that a sparse attention has chosen.
     chosen = ("cache", "indices", "block_indices")
     asked |= {name: others.get(name) is not None for name in chosen}

@@ -23,6 +23,7 @@ class LaunchFacts:
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
+    seeded: ClassVar[bool] = False  # it takes a seed, with what else dropout needs
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
 
 
@@ -65,6 +66,11 @@ class Config(LaunchFacts):
     def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
         """(dtype, dimensions) of each array that functions read."""
         return dict(self.uses).get("aux", ())
+
+    @property
+    def seeded(self) -> bool:  # type: ignore[override]
+        """Whether each call brings a seed."""
+        return self.has("dropout_p")
 
     @property
     def derivative_varies(self) -> bool:

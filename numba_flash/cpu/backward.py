@@ -26,7 +26,7 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
-from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, seeded
 from .functions import OfAux, OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
@@ -125,16 +125,20 @@ class Ready(NamedTuple):
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
     functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
     of_aux: OfAux | None
+    seeded: bool
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
         those of aux."""
-        own = self.functions[0]
-        aux = own.aux(pointers[at.AUX : at.AUX + len(own.places)])
+        behind = pointers[at.AUX :]
         if self.of_aux is not None:
-            results, sums = pointers[at.AUX + len(own.places) :], np.zeros((at.PARTS, self.of_aux.elements))
+            count = len(self.functions[0].places)
+            behind, results = behind[:-count], behind[-count:]
+        aux, seed = seeded(self.functions[0], behind, self.seeded)
+        if self.of_aux is not None:
+            sums = np.zeros((at.PARTS, self.of_aux.elements))
             aux[-1] = host_pointer(sums)
-        pointers = (*pointers[: at.AUX], host_pointer(aux))
+        pointers = (*pointers[: at.AUX], host_pointer(aux), seed)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -196,7 +200,8 @@ def ready(problem: BackwardProblem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, tuple(functions), of_aux)
+    own = tuple(functions)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, of_aux, problem.forward.seeded)
 
 
 def warm_up(problem: BackwardProblem) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from . import backward_plan as at
 from . import plan as slot
+from .dropout import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
 from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
@@ -147,10 +148,8 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
-        composed(
-            p, own_slopes, row_numbers, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers,
-            zero,
-        )  # fmt: skip
+        own = (p, own_slopes, row_numbers, places)
+        composed(own, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
@@ -158,12 +157,18 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     subtract_base(p, keys, base, zero)
     if what == WEIGHTS:
         score_weights(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+        if load(plan, slot.SEEDED, INT):
+            count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
+    if load(plan, slot.SEEDED, INT):  # dP is that of the weight, before it was counted
+        count(ds, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     else:
         score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
+    if load(plan, slot.SEEDED, INT):  # and P of dV is what it counts
+        count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
 
 
 @compiled

@@ -34,7 +34,7 @@ STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the softcap behind them
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(GradientOperands._fields)  # where the address of what functions read stands, behind those of the caller's
-ALL_POINTERS = AUX + 1
+ALL_POINTERS = AUX + 2  # with that and a seed
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
@@ -66,7 +66,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     p = problem.forward
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
-    numbers[slot.AUX_POINTER] = AUX
+    numbers[slot.AUX_POINTER], numbers[slot.SEED_POINTER] = AUX, AUX + 1
     size = slot.ITEMSIZES[numbers[slot.DTYPE]]
     numbers[DO_STRIDE : DO_STRIDE + 4] = np.multiply(problem.do_strides, size)
     for at, name in ((DQ_STRIDE, "dq"), (DK_STRIDE, "dk"), (DV_STRIDE, "dv")):

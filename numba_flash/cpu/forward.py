@@ -69,7 +69,7 @@ def run_parallel(workers, kernel, plan, stop, pointers):
     memory[0] = 0  # keeps it alive until here
 
 
-POINTERS = numba.types.UniTuple(numba.int64, slot.AUX + 1)
+POINTERS = numba.types.UniTuple(numba.int64, slot.ALL_POINTERS)
 
 # One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
 # join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
@@ -85,6 +85,14 @@ def _kernel(double):
     return c_function(function, "void(int64, int64, int64)", announcement)
 
 
+def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> tuple[np.ndarray, int]:
+    """What functions read, and the seed as a signed number: of what stands behind a caller's arrays."""
+    if not has_seed:
+        return functions.aux(behind), 0
+    seed, *aux = behind
+    return functions.aux(aux), seed - 2**64 if seed >= 2**63 else seed
+
+
 class Ready(NamedTuple):
     """What is known of a problem before its arrays."""
 
@@ -95,14 +103,15 @@ class Ready(NamedTuple):
     long: bool
     nothing: bool
     functions: OwnFunctions
+    seeded: bool
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
         them those of aux."""
         if self.nothing:
             return
-        aux = self.functions.aux(pointers[slot.AUX :])
-        pointers = (*pointers[: slot.AUX], host_pointer(aux))
+        aux, seed = seeded(self.functions, pointers[slot.AUX :], self.seeded)
+        pointers = (*pointers[: slot.AUX], host_pointer(aux), seed)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -129,7 +138,7 @@ def ready(problem: Problem) -> Ready:
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing, functions)
+    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing, functions, p.seeded)
 
 
 def warm_up(problem: Problem) -> None:

@@ -297,11 +297,11 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
     if not problem.functions:
         return NO_FUNCTIONS
     aux = tuple((array.dtype, len(array.shape)) for array in problem.aux)
+    dtype, narrow = problem.compute_dtype, _is_narrow(problem)
     made = tuple(
-        (slot.OWN[name], make(name, function, problem.compute_dtype, aux, derivative and name == "score_mod",
-                              _is_narrow(problem)))
+        (slot.OWN[name], make(name, function, dtype, aux, derivative and name == "score_mod", narrow))
         for name, function in problem.functions
-    )  # fmt: skip
+    )
     numbers: list[int] = []
     places, owed = [], 0
     for array in problem.aux:

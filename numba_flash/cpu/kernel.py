@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 
 from . import plan as slot
+from .dropout import count
 from .elements import INT, copy_in, copy_out, fill, gather, get, length_and_offset, row_address
 from .panel import (
     INFINITY,
@@ -62,7 +63,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     by_rows = load(plan, slot.BY_ROWS, INT)
     width = 1 if by_rows else lanes(zero)
     panels = (rows + width - 1) // width
-    featured = is_featured(plan)
+    featured, seeded = is_featured(plan), load(plan, slot.SEEDED, INT)
     sign, scale_log2 = sign_and_units(plan, zero)
 
     o, m = state, state + panels * head_dim_v * width * size
@@ -136,16 +137,14 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             )
             if featured:
                 rows_of_panel = last_row + 1 - first_row
-                composed(
-                    s, INT, row_numbers, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan,
-                    pointers, zero,
-                )  # fmt: skip
+                own = (s, INT, row_numbers, places)
+                composed(own, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
             if free > first or cut < end:
                 rows_of_panel = last_row + 1 - first_row
                 hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
-            if removes(plan):
+            if removes(plan) or seeded:
                 guarded = not all_finite(v_first, v_stride, head_dim_v, keys, zero)
             elif free > first or cut < end:
                 guarded = not (
@@ -159,6 +158,9 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 softmax_row(s, keys, scale_log2, row_m, row_l, alpha, zero)
             else:
                 softmax_panel(s, keys, scale_log2, row_m, row_l, alpha, zero)
+            if seeded:
+                rows_of_panel = last_row + 1 - first_row
+                count(s, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
             panel_o = o + panel * head_dim_v * width * size
             if guarded:
                 values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)

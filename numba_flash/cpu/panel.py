@@ -176,14 +176,13 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def composed(
-    s, slopes, row_numbers, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero
-):  # fmt: skip
+def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
-    slopes: likewise, the derivatives by scale * product (0 = unwanted). row_numbers: room for two of each row;
-    places: for two int64 numbers.
+    tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, room for two of each
+    row; places, for two int64 numbers.
     """
+    s, slopes, row_numbers, places = tiles
     kind, count = type(zero), scale_panel(s, keys, width, plan, zero)
     score_mod, mask_mod = load(plan, slot.SCORE_MOD, INT), load(plan, slot.MASK_MOD, INT)
     aux = load(pointers, load(plan, slot.AUX_POINTER, INT), INT)

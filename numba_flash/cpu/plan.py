@@ -30,7 +30,10 @@ TERM_DTYPE = 60
 # Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
 SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
-NUMBERS = 64
+# Of dropout: whether there is any, random bits below which a weight is dropped, what the others count, which pointer is
+# the seed.
+SEEDED, DROP_BELOW, KEPT_COUNT, SEED_POINTER = range(64, 68)
+NUMBERS = 68
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -44,7 +47,8 @@ ARRAY_SLOTS = {
 # A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(Operands._fields)  # where the address of what functions read stands, behind those of the caller's
-PARTS, COUNTERS, STOP = range(AUX + 2, AUX + 5)  # STOP: the address of machine/interrupt.py's number
+ALL_POINTERS = AUX + 2  # with that and a seed
+PARTS, COUNTERS, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 4)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 # Where among the pointers those of a call stand.
 Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
@@ -100,7 +104,9 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
-    plan[AUX_POINTER] = AUX
+    dropped = p.number("dropout_p") or 0.0
+    plan[SEEDED], plan[DROP_BELOW], real[KEPT_COUNT] = p.seeded, round(dropped * 2**32), 1 / (1 - dropped)
+    plan[AUX_POINTER], plan[SEED_POINTER] = AUX, AUX + 1
     size = ITEMSIZES[plan[DTYPE]]
     of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides
     for at, strides in zip((Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE), of_operands, strict=True):

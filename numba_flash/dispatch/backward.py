@@ -11,7 +11,7 @@ from ..problem.memory import check_alignments, check_lengths
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
-from .forward import BIAS, MOST_PLANS, NO_ARRAYS, Given, read_functions, read_options, with_layouts
+from .forward import BIAS, MOST_PLANS, NO_ARRAYS, SEED, Given, read_functions, read_options, with_layouts, with_seed
 from .launch import Launch
 from .launch_backward import make_backward_launch
 
@@ -32,7 +32,7 @@ def run(
     stream: Any, kernel: Any,
 ) -> AttentionGradients:  # fmt: skip
     """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge as `forward.run` does."""
-    given, (_, _, _, launch, shapes, aux_shapes) = prepare(
+    given, (problem, _, _, launch, shapes, aux_shapes) = prepare(
         do, q, k, v, o, lse, dlse, wanted, options, deterministic, stream, kernel
     )
     like = given[0]
@@ -40,7 +40,9 @@ def run(
     empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
     results = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in shapes]
     of_aux = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in aux_shapes]
-    own = len(_READ)
+    own, seed = len(_READ), options[SEED]
+    if seed is not None or problem.forward.numbers:
+        given = with_seed(given, own, problem.forward, seed)
     launch.run([*given[:own], *results, *given[own:], *of_aux], work_on)
     found, daux = (
         [None if array is None else arrays.give(like, array) for array in made] for made in (results, of_aux)
@@ -55,7 +57,7 @@ def prepare(
     """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands, and
     behind them those of aux."""
     read, checks = arrays.read, arrays.checks
-    causal, window, q_offset, numbers, option_arrays, functions, layout = options
+    causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     offsets = None
     if q_offset is not None and arrays.is_array(q_offset):
         offsets, q_offset = read("q_offset", q_offset), None

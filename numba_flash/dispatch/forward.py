@@ -6,6 +6,7 @@ later calls look it up. So a repeated call reads its arrays, looks up its plan, 
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 from .. import arrays
@@ -21,7 +22,7 @@ from . import host_copies
 from .launch import Launch, make_launch
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
-BIAS = Operands._fields.index("bias")
+BIAS, OWN, SEED = Operands._fields.index("bias"), len(Operands._fields), Options._fields.index("seed")
 _NO_OTHERS: list[Any] = [None] * (len(Operands._fields) - 3)
 NO_ARRAYS: list[Any] = [None] * len(OPTION_ARRAYS)
 NO_AUX: tuple[Any, ...] = ()  # a default, which each call compares with: as an object, in a fifth of the time
@@ -49,7 +50,7 @@ class CallPlan(NamedTuple):
 def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
     """`attention` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is done."""
     given, (problem, _, _, launch) = prepare(q, k, v, options, return_lse, out, stream, kernel)
-    like, o, lse = given[0], given[O], given[LSE]
+    like, o, lse, seed = given[0], given[O], given[LSE], options[SEED]
     work_on = arrays.stream_of(given, stream)
     empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
     if o is None:
@@ -58,6 +59,8 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
         lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     if out is not None:
         arrays.note_writing(o, lse)
+    if seed is not None or problem.numbers:
+        given = with_seed(given, OWN, problem, seed)
     launch.run(given, work_on)
     if lse is None:
         return arrays.give(like, o)
@@ -72,7 +75,7 @@ def prepare(
     The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
     """
     read, checks = arrays.read, arrays.checks
-    causal, window, q_offset, numbers, option_arrays, functions, layout = options
+    causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     o = lse = None
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
@@ -184,13 +187,28 @@ def with_layouts(options: Options, found: list[Layout | None]) -> Options:
     return options._replace(arrays=tuple(own), q_offset=q_offset, functions=functions)
 
 
-def reject_unimplemented(dropout_p: Any, seed: Any) -> None:
-    """The part of the signature that later versions fill; never ignored in silence."""
-    no_dropout = isinstance(dropout_p, (float, int)) and dropout_p == 0  # noqa: UP038 - a third of the time of float | int
-    if seed is None and no_dropout:
-        return
-    wrong = ["seed must be None, its default"] * (seed is not None)
-    wrong += [f"dropout_p must be 0.0, its default, not {dropout_p!r}"] * (not no_dropout)
-    # docs/contract.md says the same
-    instead = "" if no_dropout else ". Meanwhile: dropout can be on the output"
-    raise NotImplementedError(f"{'; '.join(wrong)}: anything else is not implemented yet{instead}")
+class Seed(NamedTuple):
+    """Among a launch's operands, where the others are arrays: a kernel takes it in the place of a pointer."""
+
+    pointer: int
+
+
+def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[Any]:
+    """given with the seed of a problem with dropout, behind its `own` operands and before aux."""
+    if seed is None:
+        if not problem.seeded:
+            return given
+        raise ValueError(
+            "dropout_p needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
+            "not seen, and the backward takes the same one"
+        )
+    try:
+        if isinstance(seed, bool):
+            raise TypeError
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be a whole number, not {seed!r}") from None
+    if not 0 <= number < 2**64:
+        raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
+    # A seed alone is that of a model which has dropout at other times.
+    return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given

@@ -34,7 +34,7 @@ class ThroughGpu(Launch):
     def run(self, operands: Given, stream: int) -> None:
         work_on = _default_stream()
         copies = [
-            None if array is None else _copy_of(array, work_on, upload=n not in WRITTEN)
+            _copy_of(array, work_on, upload=n not in WRITTEN) if isinstance(array, Array) else array
             for n, array in enumerate(operands)
         ]
         self._there.run(copies, 0)

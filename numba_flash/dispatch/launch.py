@@ -70,7 +70,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
             for first, its_blocks in kernels_before(config, problem, target)
         ]
         launches.append((choice.kernel, ready))
-        every = forward_arrays(len(problem.aux))
+        every = forward_arrays(problem)
         steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
         ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return WarnsIfSlow(problem, ready) if target.simulated else ready
@@ -136,7 +136,7 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        taken = parameters(config.kernel, len(config.aux)).arrays
+        taken = parameters(config.kernel, len(config.aux), config.seeded).arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
@@ -193,7 +193,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux)).arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux), config.seeded).arrays)
         taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
         run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
 
@@ -284,11 +284,11 @@ class _OnReference(Launch):
         _run_reference(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: Problem, operands: Operands, aux: Given) -> None:
+def _run_reference(problem: Problem, operands: Operands, behind: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     o, lse = reference.forward(
         *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
-        **reference_options(problem, operands, aux),
+        **reference_options(problem, operands, behind),
     )
     assert operands.o is not None
     view = heads_first(problem, operands.o)
@@ -304,8 +304,9 @@ def heads_first(problem: Problem, array: Array) -> np.ndarray:
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
 
-def reference_options(problem: Problem, operands: Operands | GradientOperands, aux: Given) -> dict[str, Any]:
-    """The keyword arguments of the oracle's functions."""
+def reference_options(problem: Problem, operands: Operands | GradientOperands, behind: Given) -> dict[str, Any]:
+    """The keyword arguments of the oracle's functions. behind: the operands behind the others, a seed and aux."""
+    seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
 
     def optional(array: Array | None) -> np.ndarray | None:
         return None if array is None else arrays.host_view(array)
@@ -340,5 +341,6 @@ def reference_options(problem: Problem, operands: Operands | GradientOperands, a
             mask=optional(operands.mask),
         ),
         **dict(problem.functions),
+        seed=None if seed is None else seed.pointer,
         aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )

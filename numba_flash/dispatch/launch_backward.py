@@ -94,7 +94,7 @@ def _row_blocks(problem: BackwardProblem) -> int:
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
-    every = backward_arrays(len(problem.forward.aux))
+    every = backward_arrays(problem.forward)
     steps = [
         (
             on_gpu(
@@ -128,10 +128,11 @@ class _OnReference(Launch):
         _run_reference(self._problem, GradientOperands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
 
 
-def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Given) -> None:
+def _run_reference(problem: BackwardProblem, operands: GradientOperands, behind: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
+    daux = behind[-len(forward.aux) :] if problem.wanted_aux else ()
     gradients = reference.backward(
         do,
         q,
@@ -140,11 +141,11 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, aux: Gi
         o,
         arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands, aux[: len(forward.aux)]),
+        **reference_options(forward, operands, behind[: len(behind) - len(daux)]),
         wanted_aux=problem.wanted_aux,
     )
     for number in problem.wanted_aux:
-        array, found = aux[len(forward.aux) + number], gradients.daux[number]
+        array, found = daux[number], gradients.daux[number]
         assert array is not None
         view = arrays.host_view(array)
         with np.errstate(over="ignore"):

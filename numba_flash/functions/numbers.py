@@ -1,7 +1,7 @@
 """The numbers of a user's function where it runs as Python: in the oracle and in the simulator.
 
 A Real is a NumPy number of the type that is computed in, with its derivative by the score or None. A Whole is a whole
-number. They follow the rules that the compiled function follows (rules.py, compiled.py): real numbers stay in the
+number. They follow the rules that the compiled function follows (rules.py, compiled/): real numbers stay in the
 computing type, whatever Python's or NumPy's own numbers they meet, whole / whole is real, and dividing by 0 gives an
 infinity or NaN instead of raising.
 """

@@ -1,6 +1,6 @@
 """Functions of math as plain arithmetic, without a call or a jump, so that LLVM makes vectors of it on a CPU.
 
-x and what they return are values of the code that is being compiled (compiled.py), and `f` makes them. float32 is
+x and what they return are values of the code that is being compiled (compiled/code.py), and `f` makes them. float32 is
 within 2 ulp, float64 within 4. The polynomials and the ways of reducing x are those of the Cephes library.
 """
 
@@ -20,13 +20,21 @@ LOG_4 = (
     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
 LOG_P = (
-    1.01875663804580931796e-4, 4.97494994976747001425e-1, 4.70579119878881725854, 1.44989225341610930846e1,
-    1.79368678507819816313e1, 7.70838733755885391666,
-)  # fmt: skip
+    1.01875663804580931796e-4,
+    4.97494994976747001425e-1,
+    4.70579119878881725854,
+    1.44989225341610930846e1,
+    1.79368678507819816313e1,
+    7.70838733755885391666,
+)
 LOG_Q = (
-    1.0, 1.12873587189167450590e1, 4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1,
+    1.0,
+    1.12873587189167450590e1,
+    4.52279145837532221105e1,
+    8.29875266912776603211e1,
+    7.11544750618563894466e1,
     2.31251620126765340583e1,
-)  # fmt: skip
+)
 TANH_LIMIT = 0.625
 TANH_4 = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 TANH_P = (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3)

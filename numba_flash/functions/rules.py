@@ -4,7 +4,7 @@ A Pair is a value x and its derivative d by the score that came in; d is None wh
 nothing is computed for it. So what is added to a score costs nothing, and its derivative stays the 1 that it was.
 
 x and d are anything with Python's operators: NumPy's numbers (numbers.py), or values of the code that is being compiled
-(compiled.py). `f` gives their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
+(compiled/). `f` gives their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
 
 Where a function has no derivative, as abs at 0, that of the branch taken counts, as in torch.
 """

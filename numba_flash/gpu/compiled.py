@@ -24,7 +24,7 @@ from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 from ..select import tensor_maps
-from ..select.arguments import HEAD_SUMS
+from ..select.arguments import HEAD_SUMS, SEED
 from ..select.arguments import types as parameter_types
 from .assembler import assemble
 
@@ -195,10 +195,13 @@ def _signature(config: AnyConfig) -> Any:
             return numba_types.UniTuple(numba_types.int64, kind[1])
         return getattr(numba_types, kind)
 
+    def pointer(kind: Any) -> Any:
+        return numba_types.uint64 if kind == SEED else numba_types.CPointer(ELEMENT_TYPES[kind])
+
     parameters: list[Any] = [numba_types.uint64] if config.tensor_maps else []
     for made, kinds in parameter_types(config):
         arrays = made.__name__ == "arrays"
-        members = [numba_types.CPointer(ELEMENT_TYPES[kind]) if arrays else member(kind) for kind in kinds]
+        members = [pointer(kind) if arrays else member(kind) for kind in kinds]
         parameters.append(numba_types.NamedTuple(members, made))
     return numba_types.void(*parameters)
 
@@ -237,7 +240,7 @@ _COMPILERS = re.compile(
 
 # What shapes the code of a kernel beside its Config.
 SOURCES = (
-    "kernels/**/*.py", "functions/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
+    "kernels/**/*.py", "functions/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
     "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 

@@ -81,6 +81,11 @@ class Problem:
         """The value of a number of the score; None where it was not given."""
         return self.scale if name == "scale" else dict(self.numbers).get(name)
 
+    @property
+    def seeded(self) -> bool:
+        """Whether each call brings a seed."""
+        return self.number("dropout_p") is not None
+
     def array(self, name: str) -> OptionArray | None:
         """An array given as an option, or None."""
         return next((array for array in self.arrays if array.name == name), None)

@@ -92,6 +92,10 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
     if dtype != "float64" and abs(number) > float(FLOAT32.max):
         raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
     least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # below it float32 would divide by zero
+    if BY_NAME[name].acts_on == "weights":
+        if not 0 <= number < 1:
+            raise ValueError(f"{name} is a probability, from 0 to below 1, not {number}")
+        return number or None
     if BY_NAME[name].positive and number <= least:
         raise ValueError(f"{name} must be above {least:.3g} (None = none), not {number}")
     return number

@@ -16,9 +16,9 @@ class Option(NamedTuple):
     """One argument of attention()."""
 
     name: str
-    acts_on: (
-        str  # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": of a row's weights
-    )
+    # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": of a row's weights; "weights":
+    # what v is multiplied by
+    acts_on: str
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
@@ -42,13 +42,14 @@ OPTIONS = (
     Option("aux", "functions"),  # any number of arrays, which the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
+    Option("dropout_p", "weights"),  # with a seed, of each call its own
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = tuple(option for option in OPTIONS if option.shape)
-NUMBERS = tuple(
-    option.name for option in OPTIONS if option.acts_on == "score" and not (option.shape or option.function)
-)
+_NUMBERS = tuple(x for x in OPTIONS if x.acts_on in ("score", "weights") and not (x.shape or x.function))
+NUMBERS = tuple(option.name for option in _NUMBERS)
+SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # that every kernel takes
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
 NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, which each call compares with
 
@@ -105,10 +106,17 @@ class Options(NamedTuple):
     arrays: tuple[Any, ...] | None = None  # of ARRAYS, but for q_offset; None = there are none
     functions: tuple[Any, ...] | None = None  # of FUNCTIONS, and behind them the tuple aux; None = there are none
     layout: Any = "bhsd"
+    seed: Any = None  # of dropout_p, a whole number; not a fact of the problem, because each call has another one
 
     @staticmethod
     def of(
-        causal: Any = False, window: Any = None, q_offset: Any = None, layout: Any = "bhsd", aux: Any = (), **named: Any
+        causal: Any = False,
+        window: Any = None,
+        q_offset: Any = None,
+        layout: Any = "bhsd",
+        aux: Any = (),
+        seed: Any = None,
+        **named: Any,
     ) -> "Options":
         """By name, as attention() takes them."""
         unknown = set(named) - {*NUMBERS, *OPTION_ARRAYS, *FUNCTIONS}
@@ -125,6 +133,7 @@ class Options(NamedTuple):
             None if all(x is None for x in given) else given,
             None if functions == NO_FUNCTIONS else functions,
             layout,
+            seed,
         )
 
     def array(self, name: str) -> Any:
@@ -136,7 +145,7 @@ class Options(NamedTuple):
 
 OPTION_ARRAYS = ARRAY_NAMES[:-1]  # without q_offset
 NO_FUNCTIONS = ((None,) * len(FUNCTIONS)) + ((),)
-OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *OPTION_ARRAYS, *FUNCTIONS, "aux", "layout")
+OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *OPTION_ARRAYS, *FUNCTIONS, "aux", "layout", "seed")
 assert ARRAY_NAMES[-1] == "q_offset"
 
 Uses = tuple[tuple[str, Any], ...]

@@ -3,7 +3,7 @@
     arrays   pointers; None where an optional array is not given
     strides  of those arrays, in elements: (batch, head, row, column), or what STRIDES says
     sizes    batch, heads, lengths, and the window: whole numbers
-    score    the numbers of the score, in the type that the kernel computes in (options.NUMBERS)
+    score    the numbers of the score, in the type that the kernel computes in (options.SCORE_NUMBERS)
 
 PARAMETERS says which fields each kernel's tuples have. Numba passes a NamedTuple as its members, one behind the other,
 so the compiled kernel takes plain pointers and numbers.
@@ -22,8 +22,8 @@ from ..problem.options import (
     BY_NAME,
     GRADIENT_OF,
     HEAD_GRADIENTS,
-    NUMBERS,
     RANKS,
+    SCORE_NUMBERS,
     GradientOperands,
     Operands,
     Option,
@@ -59,7 +59,7 @@ def _with_bits(names: tuple[str, ...], bits: str = MASK_BITS) -> tuple[str, ...]
     return tuple(bits if name == "mask" else name for name in names)
 
 
-_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, NUMBERS)
+_FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES, SCORE_NUMBERS)
 _BACKWARD = (*_words("q k v do lse delta"), *_OF_SCORES)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OF_SCORES)
 _TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
@@ -69,7 +69,7 @@ _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Parameters:
     arrays, strides = (*_words("q k v do lse_delta"), *options), (*_words("q k v do"), *options)
-    return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, NUMBERS)
+    return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
 
 
 def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
@@ -81,6 +81,8 @@ _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
 BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
+# With dropout: a number in the place of a pointer; random bits below a size that drop a weight; what the others count.
+SEED, DROP_BELOW, KEPT_COUNT = "seed", "drop_below", "kept_count"
 
 
 def _head_sums(option: Option) -> dict[str, Parameters]:
@@ -101,9 +103,11 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
-    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, NUMBERS),
-    "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, NUMBERS),
-    "v2_dbias": Parameters((*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), NUMBERS),
+    "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
+    "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
+    "v2_dbias": Parameters(
+        (*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS
+    ),
     **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
@@ -120,14 +124,20 @@ SIZES = dict(dbias_shape=4)  # likewise
 
 
 @functools.cache
-def parameters(kernel: str, aux: int = 0) -> Parameters:
-    """PARAMETERS of a kernel, with `aux` arrays for functions behind the others, where it computes scores."""
+def parameters(kernel: str, aux: int = 0, seeded: bool = False) -> Parameters:
+    """PARAMETERS of a kernel, where it computes scores with what dropout takes and `aux` arrays for functions behind
+    the others."""
     own = PARAMETERS[kernel]
     if not own.score:
         return own
     counters = tuple(name for name in own.arrays if name == COUNTERS)
     arrays = tuple(name for name in own.arrays if name != COUNTERS)
-    return own._replace(arrays=(*arrays, *aux_names(aux), *counters), strides=(*own.strides, *aux_names(aux)))
+    return Parameters(
+        (*arrays, *(SEED,) * seeded, *aux_names(aux), *counters),
+        (*own.strides, *aux_names(aux)),
+        (*own.sizes, *(DROP_BELOW,) * seeded),
+        (*own.score, *(KEPT_COUNT,) * seeded),
+    )
 
 
 def aux_names(count: int) -> tuple[str, ...]:
@@ -151,9 +161,9 @@ class Values(NamedTuple):
     tuples: tuple[tuple[Any, ...], ...]
 
     @staticmethod
-    def of(kernel: str, aux: int = 0, **values: dict[str, Any]) -> "Values":
+    def of(kernel: str, aux: int = 0, seeded: bool = False, **values: dict[str, Any]) -> "Values":
         """values: for each of strides, sizes and score a value for each field."""
-        fields = parameters(kernel, aux)
+        fields = parameters(kernel, aux, seeded)
         kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(fields, kind))]
         return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
 
@@ -174,7 +184,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
         counts = [lengths.get(name, usual) for name in names]
         return [("int64", count) if count else "int64" for count in counts]
 
-    p = parameters(config.kernel, len(config.aux))
+    p = parameters(config.kernel, len(config.aux), config.seeded)
     of_aux = {name: aux_sizes(ndim) for name, (_, ndim) in zip(aux_names(len(config.aux)), config.aux, strict=True)}
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
@@ -189,6 +199,8 @@ def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
     if name in (*_BITS, COUNTERS, "turns"):
         return "uint32"
+    if name == SEED:
+        return SEED
     if name in aux_names(len(config.aux)):
         dtype = config.aux[int(name.removeprefix("aux"))][0]
         return "uint8" if dtype == "bool" else dtype
@@ -203,7 +215,7 @@ def element_type(config: Any, name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def forward_values(kernel: str, problem: Problem) -> Values:
-    return Values.of(kernel, len(problem.aux), **_numbers_of(problem))
+    return Values.of(kernel, len(problem.aux), problem.seeded, **_numbers_of(problem))
 
 
 MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
@@ -239,7 +251,7 @@ def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
     numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
     numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
-    return Values.of(kernel, len(problem.forward.aux), **numbers)
+    return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, **numbers)
 
 
 def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
@@ -255,22 +267,29 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
     sizes = {name: getattr(p, name) for name in _SIZES}
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
-    return dict(strides=strides, sizes=sizes, score={name: number(p.number(name) or 0.0) for name in NUMBERS})
+    score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
+    dropped = p.number("dropout_p") or 0.0
+    sizes[DROP_BELOW], score[KEPT_COUNT] = round(dropped * 2**32), number(1 / (1 - dropped))
+    return dict(strides=strides, sizes=sizes, score=score)
 
 
-def forward_arrays(aux: int) -> tuple[str, ...]:
+def forward_arrays(problem: Problem) -> tuple[str, ...]:
     """The names of all arrays of a forward, in the order of a launch's operands and, behind them, its workspace."""
-    return Operands._fields + aux_names(aux) + FORWARD_WORKSPACE
+    return Operands._fields + _behind(problem) + FORWARD_WORKSPACE
 
 
-def backward_arrays(aux: int) -> tuple[str, ...]:
-    return GradientOperands._fields + aux_names(aux) + BACKWARD_WORKSPACE
+def backward_arrays(problem: Problem) -> tuple[str, ...]:
+    return GradientOperands._fields + _behind(problem) + BACKWARD_WORKSPACE
+
+
+def _behind(problem: Problem) -> tuple[str, ...]:
+    return (*(SEED,) * problem.seeded, *aux_names(len(problem.aux)))
 
 
 def positions(kernel: str, names: tuple[str, ...]) -> tuple[int, ...]:
     """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
     aux = sum(name.startswith("aux") for name in names)
-    return tuple(names.index(name) for name in parameters(kernel, aux).arrays if name != COUNTERS)
+    return tuple(names.index(name) for name in parameters(kernel, aux, SEED in names).arrays if name != COUNTERS)
 
 
 def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:

@@ -99,6 +99,8 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
+    if name == "wgmma" and forward.seeded:
+        return "its backward takes no dropout_p yet"
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"
@@ -214,7 +216,7 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     """The rows of a kernel's table for this head_dim and these scores."""
     forward = problem.forward
     head_dim = max(forward.head_dim, forward.head_dim_v)
-    plain = not changes_scores(forward.uses) and forward.array("mask") is None
+    plain = not changes_scores(forward.uses) and forward.array("mask") is None and not forward.seeded
     return [row for row in rows_for(kernel, target) if head_dim <= row.head_dim and (plain or not row.plain)]
 
 

@@ -181,8 +181,9 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
 
 
 def _reads_scores(problem: Problem) -> bool:
-    """Whether there is something to read for each score, or to ask a function about its position."""
-    return bool(problem.functions) or any(problem.array(option) is not None for option in ("bias", "mask"))
+    """Whether there is something to read for each score, or to ask about its position."""
+    read = any(problem.array(option) is not None for option in ("bias", "mask"))
+    return read or problem.seeded or bool(problem.functions)
 
 
 def _most_keys(problem: Problem) -> int:
@@ -190,7 +191,9 @@ def _most_keys(problem: Problem) -> int:
     bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
     if problem.functions:
         return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-    if not _reads_scores(problem):
+    if bias is None and problem.array("mask") is None:
+        if problem.seeded and head_dim > 128:
+            return 64 if head_dim <= 192 else 32
         return WgmmaConfig.MOST_KEYS
     read = "mask" if bias is None else "bias"
     alone = all(BY_NAME[name].acts_on in ("keys", "sum") or name == read for name, _ in problem.uses)

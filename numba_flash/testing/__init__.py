@@ -16,8 +16,10 @@ the same dtype is, plus what rounding the scores and the output once can do. Bot
 the case, so there is nothing to tune. (The rule is FlashAttention's own.)
 """
 
+from ..reference import dropout_mask
 from . import formula, functions
 from .cases import (
+    DROPOUT,
     DTYPES,
     FEATURES,
     FUNCTIONS,
@@ -36,6 +38,7 @@ from .formula import plain, plain_gradients
 from .kernels import check_kernel
 
 __all__ = [
+    "DROPOUT",
     "DTYPES",
     "EPS",
     "FEATURES",
@@ -47,6 +50,7 @@ __all__ = [
     "check",
     "check_gradients",
     "check_kernel",
+    "dropout_mask",
     "formula",
     "functions",
     "gradients_of",

@@ -11,6 +11,7 @@ from . import functions
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask", "sinks")
+DROPOUT = "dropout_p"  # with a seed; asked for by name, because no function but ours drops the same weights
 FUNCTIONS = ("score_mod", "mask_mod")  # of the caller's own: features that are asked for by name
 STRIDES = ("plain", "transposed", "sliced", "negative", "broadcast", "fortran")
 
@@ -149,6 +150,8 @@ def make_case(
         values = generator.standard_normal(shape) * 3
         values[generator.random(shape) < 0.1] = -np.inf
         options["sinks"] = values.astype(numbers.choice(("float32", dtype)))
+    if DROPOUT in chosen:
+        options |= {DROPOUT: numbers.choice((1e-9, 0.1, 0.5, 0.9)), "seed": numbers.integer(0, 2**63 - 1)}
     for name, known in (("score_mod", functions.SCORES), ("mask_mod", functions.MASKS)):
         if name in chosen:
             options[name] = numbers.choice(known)

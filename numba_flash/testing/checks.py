@@ -9,6 +9,7 @@ from ..problem.options import GRADIENT_OF
 from .cases import STRIDES, Case, heads_first, strided
 from .expected import oracle, oracle_gradients
 from .formula import (
+    counts_of,
     delta_of,
     finite,
     of_each_head,
@@ -98,8 +99,9 @@ def _gradient_floors(
     p = np.where(s == -np.inf, 0, np.exp(s - finite(lse)[..., None]))
     eps = EPS["float64" if case.dtype == "float64" else "float32"]
     of_p = eps * (1 + np.max(np.abs(finite(lse)), initial=0) + _largest_score(case))
-    of_dp = eps * (np.abs(do) @ np.abs(v).swapaxes(2, 3) + np.sum(np.abs(do * o), -1, keepdims=True))
-    bracket = np.abs(do @ v.swapaxes(2, 3) - delta_of(do, o, dlse))
+    counts = counts_of(case, p)
+    of_dp = eps * (counts * (np.abs(do) @ np.abs(v).swapaxes(2, 3)) + np.sum(np.abs(do * o), -1, keepdims=True))
+    bracket = np.abs(counts * (do @ v.swapaxes(2, 3)) - delta_of(do, o, dlse))
     ds = p * (of_p * bracket + of_dp)
     scaled = abs(scale_of(case)) * (ds * through + eps * p * bracket)
     of_arrays = of_options(case, ds)
@@ -111,7 +113,7 @@ def _gradient_floors(
     whole = dict(
         dq=scaled @ np.abs(k),
         dk=of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
-        dv=of_p * of_each_kv_head(p.swapaxes(2, 3) @ np.abs(do), heads_kv),
+        dv=of_p * of_each_kv_head((p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
         **of_arrays,
     )
     return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})

@@ -10,7 +10,8 @@ import numpy as np
 from ..api.backward import AttentionGradients
 from ..functions import numbers as function_numbers
 from ..functions.function import Function
-from .cases import Case, heads_first
+from ..reference import dropout_mask
+from .cases import DROPOUT, Case, heads_first
 from .expected import oracle
 
 
@@ -19,7 +20,7 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
     _, _, v = of_each_head(case)
     p, lse = softmax(case, scores_of(case)[0])
     with np.errstate(all="ignore"):
-        o = p @ np.where(np.isfinite(v), v, 0)
+        o = rounded(case, p * counts_of(case, p)) @ np.where(np.isfinite(v), v, 0)
     return rounded(case, o), lse
 
 
@@ -36,13 +37,14 @@ def plain_gradients(
         p = softmax(case, s)[0]
         p = rounded(case, np.where(p == 0, 0, p * share[..., None].astype(q.dtype)))
         delta = delta_of(do, o, dlse)
-        ds = rounded(case, p * (rounded(case, do @ v.swapaxes(2, 3)) - delta))
+        counts = counts_of(case, p)
+        ds = rounded(case, p * (counts * rounded(case, do @ v.swapaxes(2, 3)) - delta))
         ds = np.where(p == 0, 0, ds)
         scaled = rounded(case, q.dtype.type(scale_of(case)) * np.where(p == 0, 0, rounded(case, ds * through)))
         made = dict(
             dq=scaled @ k,
             dk=of_each_kv_head(scaled.swapaxes(2, 3) @ q, heads_kv),
-            dv=of_each_kv_head(p.swapaxes(2, 3) @ do, heads_kv),
+            dv=of_each_kv_head(rounded(case, p * counts).swapaxes(2, 3) @ do, heads_kv),
         )
         made = {name: rounded(case, x) for name, x in made.items()}
         made |= of_options(case, ds)
@@ -63,6 +65,16 @@ def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         l = np.sum(p, axis=-1, keepdims=True, dtype=s.dtype) + rounded(case, np.exp(sink - m))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
         return rounded(case, p / np.where(l == 0, 1, l)), lse[..., 0]
+
+
+def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
+    """What each weight counts in o, in the dtype of `like`."""
+    if DROPOUT not in case.options:
+        return np.ones((), like.dtype)
+    q, k = heads_first(case, case.q), heads_first(case, case.k)
+    offsets = _positions(case)[:, :1].sum(1)  # 0 without queries
+    kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[DROPOUT], case.options["seed"], offsets)
+    return kept * like.dtype.type(1 / (1 - case.options[DROPOUT]))
 
 
 def sinks_of(case: Case) -> np.ndarray:

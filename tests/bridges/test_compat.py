@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+import numba_flash  # noqa: E402
 from numba_flash.api import forward as api  # noqa: E402
 from numba_flash.compat.flash_attn import flash_attn_func  # noqa: E402
 from numba_flash.compat.torch import scaled_dot_product_attention  # noqa: E402
@@ -243,6 +244,24 @@ def test_numbers_of_all_kinds(scale):
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_dropout_has_a_seed_from_torchs_generator():
+    """The same after manual_seed, another in each call, and the weights that numba_flash.attention drops with it."""
+    inputs = tensors(*LONG)
+
+    def attend():
+        return scaled_dot_product_attention(*inputs, dropout_p=0.3, is_causal=True)
+
+    torch.manual_seed(5)
+    found, other = attend(), attend()
+    torch.manual_seed(5)
+    assert torch.equal(attend(), found) and not torch.equal(found, other)
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**63 - 1, ()))
+    assert torch.equal(numba_flash.attention(*inputs, causal=True, q_offset=0, dropout_p=0.3, seed=seed), found)
+    with pytest.raises(NotImplementedError, match="dropout inside torch.compile is not implemented"):
+        torch.compile(attend, fullgraph=True, backend="eager")()
+
+
 def nested(layout):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
@@ -251,7 +270,7 @@ def nested(layout):
 
 MANY = torch.ones(2, 8, 5, 8, dtype=torch.float64)
 REFUSALS = [
-    (dict(dropout_p=0.1), NotImplementedError, "dropout_p must be 0.0"),
+    (dict(dropout_p=1.0), ValueError, "dropout_p is a probability, from 0 to below 1, not 1.0"),
     (dict(dropout_p=1.5), ValueError, "dropout_p"),
     (dict(dropout_p=None), TypeError, "dropout_p"),
     (dict(dropout_p=torch.tensor(0.0)), TypeError, "dropout_p must be a number.* not Tensor of shape"),

@@ -286,6 +286,7 @@ def test_lengths_and_offsets_may_be_traced_too():
         (dict(out=np.empty(Q)), NotImplementedError, "out"),
         (dict(stream=0), NotImplementedError, "stream"),
         (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (dict(dropout_p=0.1, seed=3), NotImplementedError, "dropout_p and seed are not implemented where JAX traces"),
         (dict(mask=MASK), TypeError, "mask is ndarray"),
         (dict(softcap=-1.0), ValueError, "softcap"),
         (dict(window=4), ValueError, "window"),

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import numba_flash  # noqa: E402
+from numba_flash import testing  # noqa: E402
 from numba_flash.bridges import torch as bridge  # noqa: E402
 from numba_flash.dispatch import backward as gradients  # noqa: E402
 from numba_flash.dispatch import forward as dispatch  # noqa: E402
@@ -169,6 +170,41 @@ def test_opcheck_with_every_array(device):
     torch.library.opcheck(bridge.forward, (q, k, v, *operation(**arrays, q_offset=None), "bhsd", "auto"))
 
 
+def test_dropout_has_the_gradients_of_the_formula_with_its_mask(device):
+    q, k, v = tensors(Q, K, V, device=device)
+    bias = torch.zeros(1, 4, 1, 6, dtype=torch.float64, device=device, requires_grad=True)
+    mask = torch.from_numpy(testing.dropout_mask((2, 4, 5, 6), 0.4, seed=2**62 + 3)).to(device)
+
+    def formula(q, k, v, bias):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        p = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias, -1)
+        return (p * mask / 0.6) @ v
+
+    def attend(q, k, v, bias):
+        return numba_flash.attention(q, k, v, bias=bias, dropout_p=0.4, seed=2**62 + 3)
+
+    for function in (attend, compiled(attend, device)):
+        found, expected = function(q, k, v, bias), formula(q, k, v, bias)
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+        do = torch.ones_like(expected).cumsum(1)
+        gradients = (torch.autograd.grad(x, (q, k, v, bias), do) for x in (found, expected))
+        for one, other in zip(*gradients, strict=True):
+            assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_compiled_step_takes_another_seed_each_time(device):
+    q, k, v = tensors(Q, K, V, device=device, requires_grad=False)
+    step = compiled(lambda q, k, v, seed: numba_flash.attention(q, k, v, dropout_p=0.5, seed=seed), device)
+    for seed in (1, 2, 3, 2**40):
+        assert torch.equal(step(q, k, v, seed), numba_flash.attention(q, k, v, dropout_p=0.5, seed=seed))
+
+
+def test_dropout_is_refused_under_vmap():
+    q, k, v = tensors((3, *Q), (3, *K), (3, *V), requires_grad=False)
+    with pytest.raises(NotImplementedError, match="dropout_p is not implemented under torch.func.vmap"):
+        torch.func.vmap(lambda q, k, v: numba_flash.attention(q, k, v, dropout_p=0.5, seed=1))(q, k, v)
+
+
 def test_a_kernel_without_a_backward_takes_another():
     q, k, v = tensors(Q, K, V)
     assert "v1" not in rungs.WITH_BACKWARD
@@ -270,7 +306,8 @@ def test_autocast_leaves_attention_alone(device):
     [
         (dict(out=torch.empty(2, 4, 5, 4, dtype=torch.float64)), NotImplementedError, "out"),
         (dict(stream=0), NotImplementedError, "stream"),
-        (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (dict(dropout_p=0.1), ValueError, "dropout_p needs seed="),
+        (dict(dropout_p=0.1, seed=0.5), TypeError, "seed"),
         (dict(mask=torch.ones(6, dtype=torch.bool).numpy()), TypeError, "mask is ndarray"),
         (dict(softcap=-1.0), ValueError, "softcap"),
         (dict(scale="1"), TypeError, "scale"),

@@ -209,7 +209,6 @@ def attend(**options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(dropout=0.1), "dropout"),
         (dict(indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "indices"),
         (dict(block_indices=torch.zeros(1, 5, 2, dtype=torch.int32)), "block_indices"),
         (dict(output_attentions=True), "output_attentions"),

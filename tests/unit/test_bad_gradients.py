@@ -79,8 +79,8 @@ WRONG = [
     (dict(kernel="wgmma"), NotImplementedError, ["kernel='wgmma'", "no GPU is usable", "'reference' or 'cpu'"]),
     (dict(kernel="v2"), NotImplementedError, ["no GPU is usable", "NUMBA_ENABLE_CUDASIM"]),
     (dict(stream=1), ValueError, ["stream", "host memory"]),
-    *[(dict([x]), NotImplementedError, [x[0], "not implemented yet"])
-      for x in dict(dropout_p=0.1, seed=3).items()],
+    (dict(dropout_p=1.0, seed=1), ValueError, ["dropout_p", "from 0 to below 1", "1.0"]),
+    (dict(seed=0.5), TypeError, ["seed", "whole number", "0.5"]),
     (dict(sinks=array(3)), ValueError, ["sinks", "(heads,) = (4,)", "(3,)"]),
     (dict(score_mod=abs), TypeError, ["score_mod", "plain Python function"]),
     (dict(mask_mod=lambda b: True), TypeError, ["mask_mod is called with"]),

@@ -178,10 +178,10 @@ WRONG = [
     *[(dict(layout=x), ValueError, ["layout", "bhsd", "bshd", repr(x)])
       for x in ("sbhd", "", None, 1, b"bhsd", ["bhsd"])],
     (dict(stream=1), ValueError, ["stream", "host memory"]),
-    # what the signature holds for later versions
-    *[(dict([x]), NotImplementedError, [x[0], "not implemented yet", "default"])
-      for x in dict(dropout_p=0.1, seed=3).items()],
-    (dict(dropout_p=0.1), NotImplementedError, ["Meanwhile: dropout can be on the output"]),
+    # more of these in test_dropout.py
+    (dict(dropout_p=1.0, seed=1), ValueError, ["dropout_p", "from 0 to below 1", "1.0"]),
+    (dict(seed=0.5), TypeError, ["seed", "whole number", "0.5"]),
+    (dict(seed=-1), ValueError, ["seed", "2**64", "-1"]),
     # functions of the caller's own; what is wrong inside of them is in contract_functions.py
     *[({name: x}, TypeError, [name, "plain Python function", repr(x)])
       for name in ("score_mod", "mask_mod") for x in (abs, 3, int, [].append)],

@@ -61,7 +61,12 @@ def test_the_signature_is_that_of_flash_attn():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
+        (
+            dict(dropout_p=0.1),
+            NotImplementedError,
+            "for other arrays call numba_flash.attention with",
+        ),
+        (dict(dropout_p=1), ValueError, "dropout_p is a probability"),
         (dict(dropout_p=None), TypeError, "dropout_p"),
         (dict(dropout_p=np.array(0.0)), TypeError, "dropout_p must be a number"),
         (dict(window_size=4), ValueError, "window_size"),

@@ -30,7 +30,7 @@ def fingerprint():
 @pytest.mark.parametrize(
     "name",
     ["kernels/simt/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "problem/ranges.py",
-     "config/forward.py", "config/backward.py", "functions/rules.py", "functions/compiled.py",
+     "config/forward.py", "config/backward.py", "functions/rules.py", "functions/compiled/code.py",
      "select/arguments.py", "problem/options.py", "gpu/assembler.py",
      "gpu/compiled.py"],
 )  # fmt: skip

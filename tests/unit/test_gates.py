@@ -69,6 +69,8 @@ DEPENDS = {
     "mma-512-mask-everything": "spills 392 bytes on sm_80 with 13.0; none on sm_90a and later",
     "mma-512-bfloat16-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
     "mma-512-float32-everything": "spills 388 bytes on sm_80 with 13.0; none on sm_90a and later",
+    "mma-256-dropout-everything": "spills 224 bytes on sm_80, 212 on sm_86 and sm_89 with 13.0; none on later ones",
+    "mma-512-dropout-everything": "spills 168 bytes on sm_80 with 13.0; none on sm_90a and later",
 }
 
 
@@ -153,6 +155,29 @@ def reading(kernel, head_dim, bias, mask, everything):
     )
 
 
+def dropping(kernel, head_dim, everything):
+    """With dropout, alone or with all that is not read for each score."""
+    given = dict(dropout_p=0.1)
+    if everything:
+        given |= dict(
+            softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
+            q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
+        )  # fmt: skip
+    made = problem(head_dim, dtype="bfloat16", **given)
+    return next(
+        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
+    )
+
+
+def dropping_gates():
+    """Of both kernels each head_dim at which their tables change."""
+    for kernel, head_dims in (("mma", (64, 128, 256, 512)), ("wgmma", (64, 128, 192, 256))):
+        for head_dim in head_dims:
+            for everything in (False, True):
+                name = f"{kernel}-{head_dim}-dropout{'-everything' * everything}"
+                yield name, dropping(kernel, head_dim, everything)
+
+
 def reading_gates():
     """Of both kernels each head_dim at which their tables change, with bias, mask and everything."""
     for kernel, head_dims in (("mma", (64, 128, 256, 512)), ("wgmma", (64, 128, 192, 256))):
@@ -216,7 +241,7 @@ def backward_gates():
 
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
-    configs = dict(backward_gates()) | dict(reading_gates()) | dict(wide_gates())
+    configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}

@@ -9,7 +9,17 @@ import numba_flash
 from numba_flash.api import backward, forward
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
-from numba_flash.problem.options import GRADIENT_OF, OPTION_NAMES, AttentionGradients, Options
+from numba_flash.kernels import score
+from numba_flash.problem.options import (
+    GRADIENT_OF,
+    HEAD_GRADIENTS,
+    OPTION_NAMES,
+    RANKS,
+    AttentionGradients,
+    GradientOperands,
+    Options,
+)
+from numba_flash.select.arguments import HEAD_SUMS, PARAMETERS
 
 X = np.zeros((1, 1, 2, 4), np.float32)
 ROW = np.zeros((1, 1, 2), np.float32)
@@ -47,3 +57,16 @@ def test_an_unknown_option_is_named():
 
 def test_gradients_are_those_of_the_table():
     assert AttentionGradients._fields == (*GRADIENT_OF, "daux")
+
+
+# Folding a batch, and a kernel's strides, ask for it by name.
+def test_every_array_has_a_rank():
+    assert set(RANKS) == set(GradientOperands._fields)
+
+
+# The table says which gradients are sums over the rows of a head, and a file of the score what a row gives to each.
+def test_every_gradient_of_a_head_has_its_sum():
+    assert set(score.OF_HEADS) == {option.name for option in HEAD_GRADIENTS.values()}
+    for gradient, option in HEAD_GRADIENTS.items():
+        assert gradient in PARAMETERS[gradient].arrays and gradient in HEAD_SUMS
+        assert hasattr(score.OF_HEADS[option.name], "head_gradient")

@@ -49,7 +49,7 @@ def test_nothing_to_compile_is_no_mistake(kernel):
 def test_it_raises_what_the_call_would_raise():
     with pytest.raises(TypeError, match="causal must be True or False"):
         numba_flash.warmup(X, X, X, causal=1)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        numba_flash.warmup(X, X, X, dropout_p=0.5)
+    with pytest.raises(ValueError, match="dropout_p"):
+        numba_flash.warmup(X, X, X, dropout_p=1.5)
     with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'nonsense'"):
         numba_flash.warmup(X, X, X, nonsense=1)

@@ -35,19 +35,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...config.forward import ITEM_SIZE
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import fragments, positions
+from ..score import counts, fragments, positions
 from ..score import reads as score_reads
-from ..score.fragments import columns_within
-from ..score.reads import Origin
 from ..score.stage import FragmentAt
-from ..steps import async_tiles, block_state, fragment_products, gradient_rows, lse_delta
+from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
+from . import backward_walk
 
 
 class Registers(NamedTuple):
@@ -65,6 +63,7 @@ class Registers(NamedTuple):
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the mask that was given
+    kept: Any  # which weights count (kernels/score/counts.py)
 
 
 class Smem(NamedTuple):
@@ -79,16 +78,11 @@ class Smem(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v, head_dim_padded, head_dim_v_padded = (
-        config.head_dim,
-        config.head_dim_v,
-        config.head_dim_padded,
-        config.head_dim_v_padded,
-    )
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
-    _, v_at, q_at, do_at, rows_at, weights_at, seen_at, state_at, warps_at, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, rows_at, weights_at, _, _, warps_at, _ = config.shared_offsets()
     dv_at = v_at if of_dk else 0  # where dV is staged
-    bases_at, lse_delta_at, offset_at, walk_at, tile_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
     alignment = config.ALIGNMENT
     stages, other_stage = config.stages, config.stages - 1
     q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
@@ -106,21 +100,18 @@ def make(config):
     row_steps, a_count = -(-row_chunks // threads), 4 * strips
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    load_k, load_v = (
-        async_tiles.loader(tile_n, head_dim_padded, threads),
-        async_tiles.loader(tile_n, head_dim_v_padded, threads),
-    )
-    load_q, load_do = (
-        async_tiles.loader(tile_m, head_dim_padded, threads),
-        async_tiles.loader(tile_m, head_dim_v_padded, threads),
-    )
-    keys_and_start = positions.make(config)
-    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
+    load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads) for tile in (tile_n, tile_m))
+    load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads) for tile in (tile_n, tile_m))
+    keys_and_start, walk = positions.make(config), backward_walk.make(config)
+    tile_of, set_up_state, own_keys = walk.tile_of, walk.set_up_state, walk.own_keys
+    following, is_unmasked, queries_at, others_at = walk.following, walk.is_unmasked, walk.queries_at, walk.others_at
+    distances, seen_columns, term_of, origin_at = walk.distances, walk.seen_columns, walk.term_of, walk.origin_at
+    find_kept = walk.find_kept
+    has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
-    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    reads, load_reads, added, ends_of = read.reads, read.load, read.added, read.ends
     bias_words, bits_words = read.bias_words, read.bits_words
-    bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
-    row_term, has_row_term = chain.row_term, chain.has_row_term
+    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_k_frag, load_v_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
@@ -131,24 +122,11 @@ def make(config):
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
-    row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
+    row_blocks = lse_delta.row_blocks
 
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
-
-    @inlined
-    def first_query_of(lane, warp):
-        """The lane's first column of scores, counted in the query tile."""
-        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
-
-    @inlined
-    def tile_of(block, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        head_of_all = divide(block, n_tiles)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
 
     @inlined
     def load_rows(i, stage, base, smem, seqlen_q, thread):
@@ -169,71 +147,25 @@ def make(config):
         return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
 
     @inlined
-    def start_dp(acc_dp, rows_smem, lane):
-        """acc_dp <- -delta of each column, so that the product adds up to dP - delta."""
+    def start_dp(acc_dp, rows_smem, lane, score):
+        """acc_dp <- -delta of each column, so that the product adds up to dP - delta; what counts more is multiplied
+        with that later."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 64 + ((lane & 3) << 4))
             for strip in range(strips):
                 for half in range(2):
                     for i in range(4):
-                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = four[half * 2 + i % 2].view(np.float32)
-
-    @inlined
-    def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
-        """What every tile needs to know. Heads are counted from behind, so that `heads_left` says which one it is."""
-        end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
-        if thread == 0:
-            q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
-            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
-            block_state.put(
-                k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
-            )
-            lse_delta_end = int64(b * sizes.heads + end_head) * (row_blocks(sizes.seqlen_q) * block_words)
-            block_state.put(
-                k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
-            )
-            block_state.put(k_smem + int32(offset_at), q_start - first_key, keys)
-            block_state.put_range(k_smem + int32(walk_at), walk[0], walk[1])
-            block_state.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
-            block_state.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
-            if reads:
-                origin = origin_of(b, end_head, first_key, arrays, strides)
-                block_state.put(k_smem + int32(origin_at), origin.bias, origin.bits)
-        if thread < tile_n:  # the queries that see a key
-            first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
-            end_query = first_query if first_key + thread >= keys else end_query
-            block_state.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
-
-    @inlined
-    def distances(i, thread, k_smem, distance):
-        """q_pos - k_pos of the lane's keys and its first column of query tile i."""
-        lane, warp = thread & int32(31), thread >> int32(5)
-        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
-        for r in range(rows):
-            key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
-            distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
-
-    @inlined
-    def seen_columns(i, thread, r, k_smem):
-        """Bits for those of the lane's columns of query tile i that see its key r."""
-        lane, warp = thread & int32(31), thread >> int32(5)
-        first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
-        key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
-        first_query, end_query = block_state.get_range(k_smem + int32(seen_at) + 8 * key)
-        return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
-
-    @inlined
-    def term_of(heads_left, k_smem, arrays, strides):
-        """What the scores of the head share (kernels/score/fragments.py)."""
-        b, _ = block_state.get(k_smem + int32(tile_at))
-        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
-        return row_term(b, end_head - heads_left, arrays, strides)
+                        minus_delta = four[half * 2 + i % 2].view(np.float32)
+                        if drops:
+                            minus_delta /= score.kept_count
+                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
 
     @inlined
     def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):
         """p_frag, ds_frag <- P^T and dS^T of query tile i in 16 bits. masked, a constant: some keys are not seen."""
         four = cuda.local.array(4, uint32)
+        deltas = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
         for r in range(rows):
@@ -244,6 +176,8 @@ def make(config):
                 seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             for n in range(blocks // 2):
                 ld_st.load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
+                if drops and of_dk:
+                    ld_st.load_v4(deltas, 0, rows_smem + n * 128 + 64 + ((thread & 3) << 4))
                 for half in range(2):
                     block = (r // 2) * blocks + 2 * n + half
                     at = block * 4 + (r % 2) * 2
@@ -253,8 +187,17 @@ def make(config):
                         bias = added(registers.loaded, r, 2 * n + half, x)
                         here = FragmentAt(term, distance[r] + float32(column), bias)
                         p[x], derivative = weight(registers.acc_s[at + x], here, score, lse)
+                        counts = TRUE
+                        if drops:
+                            counts = (registers.kept[r] >> uint32(4 * n + 2 * half + x)) & uint32(1) != 0
                         if of_dk:
-                            ds[x] = p[x] * registers.acc_dp[at + x] * derivative
+                            bracket = registers.acc_dp[at + x]
+                            if drops:
+                                bracket *= score.kept_count
+                                bracket = bracket if counts else deltas[half * 2 + x].view(np.float32)
+                            ds[x] = p[x] * bracket * derivative
+                        if drops:
+                            p[x] = p[x] * score.kept_count if counts else float32(0)
                         if (masked or has_mask) and (seen >> uint32(4 * n + 2 * half + x)) & uint32(1) == 0:
                             p[x] = float32(0)
                             ds[x] = float32(0)  # dP may be NaN there
@@ -262,20 +205,6 @@ def make(config):
                         registers.p_frag[block * 2 + r % 2] = pack(p[0], p[1])
                     if of_dk:
                         registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
-
-    @inlined
-    def queries_at(i, heads_left, strides, k_smem):
-        """The address of Q of query tile i of a head."""
-        q_end, _ = block_state.get(k_smem + int32(bases_at))
-        return q_end + 2 * (int32(i * int32(tile_m)) * strides.q[2] - heads_left * strides.q[1])
-
-    @inlined
-    def others_at(i, heads_left, strides, sizes, k_smem):
-        """The addresses of dO of query tile i of a head, and of the head's lse and -delta."""
-        _, do_end = block_state.get(k_smem + int32(bases_at))
-        lse_delta_end, _ = block_state.get(k_smem + int32(lse_delta_at))
-        do_place = do_end + 2 * (int32(i * int32(tile_m)) * strides.do[2] - heads_left * strides.do[1])
-        return do_place, lse_delta_end - heads_left * (row_blocks(sizes.seqlen_q) * (4 * block_words))
 
     @inlined
     def load_queries(i, stage, source, smem, strides, sizes, thread):
@@ -289,20 +218,6 @@ def make(config):
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
         load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, head_dim_v, thread)
         load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
-
-    @inlined
-    def following(i, heads_left, k_smem):
-        """-> (i, heads_left) of the next query tile: after the last one the first one again, of the next head."""
-        begin, stop = block_state.get_range(k_smem + int32(walk_at))
-        after = int32(i + 1)
-        last = after == stop
-        return begin if last else after, int32(heads_left - 1) if last else heads_left
-
-    @inlined
-    def is_unmasked(i, k_smem):
-        """Whether every query of tile i sees every key of the block's."""
-        free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
-        return i >= free and i < cut
 
     @inlined
     def prefetch(i, heads_left, stage, smem, strides, sizes):
@@ -333,7 +248,7 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def scores_of_tile(stage, registers, smem):
+    def scores_of_tile(stage, registers, smem, score):
         """S^T and dP^T - delta of the query tile in stage `stage`."""
         # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
         acc_s, acc_dp, b_frag = registers.acc_s, registers.acc_dp, registers.b_frag
@@ -344,7 +259,7 @@ def make(config):
         if stages > 1:
             multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + stage * q_stage + other_lane)
         if of_dk:
-            start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31))
+            start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31), score)
             multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + stage * do_stage + other_lane)
         if stages == 1:  # Q has come only now
             wait_all()
@@ -411,18 +326,10 @@ def make(config):
         """What the scores of query tile i of a head need from global memory, while they are computed."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        bias, bits = block_state.get(k_smem + int32(origin_at))
-        _, tile = block_state.get(k_smem + int32(tile_at))
-        bias, bits = bias - heads_left * of_head(arrays, strides)[0], bits - heads_left * of_head(arrays, strides)[1]
         part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
-        origin, inside = Origin(bias, bits, int32(tile >> 32)), FALSE if masked else TRUE
+        origin, inside = origin_at(heads_left, k_smem, strides), FALSE if masked else TRUE
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
         load_reads(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
-
-    @inlined
-    def of_head(arrays, strides):
-        """How far apart two heads' bias is, and two heads' bits, in bytes."""
-        return bias_item * strides.bias[1], 4 * strides.mask_bits_of_keys[1]
 
     @inlined
     def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
@@ -430,7 +337,9 @@ def make(config):
         if reads:
             load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, strides, sizes)
-        scores_of_tile(stage, registers, smem)
+        scores_of_tile(stage, registers, smem, score)
+        if drops:
+            find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
         term = float32(0)
         if has_row_term:
             term = term_of(heads_left, smem.k, arrays, strides)
@@ -457,16 +366,14 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if (
-            has_mask
-        ):  # tiles in which it shows nothing, before the first query that it shows a key to and behind the last
+        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
             first, end = ends_of(b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
-        walk = (begin, stop, free, cut)
-        set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread)
+        tiles = (begin, stop, free, cut)
+        set_up_state(b, h_kv, first_key, keys, q_start, tiles, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -482,6 +389,7 @@ def make(config):
             cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
             cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             cuda.local.array(bits_words, uint32),  # shown_bits
+            cuda.local.array(kept_words, uint32),  # kept
         )
         distance = cuda.local.array(rows, float32)
         for x in range(dk_count):
@@ -534,10 +442,7 @@ def make(config):
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         # From the state of the block: kept through the loop, it would cost the registers that S needs.
-        b, tile = block_state.get(k_smem + int32(tile_at))
-        first_key, h_kv = int32(tile >> 32), int32(tile)
-        from_first_key, keys = block_state.get(k_smem + int32(offset_at))
-        q_start = from_first_key + first_key
+        b, h_kv, first_key, q_start, keys = own_keys(k_smem)
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
         own_panels = (first_column >> 6) * (tile_n * 128)

@@ -23,7 +23,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import fragments, positions
+from ..score import counts, fragments, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -51,6 +51,7 @@ class Registers(NamedTuple):
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the mask that was given
+    kept: Any  # which weights count (kernels/score/counts.py)
 
 
 class Smem(NamedTuple):
@@ -105,6 +106,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
     bias_words, bits_words = read.bias_words, read.bits_words
+    drops, kept_words, kept_of, *_ = counts.on_fragments(config, strips, part)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -240,20 +242,28 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def start_dp(acc_dp, q_smem, thread):
-        """acc_dp <- -delta of each row, so that the product adds up to dP - delta."""
+    def start_dp(acc_dp, q_smem, thread, score):
+        """acc_dp <- -delta of each row, so that the product adds up to dP - delta; what counts more is multiplied with
+        that later."""
         for r in range(rows):
             minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
+            if drops:
+                minus_delta /= score.kept_count
             for n in range(blocks):
                 for x in range(2):
                     acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
 
     @inlined
-    def weigh(j, registers, q_smem, thread, term, score, masked):
+    def weigh(j, registers, q_smem, thread, term, arrays, sizes, score, masked):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = cuda.local.array(4, uint32)
         ds = cuda.local.array(2, float32)
         first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
+        if drops:
+            b, h = block_state.get(q_smem + int32(head_at))
+            tile_pos, _ = block_state.get(q_smem + int32(keys_at))
+            lane_row = (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
+            kept_of(registers.kept, first_column, b, int32(h), lane_row, tile_pos, arrays, sizes)
         for r in range(rows):
             ld_st.load_v4(four, 0, of_row(r, thread, q_smem))
             seen = uint32(0)
@@ -271,7 +281,11 @@ def make(config):
                     distance = registers.distance[r] - float32(column)
                     here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at + x], here, score, lse)
-                    ds[x] = p * registers.acc_dp[at + x] * derivative
+                    bracket = registers.acc_dp[at + x]
+                    if drops:
+                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        bracket = bracket * score.kept_count if counts else four[3].view(np.float32)
+                    ds[x] = p * bracket * derivative
                     if (masked or has_mask) and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
                         ds[x] = float32(0)
                 registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
@@ -289,7 +303,7 @@ def make(config):
         load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
-    def products_of_tile(j, stage, begin, registers, smem, lanes, term, strides, score, masked):
+    def products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
         """dQ += what the key tile in stage `stage` gives."""
         acc_s, acc_dp, acc_dq, b_frag = registers.acc_s, registers.acc_dp, registers.acc_dq, registers.b_frag
         k_tile, v_tile = smem.k + stage * k_stage, smem.v + stage * v_stage
@@ -298,13 +312,13 @@ def make(config):
         if stages > 1:
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
-        start_dp(acc_dp, smem.q, thread)
+        start_dp(acc_dp, smem.q, thread, score)
         multiply_do_v(acc_dp, registers.do_frag, b_frag, smem.do + lanes.own, v_tile + lanes.other)
         if stages == 1:  # K has come only now
             prefetch_second(j, begin, smem, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
-        weigh(j, registers, smem.q, thread, term, score, masked)
+        weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
             warp, weights = thread >> int32(5), smem.q + int32(weights_at)
             first = (warp & (groups - 1)) * columns
@@ -326,7 +340,7 @@ def make(config):
         prefetch(j, stage, begin, smem, strides)
         if has_row_term:
             distances(j, special.thread_index(), smem.q, registers.distance)
-        products_of_tile(j, stage, begin, registers, smem, lanes, term, strides, score, masked)
+        products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked)
 
     @cuda.jit
     def flash_attention_mma_dq(arrays, strides, sizes, score):
@@ -369,6 +383,7 @@ def make(config):
             cuda.local.array(rows, float32),  # distance
             cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             cuda.local.array(bits_words, uint32),  # shown_bits
+            cuda.local.array(kept_words, uint32),  # kept
         )
         for x in range(dq_count):
             registers.acc_dq[x] = float32(0)

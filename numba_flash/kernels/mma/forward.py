@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import fragment_functions, fragments, positions, sum_terms
+from ..score import counts, fragment_functions, fragments, positions, sum_terms
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -57,6 +57,7 @@ class Rows(NamedTuple):
     mask_bits: Any
     shown_bits: Any  # by the mask that was given
     query: Any  # its query in the tile
+    kept: Any  # which of its weights count (kernels/score/counts.py)
 
 
 class Places(NamedTuple):
@@ -101,6 +102,7 @@ def make(config):
     has_functions, apply_functions = functions.present, functions.apply
     every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
     start, softmax, finish = fragment_softmax.make(config, strips)
+    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
@@ -203,7 +205,7 @@ def make(config):
                 mask_scores(acc_s, row.mask_bits)
 
     @inlined
-    def outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, scale_log2):
+    def outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
         k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (j - 1) * tile_n * k_bytes
@@ -213,6 +215,13 @@ def make(config):
             load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
             cp_async.commit_group()
         moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
+        if drops:
+            now = special.thread_index()
+            position, _ = block_state.get(places.q + int32(keys_at))
+            lane_row = (now >> int32(5 + shift)) * warp_rows + int32(first_row_of(now & int32(31)))
+            first_key = int32(j * tile_n + first_column_of(now & int32(31)))
+            kept_of(row.kept, first_key, tile.b, tile.h, lane_row, position, arrays, sizes)
+            drop(registers.acc_s, row.kept)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
         multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
@@ -227,7 +236,8 @@ def make(config):
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
         finish_and_mask(j, registers.acc_s, registers.loaded, row, places, tile, arrays, strides, sizes, score, masked)
-        outputs_of_tile(j, begin, registers, row, places, k_bytes, thread, score.scale * log2_e)
+        scale_log2 = score.scale * log2_e
+        outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2)
 
     @cuda.jit
     def flash_attention_mma(arrays, strides, sizes, score):
@@ -268,6 +278,7 @@ def make(config):
             cuda.local.array(mask_words, uint32),
             cuda.local.array(bits_words, uint32),
             cuda.local.array(rows, int32),
+            cuda.local.array(kept_words, uint32),
         )
         start(row.m, row.l)
         for i in range(o_count):
@@ -336,6 +347,8 @@ def make(config):
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
             load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
+        if drops:
+            count_kept(inverse_l, score)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)

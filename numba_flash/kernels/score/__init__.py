@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ..steps import elements
-from . import alibi, bias, mask, mask_mod, scale, score_mod, sinks, softcap
+from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
 MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
@@ -38,6 +38,7 @@ class Score(NamedTuple):
     value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
     visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes it
+    count: Callable[..., Any]  # (at, arrays, sizes, score) -> how many times its weight counts in the output
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def make(config: Any) -> Score:
         made = stage.make(config)
         if made is not None:
             visible = _and(visible, made)
-    return Score(value, with_derivative, visible)
+    return Score(value, with_derivative, visible, counts.make(config))
 
 
 def by_head(config: Any) -> Any:

@@ -1,4 +1,7 @@
-"""P of one position again, from the row's log-sum-exp: a backward keeps no scores (Dao et al., 2022, section 3.1)."""
+"""P of one position again, from the row's log-sum-exp: a backward keeps no scores (Dao et al., 2022, section 3.1).
+
+What a weight counts in the output, where there is dropout, it counts in dV, and its dP comes from it.
+"""
 
 import functools
 import math
@@ -15,7 +18,7 @@ def make(config: Any) -> Any:
     """weight(product, row_lse, at, arrays, strides, score) -> (p, the derivative of the score by scale * product)."""
     compute = elements.COMPUTE_TYPES[config.dtype]
     minus_inf = compute(-math.inf)
-    _, with_derivative, visible = make_score(config)
+    _, with_derivative, visible, _ = make_score(config)
 
     @cuda.jit(device=True)
     def weight(product, row_lse, at, arrays, strides, score):

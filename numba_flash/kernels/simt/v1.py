@@ -39,7 +39,7 @@ def make(config):
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible = score.make(config)
+    score_value, _, visible, count = score.make(config)
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -115,7 +115,7 @@ def make(config):
                         sum_tmp = compute(0)
                         for y in range(tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
-                            s_smem[s_k + y] = p
+                            s_smem[s_k + y] = p * count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
                             sum_tmp += p
                         sum_prev = row_sum[lm_base + q_index]  # line 15
                         max_prev = row_max[lm_base + q_index]

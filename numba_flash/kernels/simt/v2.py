@@ -44,7 +44,7 @@ def make(config):
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible = score.make(config)
+    score_value, _, visible, count = score.make(config)
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -121,7 +121,7 @@ def make(config):
                     sum_tmp = compute(0)
                     for y in range(tile_n):
                         p = math.exp(s_smem[s_k + y] - m_new)
-                        s_smem[s_k + y] = p
+                        s_smem[s_k + y] = p * count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
                         sum_tmp += p
                     l = alpha * l + sum_tmp
                     m = m_new

@@ -95,7 +95,7 @@ def make(config):
                         load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
                         cuda.syncthreads()
                         if q_index < seqlen_q:
-                            ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
+                            ds_row(own_row, tiles_of_row, first_y, arrays, strides, sizes, score)
                             for y in range(width):
                                 part = ds_smem[s_k + y]
                                 if keys_summed:

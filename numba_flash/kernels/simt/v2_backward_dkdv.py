@@ -17,6 +17,7 @@ lengths: threads past the last key take part in loads and barriers and store not
 from numba import cuda
 
 from ...ptx import shared
+from .. import score
 from ..score import At, positions, weights
 from ..steps import elements, rows, tiles
 from ..steps.plain import key_queries, key_tiles
@@ -29,13 +30,14 @@ def make(config):
     kv_at, qdo_at, weights_at, derivative_at, _ = config.shared_offsets()
     width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
     write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
+    drops = config.seeded
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
     load_k = tiles.loader(load, compute(0), tile_n, kv_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, kv_row, head_dim_v)
     load_q = tiles.loader(load, compute(0), tile_m, width, head_dim)
     load_do = tiles.loader(load, compute(0), tile_m, width, head_dim_v)
-    keys_and_start, weight = positions.make(config), weights.make(config)
+    keys_and_start, weight, count = positions.make(config), weights.make(config), score.make(config).count
     at_once = rows.at_once(tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, tile_m, config.dtype, compute)
@@ -116,10 +118,19 @@ def make(config):
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                            ds = p * (weights_smem[s_y + row] - arrays.delta[lse_base + first_row + row])
+                            at = At(b, h, first_row + row, k_index, first_row + row + q_start)
+                            once = count(at, arrays, sizes, score)
+                            dp = weights_smem[s_y + row] * once if once != 0 else compute(0)
+                            ds = p * (dp - arrays.delta[lse_base + first_row + row])
                             if varies:
                                 ds *= derivative_smem[s_p + row]
                         weights_smem[s_y + row] = ds
+                if drops:
+                    cuda.syncthreads()  # the other thread has read P
+                    if of_p:
+                        for row in range(tile_m):
+                            at = At(b, h, first_row + row, k_index, first_row + row + q_start)
+                            weights_smem[s_y + row] *= count(at, arrays, sizes, score)
                 if counts:  # lines 10 and 11
                     add_rows(acc, weights_smem, s_y, qdo_smem, second)
 

@@ -85,7 +85,7 @@ def make(config):
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 5 to 8: dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
-                share += ds_row(own_row, tiles_of_row, first_y, arrays, strides, score)
+                share += ds_row(own_row, tiles_of_row, first_y, arrays, strides, sizes, score)
                 if write_dq:  # line 9: dQ_i[k, :] += dS[k, :] K_j
                     add_k(dq_k, ds_smem, s_k, k_smem, 0)
 

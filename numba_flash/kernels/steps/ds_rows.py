@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ..score import At, by_head, weights
+from ..score import make as make_score
 from . import elements, rows
 from .inlined import inlined
 
@@ -44,12 +45,12 @@ def make(config, of_product):
     compute = elements.COMPUTE_TYPES[config.dtype]
     of_number = by_head(config)
     has_number = of_number is not None
-    weight = weights.make(config)
+    weight, count = weights.make(config), make_score(config).count
     at_once = rows.at_once(tile_n, config.dtype)
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
     @inlined
-    def ds_row(row, tiles, first_y, arrays, strides, score):
+    def ds_row(row, tiles, first_y, arrays, strides, sizes, score):
         """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen.
 
         Returns the sum of dS times the score's derivative by an option's number of the head (Stage.by_head): the
@@ -68,7 +69,9 @@ def make(config, of_product):
                     at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
                     p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                        ds = p * (dp_part[u] - row.delta)
+                        counts = count(at, arrays, sizes, score)
+                        dp = dp_part[u] * counts if counts != 0 else compute(0)  # not NaN, where it does not count
+                        ds = p * (dp - row.delta)
                         if has_number:
                             share += ds * of_number(at)
                         if of_product:

@@ -9,7 +9,7 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import shfl
-from ..score import at_scores, fragments
+from ..score import At, at_scores, counts, fragments
 from ..score.stage import FragmentAt
 from . import elements, lse_delta
 from .inlined import inlined
@@ -26,6 +26,7 @@ def make(config):
     row_term = fragments.chain(config).row_term
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    count = counts.make(config)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,
@@ -78,14 +79,16 @@ def make(config):
                             here = FragmentAt(term, float32(query + q_start - key), bias)
                             p, derivative = weight_or_zero(product, here, score, lse)
                         if p != 0:
+                            counts = count(At(b, h, query, key, query + q_start), arrays, sizes, score)
                             ds = float32(0)
                             if of_dk:
+                                dp = dp * counts if counts != 0 else float32(0)
                                 ds = p * (dp + minus_delta) * score.scale * derivative
-                            if of_dv:
+                            if of_dv and counts != 0:
                                 for c in range(parts_v):
                                     x = int32(lane + 32 * c)
                                     if x < head_dim_v:
-                                        row_dv[c] += p * load(arrays.do, do_at + x)
+                                        row_dv[c] += p * counts * load(arrays.do, do_at + x)
                             if ds != 0:
                                 for c in range(parts):
                                     x = int32(lane + 32 * c)

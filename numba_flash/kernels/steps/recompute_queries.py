@@ -5,7 +5,7 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import shfl
-from ..score import at_scores, fragments
+from ..score import At, at_scores, counts, fragments
 from ..score.stage import FragmentAt
 from . import elements, lse_delta
 from .inlined import inlined
@@ -19,6 +19,7 @@ def make(config):
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    count = counts.make(config)
     bfly, inf = shfl.bfly_f32, float32(math.inf)
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,
@@ -63,6 +64,8 @@ def make(config):
                         dp += bfly(dp, distance)
                     here = FragmentAt(term, float32(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
+                    counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)
+                    dp = dp * counts if counts != 0 else float32(0)  # not NaN of a key whose weight was dropped
                     ds = p * (dp + minus_delta) * score.scale * derivative
                     if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):

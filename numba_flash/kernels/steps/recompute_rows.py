@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ...ptx import ld_st, shfl
-from ..score import At, at_scores, fragment_functions, fragments
+from ..score import At, at_scores, counts, fragment_functions, fragments
 from ..score.stage import FragmentAt
 from . import elements
 from .inlined import inlined
@@ -32,7 +32,7 @@ def make(config, warp_rows):
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
-    apply_functions = fragment_functions.make(config).apply_alone
+    apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
     bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
@@ -71,6 +71,7 @@ def make(config, warp_rows):
                         product, seen = apply_functions(product, at, arrays, strides, score)
                     bias = added(tile.b, head, index, key, arrays, strides)
                     p = exponential(value(product, FragmentAt(term, float32(q_pos - key), bias), score) - lse)
+                    p *= count(At(tile.b, head, index, key, q_pos), arrays, sizes, score)
                     if p != 0 and seen:
                         for c in range(columns):
                             x = int64(lane + 32 * c)

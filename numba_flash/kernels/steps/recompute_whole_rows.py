@@ -7,7 +7,7 @@ or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32
 from numba import cuda, int32, int64
 
 from ...ptx import ld_st
-from ..score import fragments, sum_terms
+from ..score import At, counts, fragments, sum_terms
 from ..score.stage import LOG2_E, FragmentAt
 from . import elements, fragment_softmax, numbers
 from .inlined import inlined
@@ -34,6 +34,7 @@ def make(config, warp_rows):
     chain = fragments.chain(config)
     value, row_term = chain.value, chain.row_term
     row_start, log2_e = sum_terms.start(config), real(LOG2_E)
+    count = counts.make(config)
     load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
 
     @inlined
@@ -75,6 +76,7 @@ def make(config, warp_rows):
                     if s != minus_inf:
                         p = exp2(s - m)
                         l += p
+                        p *= count(At(tile.b, head, index, key, q_pos), arrays, sizes, score)
                         if p != 0:
                             for c in range(columns):
                                 x = int64(lane + 32 * c)

@@ -26,10 +26,10 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragment_functions, fragments, sum_terms
+from ..score import counts, fragment_functions, fragments, sum_terms
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -39,7 +39,8 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
 from . import barriers, producer
-from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, B, H
+from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, STOP, WORK, B, H
+from .work_tile import position, tile_of, word
 
 
 def make(config):
@@ -56,10 +57,7 @@ def make(config):
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
     scores_finished = config.scores_finished
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
-    o_parts, o_bytes = (
-        -(-head_dim_v_padded // o_columns),
-        32 * o_columns,
-    )  # bytes of a warp's rows that are staged at a time
+    o_parts, o_bytes = -(-head_dim_v_padded // o_columns), 32 * o_columns  # of a warp's rows that are staged at a time
     padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
 
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -81,7 +79,7 @@ def make(config):
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
     thread_index = special.thread_index
-    load_shared, store_shared, store_shared_v4 = ld_st.load_b32, ld_st.store_b32, ld_st.store_v4
+    store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
     address, shared_address = memory.address, shared.address
 
     places, work_tile_of = barriers.make(config)
@@ -98,6 +96,7 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
+    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, 1, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -194,9 +193,10 @@ def make(config):
         done_with_scores(base, elected, last, n, seen)
 
     @inlined
-    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n):
+    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n, j, work_tile, arrays, sizes):
         """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
         moved = softmax(acc_s, m, l, alpha, scale_log2)
+        drop_some(j, work_tile, acc_s, arrays, sizes)
         wait_all()
         pin_o(acc_o)
         consumer_release(base, V_EMPTY, n - 1, elected)
@@ -208,17 +208,6 @@ def make(config):
         """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
-
-    @inlined
-    def word(place):
-        """A word of a work tile. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas
-        keeps descriptors and counts in uniform registers only where it knows that a warp stays together."""
-        return int32(idx_b32(load_shared(int32(place)), 0))
-
-    @inlined
-    def position(work_tile):
-        """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
-        return int64(word(work_tile + POS_HIGH)) << int64(32) | int64(uint32(word(work_tile + POS_LOW)))
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -242,11 +231,6 @@ def make(config):
             mask_scores(acc_s, mask_bits)
 
     @inlined
-    def tile_of(work_tile):
-        """The QueryTile that a work tile describes."""
-        return QueryTile(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), int32(0))
-
-    @inlined
     def apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score):
         """The caller's own functions on the scores of key tile j."""
         first_row, lane = rows_of_lane()
@@ -256,6 +240,17 @@ def make(config):
             acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, arrays, strides,
             score,
         )  # fmt: skip
+
+    @inlined
+    def drop_some(j, work_tile, acc_s, arrays, sizes):
+        """P of key tile j <- 0 where it does not count."""
+        if drops:
+            kept = cuda.local.array(kept_words, uint32)
+            first_row, lane = rows_of_lane()
+            b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
+            first_key = int32(j * tile_n + first_column_of(lane))
+            kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+            drop(acc_s, kept)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -322,6 +317,7 @@ def make(config):
                     finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
+            drop_some(j, work_tile, acc_s, arrays, sizes)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -346,7 +342,10 @@ def make(config):
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    weights(
+                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
+                        sizes,
+                    )  # fmt: skip
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
@@ -366,7 +365,10 @@ def make(config):
                         mask_scores(acc_s, mask_bits)
                     elif has_mask:
                         mask_some(acc_s, mask_bits, shown_bits)
-                    weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken)
+                    weights(
+                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
+                        sizes,
+                    )  # fmt: skip
                     taken = int32(taken + 1)
                     j = int32(j - 1)
 
@@ -394,6 +396,8 @@ def make(config):
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             inverse_l, lse = alpha, distance  # the same registers, free by now
             finish(m, l, inverse_l, lse)
+            if drops:
+                count_kept(inverse_l, score)
             some_nonfinite = uint32(0)
             nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
             for r in range(2):
@@ -437,19 +441,8 @@ def make(config):
                     store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
             else:
                 warp_sync()  # the states of a warp's rows are there for all of its lanes
-                write_rows(
-                    lane_row,
-                    lane_column,
-                    lane,
-                    base + row_states_at,
-                    acc_o,
-                    inverse_l,
-                    words,
-                    tile,
-                    arrays,
-                    strides,
-                    sizes,
-                )
+                states = base + row_states_at
+                write_rows(lane_row, lane_column, lane, states, acc_o, inverse_l, words, tile, arrays, strides, sizes)
             if any_lane(some_nonfinite) != 0:
                 tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
                 recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)

@@ -104,13 +104,20 @@ def run(
     toolchain.cuda()
     from .global_memory import GlobalMemory  # Numba comes in with it
 
-    pointers = [None if array is None else Pointer(host_view(array)) for array in arrays]
-    memory = GlobalMemory(pointers, tensor_maps)
+    pointers = [_given(array) for array in arrays]
+    memory = GlobalMemory([x if isinstance(x, Pointer) else None for x in pointers], tensor_maps)
     first = (np.uint64(0),) if tensor_maps else ()
     with _one_at_a_time:
         given = [type(arrays)(*pointers)] if hasattr(arrays, "_fields") else pointers
         arguments = (*first, *given, *[_typed(value) for value in values])
         _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, arguments)
+
+
+def _given(array: Any) -> Any:
+    """A pointer to an array; and a number that stands in a pointer's place as itself."""
+    if isinstance(array, Array):
+        return Pointer(host_view(array))
+    return None if array is None else np.uint64(array.pointer)
 
 
 def _typed(value: Any) -> Any:

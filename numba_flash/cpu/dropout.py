@@ -1,0 +1,56 @@
+"""Dropout on a panel of the CPU rung (compiled); kernels/score/counts.py says which weights it leaves out."""
+
+# mypy: ignore-errors
+
+import numpy as np
+
+from . import plan as slot
+from .elements import INT, compiled
+from .panel import take_places
+from .vectors.build import load, store
+
+ROUNDS = 7
+LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+MULTIPLIER, OTHER_MULTIPLIER = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL, OTHER_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+@compiled
+def random_words(seed, keys, q_pos, h, b):
+    """Philox 4x32: four words of 32 bits, each in 64, of one counter."""
+    x, y, z, w = np.uint64(keys) & LOW, np.uint64(q_pos) & LOW, np.uint64(h) & LOW, np.uint64(b) & LOW
+    key, other = seed & LOW, seed >> HALF
+    for _ in range(ROUNDS):
+        first, second = x * MULTIPLIER, z * OTHER_MULTIPLIER
+        x, y = (second >> HALF) ^ y ^ key, second & LOW
+        z, w = (first >> HALF) ^ w ^ other, first & LOW
+        key, other = (key + WEYL) & LOW, (other + OTHER_WEYL) & LOW
+    return x, y, z, w
+
+
+@compiled
+def count_one(x, key, keys, r, width, word, below, kept, zero):
+    """x (keys, width) of a key, if it is one of the panel's, and row r."""
+    if 0 <= key and key < keys:
+        store(x, key * width + r, zero if word < below else load(x, key * width + r, zero) * kept)
+
+
+@compiled
+def count(x, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """x (keys, width) <- as often as each weight counts: 0, whatever was there, or 1 / (1 - dropout_p) times.
+
+    For keys from key0, `rows` rows of a panel; places: room for two int64 numbers of each.
+    """
+    take_places(places, first_row, rows, width, kv_head, offset, plan)
+    seed = np.uint64(load(pointers, load(plan, slot.SEED_POINTER, INT), INT))
+    below, kept = np.uint64(load(plan, slot.DROP_BELOW, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
+    for r in range(rows):
+        q_pos, head = load(places, r, INT), load(places, width + r, INT)
+        for block in range(key0 >> 5, (key0 + keys + 31) >> 5):  # of 32 keys, 4 of which have one counter
+            for lane in range(8):
+                words = random_words(seed, block << 3 | lane, q_pos, head, b)
+                key = (block << 5) + lane - key0
+                count_one(x, key, keys, r, width, words[0], below, kept, zero)
+                count_one(x, key + 8, keys, r, width, words[1], below, kept, zero)
+                count_one(x, key + 16, keys, r, width, words[2], below, kept, zero)
+                count_one(x, key + 24, keys, r, width, words[3], below, kept, zero)

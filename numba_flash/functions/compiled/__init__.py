@@ -1,0 +1,120 @@
+"""The numbers of a user's function where Numba compiles it, for a GPU or for the CPU: types, and code by rules.py.
+
+Plain numbers would not do. Numba makes float64 of a float32 and any whole number, and of whole / whole, and Python's
+constants are float64: a kernel in float32 would compute in float64, at 1/64 of the speed on most GPUs. A Number is a
+whole number, a real one, or a real one with its derivative (dual), that knows the type to compute in.
+
+The function is built anew with stand-ins for builtins and math (function.py), which this file types and lowers. Nothing
+here is compiled from Python: an operation becomes LLVM instructions at once, so a function compiles in a tenth of a
+second.
+"""
+
+from typing import Any
+
+from numba.core import cgutils, errors, types
+from numba.core.extending import intrinsic
+from numba.core.typing import signature
+
+from ..function import MARK, Function
+from . import operators  # noqa: F401 - it tells Numba
+from .code import Code
+from .number_types import BASES, Number, Table, kind_of, words
+from .number_types import READS as READS
+from .stand_ins import stand_ins as stand_ins
+from .tables import scope_of_scores as scope_of_scores
+
+
+def as_number(kind: str, base_name: str) -> Any:
+    """-> number(x): x as a Number; a dual one has the derivative 1."""
+    base = BASES[base_name]
+
+    @intrinsic
+    def number(typingctx: Any, x: Any) -> Any:
+        t = Number(kind, base)
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            if kind == "whole":
+                return code.made(t, code.whole(sig.args[0], args[0]))
+            x = code.of(sig.args[0], args[0]).x.value
+            return code.made(t, x, code.one.value)
+
+        return signature(t, x), codegen
+
+    return number
+
+
+def as_table(dtype: str, ndim: int, base_name: str) -> Any:
+    """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements."""
+    base = BASES[base_name]
+
+    @intrinsic
+    def table(typingctx: Any, pointer: Any, sizes: Any) -> Any:
+        t = Table(dtype, pointer.dtype, ndim, base)
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            numbers = cgutils.unpack_tuple(builder, args[1])
+            made = cgutils.create_struct_proxy(t)(context, builder)
+            made.data = args[0]
+            made.shape, made.strides = (
+                context.make_tuple(builder, types.UniTuple(types.int64, ndim), part)
+                for part in (numbers[:ndim], numbers[ndim:])
+            )
+            return made._getvalue()
+
+        return signature(t, pointer, sizes), codegen
+
+    return table
+
+
+def result(option: str, base_name: str, function: Function) -> Any:
+    """-> result(x): what the function gave, as a plain number of the computing type, or with its derivative."""
+    base = BASES[base_name]
+
+    @intrinsic
+    def value(typingctx: Any, x: Any) -> Any:
+        _check_score(option, function, x)
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return Code(context, builder, base).of(sig.args[0], args[0]).x.value
+
+        return signature(base, x), codegen
+
+    return value
+
+
+def derivative(option: str, base_name: str, function: Function) -> Any:
+    """-> derivative(x): that of what the function gave."""
+    base = BASES[base_name]
+
+    @intrinsic
+    def slope(typingctx: Any, x: Any) -> Any:
+        _check_score(option, function, x)
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            found = code.of(sig.args[0], args[0]).d
+            return code.zero.value if found is None else found.value
+
+        return signature(base, x), codegen
+
+    return slope
+
+
+def truth_of(option: str, function: Function) -> Any:
+    """-> truth(x): what a mask function gave."""
+
+    @intrinsic
+    def truth(typingctx: Any, x: Any) -> Any:
+        if types.unliteral(x) != types.boolean:
+            raise errors.TypingError(
+                f"{MARK}{option} must return True or False, but {function.where} returns {words(x)}"
+            )
+        return signature(types.boolean, x), lambda context, builder, sig, args: args[0]
+
+    return truth
+
+
+def _check_score(option: str, function: Function, x: Any) -> None:
+    if kind_of(x) is None or types.unliteral(x) == types.boolean:
+        raise errors.TypingError(f"{MARK}{option} must return a number, but {function.where} returns {words(x)}")

@@ -1,0 +1,181 @@
+"""LLVM code for numbers, made by Python's operators: what rules.py computes with where a function is compiled."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.typing import signature
+
+from .. import on_cpu
+from ..rules import Pair
+from .number_types import Number
+
+
+class Value:
+    """A value of the code that is being made, with Python's operators; Python's own numbers are constants."""
+
+    def __init__(self, code: "Code", value: Any):
+        self.code, self.value = code, value
+
+    def _constant(self, other: Any) -> Any:
+        return other.value if isinstance(other, Value) else ir.Constant(self.value.type, float(other))
+
+    def _do(self, what: str, other: Any, turned: bool = False) -> "Value":
+        one, two = self.value, self._constant(other)
+        return Value(self.code, getattr(self.code.builder, what)(*((two, one) if turned else (one, two))))
+
+    def _ask(self, what: str, other: Any) -> "Value":
+        compare = self.code.builder.fcmp_unordered if what == "!=" else self.code.builder.fcmp_ordered
+        return Value(self.code, compare(what, self.value, self._constant(other)))
+
+    def __neg__(self) -> "Value":
+        return self._do("fsub", -0.0, turned=True)  # NVVM has no fneg
+
+    def __and__(self, other: Any) -> "Value":
+        return Value(self.code, self.code.builder.and_(self.value, other.value))
+
+    def __xor__(self, other: Any) -> "Value":
+        return Value(self.code, self.code.builder.xor(self.value, other.value))
+
+    def __add__(self, other: Any) -> "Value":
+        return self._do("fadd", other)
+
+    def __sub__(self, other: Any) -> "Value":
+        return self._do("fsub", other)
+
+    def __rsub__(self, other: Any) -> "Value":
+        return self._do("fsub", other, turned=True)
+
+    def __mul__(self, other: Any) -> "Value":
+        return self._do("fmul", other)
+
+    def __truediv__(self, other: Any) -> "Value":
+        return self._do("fdiv", other)
+
+    def __rtruediv__(self, other: Any) -> "Value":
+        return self._do("fdiv", other, turned=True)
+
+    def __lt__(self, other: Any) -> "Value":
+        return self._ask("<", other)
+
+    def __gt__(self, other: Any) -> "Value":
+        return self._ask(">", other)
+
+    def __eq__(self, other: Any) -> "Value":  # type: ignore[override]
+        return self._ask("==", other)
+
+    def __ne__(self, other: Any) -> "Value":  # type: ignore[override]
+        return self._ask("!=", other)
+
+    __radd__, __rmul__, __hash__ = __add__, __mul__, None  # type: ignore[assignment]
+
+
+class Code:
+    """Where code is made, and `f` of rules.py."""
+
+    def __init__(self, context: Any, builder: Any, base: Any):
+        self.context, self.builder, self.base = context, builder, base
+        self.zero, self.one = self.number(0), self.number(1)
+
+    def number(self, x: float) -> Value:
+        return Value(self, ir.Constant(self.context.get_value_type(self.base), float(x)))
+
+    def __getattr__(self, name: str) -> Callable[..., Value]:
+        """A function of math, by the target's own code for it, or on a CPU by code that it has vectors for."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in on_cpu.FUNCTIONS and not self.on_gpu:
+            return lambda x: on_cpu.FUNCTIONS[name](x, self)
+        return functools.partial(self._by_target, name)
+
+    def _by_target(self, name: str, *values: Value) -> Value:
+        own = signature(self.base, *[self.base] * len(values))
+        made = self.context.get_function(getattr(math, name), own)
+        return Value(self, made(self.builder, [v.value for v in values]))
+
+    def where(self, condition: Value, x: Value, y: Value) -> Value:
+        return Value(self, self.builder.select(condition.value, x.value, y.value))
+
+    def fmod(self, x: Value, y: Value) -> Value:
+        if self.on_gpu:  # whose own frem is one of approximate divisions
+            return self._by_target("fmod", x, y)
+        return Value(self, self.builder.frem(x.value, y.value))
+
+    @property
+    def on_gpu(self) -> bool:
+        return "nvptx" in self.builder.module.triple
+
+    def _by_intrinsic(self, name: str, x: Value) -> Value:
+        """One instruction, by LLVM's name for it, or by that of libdevice, where NVVM does not know LLVM's."""
+        kind, module = x.value.type, self.builder.module
+        if self.on_gpu:
+            library = f"__nv_{name}" + ("f" if self.base is types.float32 else "")
+            declared = cgutils.get_or_insert_function(module, ir.FunctionType(kind, [kind]), library)
+        else:
+            declared = module.declare_intrinsic(f"llvm.{name}", [kind])
+        return Value(self, self.builder.call(declared, [x.value]))
+
+    # Bits of a number, for on_cpu.py.
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.base is types.float32 else 8
+
+    def _format(self) -> tuple[Any, int, int]:
+        """The whole number as large as one, its bits of mantissa, and what is added to its exponent."""
+        return (ir.IntType(32), 23, 127) if self.bytes == 4 else (ir.IntType(64), 52, 1023)
+
+    def power_of_2(self, n: Value) -> Value:
+        """2^n of a whole number, as large as that of a normal one."""
+        kind, mantissa, bias = self._format()
+        exponent = self.builder.add(self.builder.fptosi(n.value, ir.IntType(32)), ir.Constant(ir.IntType(32), bias))
+        bits = self.builder.shl(exponent if self.bytes == 4 else self.builder.zext(exponent, kind), kind(mantissa))
+        return Value(self, self.builder.bitcast(bits, self.zero.value.type))
+
+    def parts(self, x: Value) -> tuple[Value, Value]:
+        """x, a normal number above 0, as m * 2^n with m in [1/2, 1)."""
+        (kind, mantissa, bias), builder = self._format(), self.builder
+        bits = builder.bitcast(x.value, kind)
+        exponent = builder.sub(builder.and_(builder.lshr(bits, kind(mantissa)), kind(2 * bias + 1)), kind(bias - 1))
+        half = builder.or_(builder.and_(bits, kind(2**mantissa - 1)), kind((bias - 1) << mantissa))
+        real = self.zero.value.type
+        exponent = exponent if self.bytes == 4 else builder.trunc(exponent, ir.IntType(32))
+        return Value(self, builder.bitcast(half, real)), Value(self, builder.sitofp(exponent, real))
+
+    floor = functools.partialmethod(_by_intrinsic, "floor")
+    ceil = functools.partialmethod(_by_intrinsic, "ceil")
+    trunc = functools.partialmethod(_by_intrinsic, "trunc")
+    rint = functools.partialmethod(_by_intrinsic, "rint")
+    fabs = functools.partialmethod(_by_intrinsic, "fabs")
+    sqrt = functools.partialmethod(_by_intrinsic, "sqrt")
+
+    def of(self, t: Any, value: Any) -> Pair:
+        """A number of any type as what rules.py computes with."""
+        if isinstance(t, Number):
+            members = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value)
+            if t.kind == "whole":
+                return Pair(Value(self, self.builder.sitofp(members.x, self.zero.value.type)))
+            return Pair(Value(self, members.x), Value(self, members.d) if t.kind == "dual" else None)
+        return Pair(Value(self, self.context.cast(self.builder, value, t, self.base)))
+
+    def whole(self, t: Any, value: Any) -> Any:
+        """A whole number of any type as an int64."""
+        if isinstance(t, Number):
+            return cgutils.create_struct_proxy(t)(self.context, self.builder, value=value).x
+        return self.context.cast(self.builder, value, t, types.int64)
+
+    def made(self, t: Any, x: Any, d: Any = None) -> Any:
+        """A number of type t."""
+        if t == types.boolean:
+            return x
+        members = cgutils.create_struct_proxy(t)(self.context, self.builder)
+        members.x = x
+        if t.kind == "dual":
+            members.d = self.zero.value if d is None else d
+        return members._getvalue()
+
+    def given(self, t: Any, pair: Pair) -> Any:
+        return self.made(t, pair.x.value, pair.d and pair.d.value)

@@ -1,0 +1,180 @@
+"""Arrays that functions read: x[i], x.shape, len(x), and range() of their sizes. Importing it tells Numba."""
+
+import itertools
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, errors, types
+from numba.core.extending import lower_builtin, lower_getattr
+from numba.core.typing import signature
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+
+from ..function import MARK
+from .code import Code
+from .number_types import READS, Number, Table, kind_of
+from .operators import numbers_of, typed
+
+
+def scope_of_scores(module: Any) -> Any:
+    """LLVM's name for memory that scores lie in, on a CPU."""
+    domain = module.add_metadata(["numba_flash"])
+    return module.add_metadata([module.add_metadata(["numba_flash scores", domain])])
+
+
+def _load(code: Code, t: Table, pointer: Any) -> Any:
+    """An element, in the type that is computed in."""
+    builder, context = code.builder, code.context
+    if t.dtype == "float16" and code.on_gpu:
+        half = builder.load(builder.bitcast(pointer, ir.HalfType().as_pointer()))
+        value = builder.fpext(half, code.zero.value.type)
+        return code.made(Number("real", t.base), value)
+    value = builder.load(pointer)
+    if not code.on_gpu:
+        value.set_metadata("noalias", scope_of_scores(builder.module))
+    if t.dtype == "bfloat16":
+        bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        value, found = builder.bitcast(bits, ir.FloatType()), types.float32
+        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
+    if t.dtype == "float16":  # not every CPU has an instruction for it
+        return code.made(Number("real", t.base), _from_half(code, value))
+    if t.dtype == "bool":
+        return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
+    kind = "real" if t.dtype.startswith("float") else "whole"
+    to = t.base if kind == "real" else types.int64
+    return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
+
+
+def _from_half(code: Code, bits: Any) -> Any:
+    """A float16 in the type that is computed in. Times 2^112 its exponent is float32's, and subnormal numbers too."""
+    builder, i32 = code.builder, ir.IntType(32)
+    bits = builder.zext(bits, i32)
+    magnitude = builder.shl(builder.and_(bits, i32(0x7FFF)), i32(13))
+    large = builder.fmul(builder.bitcast(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
+    special = builder.or_(magnitude, i32(0x7F800000))  # infinite, or NaN
+    is_special = builder.icmp_unsigned(">=", magnitude, i32(0x7C00 << 13))
+    size = builder.select(is_special, special, builder.bitcast(large, i32))
+    found = builder.bitcast(builder.or_(builder.shl(builder.and_(bits, i32(0x8000)), i32(16)), size), ir.FloatType())
+    return code.context.cast(builder, found, types.float32, code.base)
+
+
+def _members(t: Any) -> list[Any]:
+    """The types of a tuple's members."""
+    return list(t)
+
+
+def _read(t: Any, index: Any) -> Any:
+    if not isinstance(t, Table):
+        return None
+    indices: list[Any] = _members(index) if isinstance(index, types.BaseTuple) else [index]
+    if any(kind_of(i) != "whole" for i in indices):
+        raise errors.TypingError(f"{MARK}an aux array is read at whole numbers, and int() makes one of another")
+    if len(indices) > t.ndim:
+        raise errors.TypingError(
+            f"{MARK}an aux array has {t.ndim} dimensions, and it is read at {len(indices)} numbers"
+        )
+    left = t.ndim - len(indices)
+    if left:
+        return Table(t.dtype, t.element, left, t.base, t.recorded)
+    if t.recorded:
+        return Number("dual", t.base)
+    kind = "real" if "float" in t.dtype else "whole"
+    return types.boolean if t.dtype == "bool" else Number(kind, t.base)
+
+
+typed(operator.getitem, _read)
+
+
+@lower_builtin(operator.getitem, Table, types.Any)
+def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    t, index = sig.args
+    code = Code(context, builder, t.base)
+    table = cgutils.create_struct_proxy(t)(context, builder, value=args[0])
+    shape, strides = (cgutils.unpack_tuple(builder, x) for x in (table.shape, table.strides))
+    if isinstance(index, types.BaseTuple):
+        indices = zip(_members(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
+    else:
+        indices = zip([index], [args[1]], strict=True)
+    offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)
+    owed, owed_strides = zero, (zero,) * t.ndim
+    if t.recorded:
+        owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
+    for axis, (kind, value) in enumerate(indices):
+        at = code.whole(kind, value)
+        at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
+        if not code.on_gpu:  # where others use the memory beyond: the nearest element
+            last = builder.sub(shape[axis], ir.Constant(at.type, 1))
+            at = builder.select(builder.icmp_signed(">", at, last), last, at)
+            at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
+        offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
+        if t.recorded:
+            owed = builder.add(owed, builder.mul(at, owed_strides[axis]))
+    pointer = builder.gep(table.data, [offset])
+    if count == t.ndim:
+        return _recorded(code, t, _load(code, t, pointer), table.state, owed) if t.recorded else _load(code, t, pointer)
+    part = cgutils.create_struct_proxy(sig.return_type)(context, builder)
+    part.data = pointer
+    part.shape = cgutils.pack_array(builder, shape[count:])
+    part.strides = cgutils.pack_array(builder, strides[count:])
+    if t.recorded:
+        part.owed, part.state = owed, table.state
+        part.owed_strides = cgutils.pack_array(builder, owed_strides[count:])
+    return part._getvalue()
+
+
+def _recorded(code: Code, t: Table, found: Any, state: Any, owed: Any) -> Any:
+    """An element as a dual number, with READS brought up to date."""
+    builder, i64 = code.builder, ir.IntType(64)
+    reads = builder.inttoptr(state, i64.as_pointer())
+    at = [builder.gep(reads, [i64(number)]) for number in range(READS)]
+    number = builder.load(at[0])
+    hit = builder.icmp_signed("==", number, builder.load(at[1]))
+    builder.store(builder.add(number, i64(1)), at[0])
+    builder.store(builder.select(hit, owed, builder.load(at[2])), at[2])
+    x = code.of(Number("real", t.base), found).x.value
+    return code.made(Number("dual", t.base), x, builder.select(hit, code.one.value, code.zero.value))
+
+
+@infer_getattr
+class _TableAttributes(AttributeTemplate):
+    key = Table
+
+    def resolve_shape(self, t: Table) -> Any:
+        return types.UniTuple(Number("whole", t.base), t.ndim)
+
+
+@lower_getattr(Table, "shape")
+def _shape(context: Any, builder: Any, t: Any, value: Any) -> Any:
+    code = Code(context, builder, t.base)
+    table = cgutils.create_struct_proxy(t)(context, builder, value=value)
+    whole = Number("whole", t.base)
+    sizes = [code.made(whole, x) for x in cgutils.unpack_tuple(builder, table.shape)]
+    return context.make_tuple(builder, types.UniTuple(whole, t.ndim), sizes)
+
+
+def _counts(*args: Any) -> Any:
+    found = numbers_of(*args)
+    if found and found[0] != ("whole",) * len(args):
+        raise errors.TypingError(f"{MARK}range() takes whole numbers, and int() makes one of another")
+    return types.range_state64_type if found else None
+
+
+def _range(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    code = Code(context, builder, next(t.base for t in sig.args if isinstance(t, Number)))
+    plain = context.get_function(range, signature(sig.return_type, *[types.int64] * len(args)))
+    return plain(builder, list(map(code.whole, sig.args, args)))
+
+
+typed(range, _counts)
+for _count in (1, 2, 3):
+    for _pattern in itertools.product((Number, types.Any), repeat=_count):
+        if Number in _pattern:
+            lower_builtin(range, *_pattern)(_range)
+typed(len, lambda t: Number("whole", t.base) if isinstance(t, Table) else None)
+
+
+@lower_builtin(len, Table)
+def _length(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    table = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=args[0])
+    size = cgutils.unpack_tuple(builder, table.shape)[0]
+    return Code(context, builder, sig.return_type.base).made(sig.return_type, size)

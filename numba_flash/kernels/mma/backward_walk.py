@@ -1,0 +1,178 @@
+"""How a block of backward_dkdv.py walks over the query tiles that see its keys, of each head of the group in turn.
+
+What a tile needs to know is kept in shared memory and read again for each: kept in registers through the loop, it would
+cost those that S needs. Heads are counted from behind, so that `heads_left` says which one it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import float32, int32, int64
+
+from ...config.forward import ITEM_SIZE
+from ...ptx import memory
+from ..score import counts, fragments
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
+from ..score.reads import Origin
+from ..steps import block_state, lse_delta
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, key_queries
+from ..steps.tiles import row_base
+
+
+class Walk(NamedTuple):
+    """Device functions. i: a query tile of the head that `heads_left` says; k_smem: where shared memory begins."""
+
+    tile_of: Callable[..., Any]
+    set_up_state: Callable[..., Any]
+    own_keys: Callable[..., Any]
+    distances: Callable[..., Any]
+    seen_columns: Callable[..., Any]
+    find_kept: Callable[..., Any]
+    term_of: Callable[..., Any]
+    queries_at: Callable[..., Any]
+    others_at: Callable[..., Any]
+    following: Callable[..., Any]
+    is_unmasked: Callable[..., Any]
+    origin_at: Callable[..., Any]
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, rows = config.tile_m, config.tile_n, config.warp_rows, config.warp_rows // 8
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = tile_m // groups  # queries of a tile with which a warp computes scores
+    *_, seen_at, state_at, _, _ = config.shared_offsets()
+    bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (state_at + n * block_state.SIZE for n in range(6))
+    read, row_term = score_reads.make(config, warp_rows // 16, part, of_keys=True), fragments.chain(config).row_term
+    reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
+    kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
+
+    @inlined
+    def first_query_of(lane, warp):
+        """The lane's first column of scores, counted in the query tile."""
+        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
+
+    @inlined
+    def tile_of(block, heads_kv, seqlen_k):
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+        head_of_all = divide(block, n_tiles)
+        b = divide(head_of_all, heads_kv)
+        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
+
+    @inlined
+    def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
+        """What every tile needs to know. Heads are counted from behind, so that `heads_left` says which one it is."""
+        end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
+        if thread == 0:
+            q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
+            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            block_state.put(
+                k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
+            )
+            lse_delta_end = int64(b * sizes.heads + end_head) * (row_blocks(sizes.seqlen_q) * block_words)
+            block_state.put(
+                k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
+            )
+            block_state.put(k_smem + int32(offset_at), q_start - first_key, keys)
+            block_state.put_range(k_smem + int32(walk_at), walk[0], walk[1])
+            block_state.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
+            block_state.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
+            if reads:
+                origin = origin_of(b, end_head, first_key, arrays, strides)
+                block_state.put(k_smem + int32(reads_at), origin.bias, origin.bits)
+        if thread < tile_n:  # the queries that see a key
+            first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
+            end_query = first_query if first_key + thread >= keys else end_query
+            block_state.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
+
+    @inlined
+    def distances(i, thread, k_smem, distance):
+        """q_pos - k_pos of the lane's keys and its first column of query tile i."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
+        for r in range(rows):
+            key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(int64(i) * tile_m + first_query_of(lane, warp) + from_first_key - key)
+
+    @inlined
+    def seen_columns(i, thread, r, k_smem):
+        """Bits for those of the lane's columns of query tile i that see its key r."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
+        key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+        first_query, end_query = block_state.get_range(k_smem + int32(seen_at) + 8 * key)
+        return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
+
+    @inlined
+    def find_kept(i, heads_left, kept, k_smem, thread, arrays, sizes):
+        """kept <- which of the lane's weights of query tile i of a head count."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        b, tile = block_state.get(k_smem + int32(tile_at))
+        first_key = tile >> 32
+        first_q_pos = int64(i) * tile_m + first_query_of(lane, warp) + from_first_key + first_key
+        key = first_key + (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        kept_of(kept, first_q_pos, b, end_head - heads_left, key, arrays, sizes)
+
+    @inlined
+    def term_of(heads_left, k_smem, arrays, strides):
+        """What the scores of the head share (kernels/score/fragments.py)."""
+        b, _ = block_state.get(k_smem + int32(tile_at))
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        return row_term(b, end_head - heads_left, arrays, strides)
+
+    @inlined
+    def queries_at(i, heads_left, strides, k_smem):
+        """The address of Q of query tile i of a head."""
+        q_end, _ = block_state.get(k_smem + int32(bases_at))
+        return q_end + 2 * (int32(i * int32(tile_m)) * strides.q[2] - heads_left * strides.q[1])
+
+    @inlined
+    def others_at(i, heads_left, strides, sizes, k_smem):
+        """The addresses of dO of query tile i of a head, and of the head's lse and -delta."""
+        _, do_end = block_state.get(k_smem + int32(bases_at))
+        lse_delta_end, _ = block_state.get(k_smem + int32(lse_delta_at))
+        do_place = do_end + 2 * (int32(i * int32(tile_m)) * strides.do[2] - heads_left * strides.do[1])
+        return do_place, lse_delta_end - heads_left * (row_blocks(sizes.seqlen_q) * (4 * block_words))
+
+    @inlined
+    def following(i, heads_left, k_smem):
+        """-> (i, heads_left) of the next query tile: after the last one the first one again, of the next head."""
+        begin, stop = block_state.get_range(k_smem + int32(walk_at))
+        after = int32(i + 1)
+        last = after == stop
+        return begin if last else after, int32(heads_left - 1) if last else heads_left
+
+    @inlined
+    def is_unmasked(i, k_smem):
+        """Whether every query of tile i sees every key of the block's."""
+        free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
+        return i >= free and i < cut
+
+    @inlined
+    def origin_at(heads_left, k_smem, strides):
+        """Where the head's bias and its mask's bits begin (kernels/score/reads.py)."""
+        bias, bits = block_state.get(k_smem + int32(reads_at))
+        _, tile = block_state.get(k_smem + int32(tile_at))
+        bias, bits = (
+            bias - heads_left * (bias_item * strides.bias[1]),
+            bits - heads_left * (4 * strides.mask_bits_of_keys[1]),
+        )
+        return Origin(bias, bits, int32(tile >> 32))
+
+    @inlined
+    def own_keys(k_smem):
+        """-> (b, h_kv, first_key, the position of query 0, how many keys there are)."""
+        b, tile = block_state.get(k_smem + int32(tile_at))
+        first_key, h_kv = int32(tile >> 32), int32(tile)
+        from_first_key, keys = block_state.get(k_smem + int32(offset_at))
+        return b, h_kv, first_key, from_first_key + first_key, keys
+
+    state = (tile_of, set_up_state, own_keys)
+    of_tile = (distances, seen_columns, find_kept, term_of)
+    return Walk(*state, *of_tile, queries_at, others_at, following, is_unmasked, origin_at)

@@ -1,0 +1,148 @@
+"""Dropout: some weights of a row do not count in its output, and the others count 1 / (1 - dropout_p) times as much.
+
+Which ones follows from the seed and the position alone, so it is the same in every kernel, tile and backward. The
+random bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011),
+and the seed is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits, those of the keys k, k + 8, k + 16
+and k + 24 of 32 that begin at a multiple of 32: in a fragment these are one lane's. A weight is dropped where its word
+is below dropout_p * 2^32. The maximum, the sum and lse are those without dropout.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, int32, int64, uint32, uint64
+
+from ..steps import elements
+from ..steps.inlined import inlined
+
+ROUNDS = 7
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+LOW = np.uint64(0xFFFFFFFF)
+
+
+@inlined
+def random_words(seed, keys, q_pos, h, b):
+    """Four words of 32 bits, each in 64, of one counter."""
+    x, y, z, w = uint64(keys) & LOW, uint64(q_pos) & LOW, uint64(h) & LOW, uint64(b) & LOW
+    key, other = uint64(seed) & LOW, uint64(seed) >> uint64(32)
+    for _ in range(ROUNDS):
+        first, second = x * MULTIPLIERS[0], z * MULTIPLIERS[1]
+        x, y = (second >> uint64(32)) ^ y ^ key, second & LOW
+        z, w = (first >> uint64(32)) ^ w ^ other, first & LOW
+        key, other = (key + WEYL[0]) & LOW, (other + WEYL[1]) & LOW
+    return x, y, z, w
+
+
+@inlined
+def keys_of(k_pos):
+    """Which keys share the counter of key k_pos."""
+    return ((int64(k_pos) >> int64(5)) << int64(3)) | (int64(k_pos) & int64(7))
+
+
+@inlined
+def word_of(words, k_pos):
+    """The word of key k_pos among those of its counter."""
+    place = (int64(k_pos) >> int64(3)) & int64(3)
+    low = words[0] if place == 0 else words[1]
+    return low if place < 2 else (words[2] if place == 2 else words[3])
+
+
+@functools.cache
+def make(config: Any) -> Any:
+    """-> count(at, arrays, sizes, score), a device function: what a weight counts, 0 or 1 / (1 - dropout_p)."""
+    present = config.seeded
+    compute = elements.COMPUTE_TYPES[config.dtype]
+
+    @cuda.jit(device=True)
+    def count(at, arrays, sizes, score):
+        found = compute(1)
+        if present:
+            words = random_words(arrays.seed, keys_of(at.k_index), at.q_pos, at.h, at.b)
+            found = compute(0) if word_of(words, at.k_index) < uint64(sizes.drop_below) else compute(score.kept_count)
+        return found
+
+    return count
+
+
+class FragmentCounts(NamedTuple):
+    """Device functions for a tile in a warp's accumulators, in the layout of fragments.py. `kept` has a bit for each of
+    the lane's scores, in the order of mask bits."""
+
+    present: bool
+    words: int  # of kept
+    of_queries: Callable[..., Any]  # kept of a tile whose rows are queries
+    of_keys: Callable[..., Any]  # kept of one whose rows are keys
+    drop: Callable[..., Any]  # p <- 0 where it does not count
+    scale: Callable[..., Any]  # (inverse_l, score): what counts, counts more
+
+
+@functools.cache
+def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
+    """Of a tile of so many columns, of which a warp has `strips` strips of 16 rows."""
+    group, blocks, rows = config.group_size, columns // 8, 2 * strips
+    words = -(-blocks // 16) * rows if config.seeded else 1
+    real = elements.COMPUTE_TYPES[config.dtype]
+    at_once = 4 if columns % 32 == 0 else 2  # blocks of 8 keys; a tile begins at a multiple of 32, or of 16
+
+    @inlined
+    def bit_of(word, below, n, i):
+        """The bit of block n's column i, where it counts."""
+        return uint32(0) if word < below else uint32(1) << uint32(2 * (n % 16) + i)
+
+    @inlined
+    def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
+        """first_key: the lane's first column's. first: the lane's first row in the query tile, whose first query is at
+        position tile_pos; h: the head of the tile's first row."""
+        below = uint64(sizes.drop_below)
+        for word in range(words):
+            kept[word] = uint32(0)
+        for r in range(rows):
+            row = int32(first + r * 8)
+            query = int32(uint32(row) // uint32(group))
+            head, q_pos = int32(h + row - query * group), int64(tile_pos + query)
+            for n in range(0, blocks, at_once):
+                bits = uint32(0)
+                for i in range(2):
+                    k_pos = int64(first_key + n * 8 + i)
+                    found = random_words(arrays.seed, keys_of(k_pos), q_pos, head, b)
+                    if at_once == 4:
+                        bits |= bit_of(found[0], below, n, i) | bit_of(found[1], below, n + 1, i)
+                        bits |= bit_of(found[2], below, n + 2, i) | bit_of(found[3], below, n + 3, i)
+                    else:
+                        begins = k_pos & int64(16) == 0
+                        bits |= bit_of(found[0] if begins else found[2], below, n, i)
+                        bits |= bit_of(found[1] if begins else found[3], below, n + 1, i)
+                kept[r * (words // rows) + n // 16] |= bits
+
+    @inlined
+    def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
+        """first_q_pos: of the lane's first column. first_key: its first row's."""
+        below = uint64(sizes.drop_below)
+        for word in range(words):
+            kept[word] = uint32(0)
+        for r in range(0, rows, 2):
+            k_pos = int64(first_key + r * 8)
+            begins = k_pos & int64(16) == 0
+            for n in range(blocks):
+                for i in range(2):
+                    found = random_words(arrays.seed, keys_of(k_pos), int64(first_q_pos + n * 8 + i), h, b)
+                    kept[r] |= bit_of(found[0] if begins else found[2], below, n, i)
+                    kept[r + 1] |= bit_of(found[1] if begins else found[3], below, n, i)
+
+    @inlined
+    def drop(p, kept):
+        for r in range(rows):
+            for n in range(blocks):
+                for i in range(2):
+                    if (kept[r * (words // rows) + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
+                        p[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = real(0)
+
+    @inlined
+    def scale(inverse_l, score):
+        for r in range(rows):
+            inverse_l[r] *= score.kept_count
+
+    return FragmentCounts(config.seeded, words, of_queries, of_keys, drop, scale)
