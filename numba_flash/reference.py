@@ -25,6 +25,7 @@ class Gradients(NamedTuple):
     dbias: Array | None  # of bias' own shape: summed over the dimensions that it is broadcast in
     dalibi_slopes: Array | None  # of the slopes' own shape
     dsinks: Array | None  # of the sinks' own shape
+    daux: dict[int, Array]  # of the arrays that functions read, by their numbers
 
 
 def visible_keys(
@@ -115,6 +116,7 @@ def backward(
     sinks: NDArray | None = None,
     dropout_p: float | None = None,
     seed: int | None = None,
+    wanted_aux: tuple[int, ...] = (),  # numbers of those of aux whose gradients are wanted
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
@@ -158,7 +160,33 @@ def backward(
             weight = np.where(lse == -np.inf, 0.0, np.exp(_of_rows(sinks) - lse))
             of_rows = np.where(weight == 0, 0.0, -weight * delta)
             dsinks = _summed(of_rows, (*sinks.shape, 1, 1))[..., 0, 0]
-    return Gradients(dq, dk, dv, dbias, dalibi_slopes, dsinks)
+        products = scale * np.einsum("bhid,bhjd->bhij", q, k) if wanted_aux else s
+        daux = _of_aux(wanted_aux, products, ds, score_mod, softcap, q_offset, aux)
+    return Gradients(dq, dk, dv, dbias, dalibi_slopes, dsinks, daux)
+
+
+def _of_aux(
+    wanted: tuple[int, ...],
+    s: Array,  # (batch, heads, seqlen_q, seqlen_k), before score_mod
+    ds: Array,  # likewise, of what meets the softmax; 0 where there is no weight
+    score_mod: Function | None,
+    softcap: float | None,
+    q_offset: NDArray | None,
+    aux: tuple[NDArray, ...],
+) -> dict[int, Array]:
+    """The gradients of what a score_mod reads: of each score what it owes to each element that was read for it."""
+    found = {number: np.zeros(aux[number].size) for number in wanted}
+    if score_mod is not None and wanted:
+        tables = [
+            numbers.RecordedTable(np.float64, array, number) if number in wanted else numbers.Table(np.float64, array)
+            for number, array in enumerate(aux)
+        ]
+        for at, where in _positions(ds != 0, q_offset):
+            y, owed = numbers.score_of(score_mod, np.float64, s[at], where, tables, False)
+            through = 1.0 if softcap is None else 1 - np.tanh(y / softcap) ** 2
+            for (number, place), slope in numbers.parts_of(owed):
+                found[number][place] += ds[at] * through * slope
+    return {number: x.reshape(aux[number].shape) for number, x in found.items()}
 
 
 def dropout_mask(

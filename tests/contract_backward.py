@@ -69,7 +69,9 @@ class Rung:
             if not self.tensor or not any(reason in str(refused) for reason in REFUSALS):
                 raise
             pytest.skip(str(refused).partition(" What would run")[0])
-        return AttentionGradients(*(x if x is None else self.back(x) for x in gradients))
+        own, daux = gradients[:-1], gradients.daux
+        daux = None if daux is None else tuple(x if x is None else self.back(x) for x in daux)
+        return AttentionGradients(*(x if x is None else self.back(x) for x in own), daux)
 
     def gradients_of(self, case):
         """Every gradient that the case has and the kernel makes."""

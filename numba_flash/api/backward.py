@@ -57,17 +57,18 @@ def attention_backward(
     final, dsinks that of the whole in each part, and dq is to be summed over the parts. lse must be
     contiguous; everything else may have any strides.
     dlse: the gradient of lse, (batch, heads, seqlen_q) in lse's dtype; None = lse was not used.
-    wanted: what to compute, names of AttentionGradients' fields; what is left out costs nothing.
+    wanted: what to compute, names of AttentionGradients' fields; what is left out costs nothing. "daux[0]" is the
+        gradient of aux[0], which is an array of real numbers, through score_mod.
     deterministic: True = the same call gives the same bits. False allows a kernel to add up in any order
         where that is faster; none does yet.
     stream: as for `attention`.
     kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu"; the rungs without a backward say what would
         run, and `explain_backward` which does and why.
 
-    Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes, dsinks) in the caller's kind of array: dq, dk, dv
-    like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
-    and dtype, summed over the dimensions in which it is broadcast, as are dalibi_slopes and dsinks. Sums are in
-    float32, for float64 in float64, and are rounded once.
+    Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes, dsinks, daux) in the caller's kind of array: dq, dk,
+    dv like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
+    and dtype, summed over the dimensions in which it is broadcast, as are dalibi_slopes and dsinks; daux a tuple as
+    long as aux, with None for what was not wanted. Sums are in float32, for float64 in float64, and are rounded once.
 
     A query that sees no key (lse -inf) gives and gets zero, as does a key that no query sees. What lies in
     positions that seqlens_k, window, causal or mask remove never reaches a gradient, even NaN and Inf.

@@ -83,10 +83,6 @@ NO_FUNCTIONS = (
     "torch.export, torch.jit.trace, make_fx, dispatch modes and FakeTensor. autograd, torch.func and torch.compile "
     "(outside of its graph) take them; bias= and mask= go into a graph"
 )
-NO_AUX_GRADIENTS = (
-    "a gradient of {0} is asked for, and gradients of aux are not implemented yet. Meanwhile: bias= has a gradient, or "
-    "pass {0} as a constant, by {1}"
-)
 NO_TANGENTS = (
     "numba_flash has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian): use "
     "reverse mode (backward, torch.func.grad, vjp, jacrev), or pass torch.autograd.forward_ad.unpack_dual(x).primal"

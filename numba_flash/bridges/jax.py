@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import arrays
-from ..arrays import Array, Layout, recording
+from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
@@ -27,7 +27,16 @@ from ..dispatch.launch import Launch
 from ..problem.forward import LAYOUTS, Problem
 from ..problem.memory import check_lengths
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NUMBERS, OPTION_ARRAYS, GradientOperands, Operands, Options
+from ..problem.options import (
+    ARRAY_NAMES,
+    GRADIENT_OF,
+    NUMBERS,
+    OPTION_ARRAYS,
+    GradientOperands,
+    Operands,
+    Options,
+    daux_name,
+)
 from ..problem.strides import contiguous_strides
 from ..select import rungs
 from ..select.arguments import aux_names
@@ -104,7 +113,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     _check(known.options, operands, return_lse)
     axes = axes_of(operands.values())
     operands = {name: varying(array, axes) for name, array in operands.items()}
-    for name in GRADIENT_OF.values():
+    for name in (*GRADIENT_OF.values(), *_gradients_of_aux(operands).values()):
         if name in operands:
             operands[name] = reverse_only(operands[name])
     try:
@@ -141,11 +150,9 @@ def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 def _forward(known: Known, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
     """What JAX differentiates comes marked; which gradients that asks for is kept as keys, which are not traced."""
-    wanted = {name: () for name, of in GRADIENT_OF.items() if of in operands and operands[of].perturbed}
-    for number, name in enumerate(_aux_of(operands)):
-        if operands[name].perturbed and jax.numpy.issubdtype(operands[name].value.dtype, jax.numpy.floating):
-            raise NotImplementedError(recording.NO_AUX_GRADIENTS.format(f"aux[{number}]", "jax.lax.stop_gradient"))
     values = {name: operand.value for name, operand in operands.items()}
+    of = GRADIENT_OF | _gradients_of_aux(values)
+    wanted = {name: () for name, array in of.items() if array in operands and operands[array].perturbed}
     o, lse = _attention(known, values)
     return (o, lse), (wanted, values, o, lse)
 
@@ -156,11 +163,12 @@ def _backward(known: Known, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dic
     given = dict(_in_order(operands), o=o, lse=lse, do=_dense(do))
     if not isinstance(dlse, jax.custom_derivatives.SymbolicZero):
         given["dlse"] = dlse
-    of = {name: operands[GRADIENT_OF[name]] for name in GRADIENT_OF if name in wanted}
+    array_of = GRADIENT_OF | _gradients_of_aux(operands)
+    of = {name: operands[array] for name, array in array_of.items() if name in wanted}
     results = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
     callback = _Backward(known, *_facts(given | results))
     found = _call(callback, tuple(given.values()), tuple(results.values()))
-    gradients_of = {GRADIENT_OF[name]: gradient for name, gradient in zip(results, found, strict=True)}
+    gradients_of = {array_of[name]: gradient for name, gradient in zip(results, found, strict=True)}
     return ({name: gradients_of.get(name) for name in operands},)
 
 
@@ -187,6 +195,16 @@ def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
     """q first; JAX hands dictionaries over in the order of the alphabet."""
     return {name: operands[name] for name in (*OPERANDS, *_aux_of(operands)) if name in operands}
+
+
+def _gradients_of_aux(operands: dict[str, Any]) -> dict[str, str]:
+    """The names of those that there can be, and of their arrays."""
+    names = enumerate(_aux_of(operands))
+    return {
+        daux_name(number): name
+        for number, name in names
+        if jax.numpy.issubdtype(operands[name].dtype, jax.numpy.floating)
+    }
 
 
 def _aux_of(names: Iterable[str]) -> tuple[str, ...]:
@@ -277,7 +295,7 @@ class _Backward(_Callback):
             optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))),
             aligned=aligned,
             bias_aligned=bias_aligned,
-            wanted=tuple(name for name in GRADIENT_OF if name in layouts),
+            wanted=tuple(name for name in layouts if name in GRADIENT_OF or name.startswith("daux")),
         )
         return found.problem.forward, found.launch
 
@@ -286,10 +304,13 @@ class _Backward(_Callback):
 def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, aligned: bool) -> _Plan:
     names, dtypes = callback.names, callback.dtypes
     aux = _aux_of(names)
+    of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
     # A function is told the batch entry, so that mapped dimensions are none of the batch's.
     folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.options.functions is not None)
     layouts = tuple(
-        arrays.jax_layout(device, shape, strides, dtype, readonly=name not in callback.results)
+        arrays.jax_layout(
+            device, shape, strides, dtype, readonly=name not in callback.results and not name.startswith("daux")
+        )
         for name, shape, strides, dtype in zip(names, folded.shapes, folded.strides, dtypes, strict=True)
     )
     sizes = [arrays.ITEM_SIZE[dtype] for dtype in dtypes]
@@ -299,7 +320,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     bias_aligned = aligned and all(starts[n] % 8 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
     forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
-    where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux))
+    where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux, *of_aux))
     return _Plan(forward, launch, where, layouts, turns)
 
 

@@ -21,7 +21,7 @@ from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options
+from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select import rungs
 from . import torch_vmap
@@ -107,10 +107,6 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
 def _run_with_functions(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kernel: str) -> Any:
     """`run` with score_mod or mask_mod, which are no arguments that an operation could have."""
     tensors, call = _taken_apart(q, k, v, options, kernel)
-    if torch.is_grad_enabled():
-        for number, x in enumerate(tensors[len(ARRAYS) :]):
-            if isinstance(x, Tensor) and x.requires_grad:
-                raise NotImplementedError(recording.NO_AUX_GRADIENTS.format(f"aux[{number}]", "detach()"))
     if torch._C._are_functorch_transforms_active():
         o, lse = _Transformed.apply(call, *tensors)
     elif torch._C._get_tracing_state() or recording.recording_mode() or not PLAIN.issuperset(map(type, tensors)):
@@ -225,7 +221,7 @@ def _all_gradients(
 ) -> list[Tensor]:
     """The gradients wanted, without None for the others."""
     found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in (*found[:-1], *(found.daux or ())) if gradient is not None]
 
 
 def _gradients_now(
@@ -248,8 +244,9 @@ def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 @functools.cache
 def _wanted(needs: tuple[bool, ...]) -> tuple[str, ...]:
-    """The gradients to compute. needs: of ARRAYS."""
-    return tuple(name for name, argument in GRADIENT_OF.items() if needs[argument])
+    """The gradients to compute. needs: of ARRAYS, and behind them of aux."""
+    of_aux = [daux_name(number) for number, needed in enumerate(needs[len(ARRAYS) :]) if needed]
+    return (*[name for name, argument in GRADIENT_OF.items() if needs[argument]], *of_aux)
 
 
 def _no_tangents(ctx: Any, *unused: Any) -> None:
@@ -273,7 +270,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         o, lse, *tensors = ctx.saved_tensors
-        call, wanted = ctx.call, _wanted(ctx.needs_input_grad[1:])
+        call, wanted, aux = ctx.call, _wanted(ctx.needs_input_grad[1:]), range(len(tensors) - len(ARRAYS))
         try:
             found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
         except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
@@ -281,8 +278,10 @@ class _Recorded(torch.autograd.Function):
                 named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
             else:
                 named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
-            found = AttentionGradients(**dict(zip(wanted, named, strict=True)))
-        of_aux = (None,) * (len(tensors) - len(ARRAYS))
+            by_name = dict(zip(wanted, named, strict=True))
+            daux = tuple(by_name.pop(daux_name(number), None) for number in aux)
+            found = AttentionGradients(**by_name, daux=daux)
+        of_aux = found.daux or (None,) * len(aux)
         return (None, *[None if n is None else found[n] for n in FOUND_AT], *of_aux)  # of the call and of the tensors
 
     jvp = staticmethod(_no_tangents)

@@ -20,13 +20,14 @@ from ..machine import forked, interrupt
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from . import backward_plan as at
+from .backward_aux import run_aux_float32, run_aux_float64
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
 from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
 from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, seeded
-from .functions import OwnFunctions, own_functions
+from .functions import OfAux, OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
 
@@ -92,6 +93,8 @@ _FUNCTIONS = {
     ("rows", True): run_phase_float64,
     ("sums", False): run_sums_float32,
     ("sums", True): run_sums_float64,
+    ("aux", False): run_aux_float32,
+    ("aux", True): run_aux_float64,
     ("terms", False): run_terms_float32,
     ("terms", True): run_terms_float64,
 }
@@ -121,17 +124,27 @@ class Ready(NamedTuple):
     long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
     functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
+    of_aux: OfAux | None
     seeded: bool
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
         those of aux."""
-        aux, seed = seeded(self.functions[0], pointers[at.AUX :], self.seeded)
+        behind = pointers[at.AUX :]
+        if self.of_aux is not None:
+            count = len(self.functions[0].places)
+            behind, results = behind[:-count], behind[-count:]
+        aux, seed = seeded(self.functions[0], behind, self.seeded)
+        if self.of_aux is not None:
+            sums = np.zeros((at.PARTS, self.of_aux.elements))
+            aux[-1] = host_pointer(sums)
         pointers = (*pointers[: at.AUX], host_pointer(aux), seed)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
             self._run(interrupt.NEVER, pointers)
+        if self.of_aux is not None:
+            self.of_aux.write(sums, results)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         shared = np.zeros(self.shared, np.int64)
@@ -171,6 +184,16 @@ def ready(problem: BackwardProblem) -> Ready:
                 functions.append(own_functions(p, derivative=False))
                 functions[-1].go_into(numbers)
             add("terms" if term else "sums", numbers, 0, scratch_bytes)
+    of_aux = None
+    if problem.wanted_aux:
+        of_aux = OfAux.of(problem)
+        if of_aux.function is not None:
+            numbers, scratch_bytes = at.make_aux_plan(problem, shape.lanes)
+            functions.append(own_functions(p, derivative=False))
+            functions[-1].go_into(numbers)
+            numbers[at.AUX_FUNCTION], numbers[at.AUX_BYTES] = of_aux.function.address, 8 * of_aux.elements
+            numbers[at.AUX_SUMS] = len(functions[-1].aux_numbers) - 1
+            add("aux", numbers, 0, scratch_bytes)
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND
@@ -178,7 +201,7 @@ def ready(problem: BackwardProblem) -> Ready:
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
     own = tuple(functions)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, problem.forward.seeded)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, of_aux, problem.forward.seeded)
 
 
 def warm_up(problem: BackwardProblem) -> None:

@@ -25,6 +25,12 @@ SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, S
 TERM_POINTER, TERM_STRIDE = slot.NUMBERS + 39, slot.NUMBERS + 40
 NUMBERS = slot.NUMBERS + 42
 
+# In their places for gradients of aux: the address of what functions.make_gradient made, where in AUX the address of
+# the sums is, and how many bytes a part's sums are.
+AUX_FUNCTION, AUX_SUMS, AUX_BYTES = SUM_STRIDE, SUM_STRIDE + 1, SUM_STRIDE + 2
+PARTS = 16  # whatever the threads
+STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the softcap behind them
+
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(GradientOperands._fields)  # where the address of what functions read stands, behind those of the caller's
@@ -118,6 +124,16 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (
         1 + tile_m * TILE_N + 2 * lanes
     )
+    return numbers, -(-scratch // 64) * 64
+
+
+def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
+    """The same for gradients of aux, but for AUX_FUNCTION, AUX_SUMS and AUX_BYTES."""
+    p = problem.forward
+    numbers = make_plan(problem, lanes, 1).numbers
+    tile_m, size = int(numbers[slot.TILE_M]), 8 if p.dtype == "float64" else 4
+    of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 2 * lanes * 8 + STATE_BYTES
     return numbers, -(-scratch // 64) * 64
 
 

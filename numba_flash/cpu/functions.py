@@ -6,6 +6,7 @@ what they are. In it LLVM takes the rows of a panel along its vectors, and of a 
 
 # mypy: ignore-errors
 
+import ctypes
 import functools
 import hashlib
 import math
@@ -19,21 +20,76 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..arrays import host_pointer
+from ..arrays.layout import numpy_dtype
 from ..functions import compiled
 from ..functions.function import Function, explain_failure
+from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.strides import contiguous_strides
 from . import plan as slot
 from .cache import c_function
-from .vectors.build import lanes
+from .vectors.build import lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, whether it is a row alone, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 # PLACES: for each row of a panel its position, and behind these for each its head; int64.
-# AUX: for each array its address, its shape, and its strides in elements; int64.
+# AUX: for each array its address, its shape, its strides in elements, and of what is owed to its elements where the
+# first lies among a part's sums, and the strides, in bytes; at the end the address of these sums; int64.
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
 MOST_FUNCTIONS = 200
 NARROW = 2**28 - 1
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+# s and dS behind score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
+SIGNATURE_OF_AUX = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)"
+
+
+@functools.lru_cache(maxsize=MOST_FUNCTIONS)
+def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple, capped: bool, narrow: bool):
+    """What adds up, for a panel, what is owed to the elements of the arrays `wanted` that score_mod reads.
+
+    A score_mod may read any number of numbers, in loops too. So it is called once for each: in that call this number
+    has the derivative 1. capped: dS is that behind the softcap, which stands behind READS as a float64.
+    """
+    key = repr(("gradient of aux", function.key, base_name, aux, wanted, capped, narrow))
+    body = _gradient_panel(function, base_name, aux, wanted, capped, narrow)
+    return c_function(body, SIGNATURE_OF_AUX, key=hashlib.sha256(key.encode()).hexdigest())
+
+
+def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
+    call = inner(function.build(compiled.stand_ins(base_name), inner))
+    number, whole = compiled.as_number("real", base_name), _whole(base_name, narrow)
+    result, slope = (make("score_mod", base_name, function) for make in (compiled.result, compiled.derivative))
+    tables, zero, none = _tables(aux, base_name, wanted), np.dtype(base_name).type(0), np.int64(0)
+    behind = 8 * compiled.READS
+
+    def gradient_of_aux(s, ds, keys, key0, places, b, rows, aux, state, sums):
+        arrays = tables(aux, state, sums)
+        for at in range(keys * lanes(zero)):
+            key, r = at // lanes(zero), at % lanes(zero)
+            if r >= rows or load(ds, at, zero) == 0:
+                continue
+            q_pos, head = load(places, r, none), load(places, lanes(zero) + r, none)
+            where = (whole(b), whole(head), whole(q_pos), whole(key0 + key))
+            read = none
+            while True:
+                store(state, 0, none)
+                store(state, 1, read)
+                store(state, 2, none)
+                y = call(*((number(load(s, at, zero)), *where, *arrays)))
+                place = load(state, 2, none)
+                if place == 0:  # so many are not read
+                    break
+                owed = np.float64(slope(y))
+                if owed != 0:
+                    if capped:
+                        t = math.tanh(np.float64(result(y)) / load(state + behind, 0, 0.0))
+                        owed *= 1 - t * t
+                    store(place, 0, load(place, 0, 0.0) + np.float64(load(ds, at, zero)) * owed)
+                read += 1
+
+    return gradient_of_aux
 
 
 @functools.lru_cache(maxsize=MOST_FUNCTIONS)
@@ -81,7 +137,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
     one = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
     def panel(s, slopes, keys, key0, places, b, alone, aux):
-        arrays = tables(aux)
+        arrays = tables(aux, 0, 0)
         if alone:
             q_pos, head = read_place(places, 0), read_place(places, 1)
             for key in range(keys):
@@ -158,17 +214,17 @@ def _either(typingctx, condition, x, y):
     return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
 
 
-def _tables(aux: tuple, base_name: str):
-    """-> tables(address of AUX): a tuple of all aux arrays."""
+def _tables(aux: tuple, base_name: str, wanted: tuple = ()):
+    """-> tables(address of AUX, state, sums): a tuple of all aux arrays; the numbers of those that are recorded."""
 
     @inner
-    def tables(address):
+    def tables(address, state, sums):
         return ()
 
     at = 0
-    for dtype, ndim in aux:
-        tables = _one_more(tables, _table(dtype, ndim, base_name), at)
-        at += 1 + 2 * ndim
+    for number, (dtype, ndim) in enumerate(aux):
+        tables = _one_more(tables, _table(dtype, ndim, base_name, number in wanted), at)
+        at += 2 + 3 * ndim
     return tables
 
 
@@ -176,32 +232,36 @@ def _one_more(before, table, at):
     offset = 8 * at
 
     @inner
-    def tables(address):
-        return before(address) + (table(address + offset),)
+    def tables(address, state, sums):
+        return before(address, state, sums) + (table(address + offset, state, sums),)
 
     return tables
 
 
-def _table(dtype: str, ndim: int, base_name: str):
+def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
     element = getattr(types, AUX_ELEMENTS.get(dtype, dtype))
-    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name])
+    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name], recorded)
 
     @intrinsic
-    def table(typingctx, address):
+    def table(typingctx, address, state, sums):
         def codegen(context, b, sig, args):
             numbers = b.inttoptr(args[0], ir.IntType(64).as_pointer())
-            loads = [b.load(b.gep(numbers, [ir.Constant(ir.IntType(64), n)])) for n in range(1 + 2 * ndim)]
+            loads = [b.load(b.gep(numbers, [ir.Constant(ir.IntType(64), n)])) for n in range(2 + 3 * ndim)]
             for found in loads:
                 found.set_metadata("noalias", compiled.scope_of_scores(b.module))
             first, *sizes = loads
             made = cgutils.create_struct_proxy(t)(context, b)
             made.data = b.inttoptr(first, context.get_value_type(types.CPointer(element)))
             made.shape, made.strides = (
-                context.make_tuple(b, types.UniTuple(types.int64, ndim), part) for part in (sizes[:ndim], sizes[ndim:])
+                context.make_tuple(b, types.UniTuple(types.int64, ndim), part)
+                for part in (sizes[:ndim], sizes[ndim : 2 * ndim])
             )
+            if recorded:
+                made.owed, made.state = b.add(args[2], sizes[2 * ndim]), args[1]
+                made.owed_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
             return made._getvalue()
 
-        return t(types.int64), codegen
+        return t(types.int64, types.int64, types.int64), codegen
 
     return table
 
@@ -243,12 +303,41 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
         for name, function in problem.functions
     )
     numbers: list[int] = []
-    places = []
+    places, owed = [], 0
     for array in problem.aux:
         places.append(len(numbers))
         numbers += [0, *array.shape, *(array.strides if 0 not in array.shape else (0,) * len(array.shape))]
+        numbers += [owed, *(8 * stride for stride in contiguous_strides(array.shape))]
+        owed += 8 * math.prod(array.shape)
     empty = tuple(0 in array.shape for array in problem.aux)
     return OwnFunctions(made, np.array([*numbers, 0], np.int64), tuple(places), empty)
+
+
+class OfAux(NamedTuple):
+    """Gradients of what score_mod reads."""
+
+    function: Any  # of make_gradient; None without a score_mod
+    elements: int  # of all arrays
+    wanted: tuple[tuple[int, int, int, str], ...]  # of each its number, where its sums begin, how many, and its dtype
+
+    @staticmethod
+    def of(problem: BackwardProblem) -> "OfAux":
+        p, numbers = problem.forward, problem.wanted_aux
+        sizes = [math.prod(array.shape) for array in p.aux]
+        function, aux = p.function("score_mod"), tuple((array.dtype, len(array.shape)) for array in p.aux)
+        capped = p.number("softcap") is not None
+        made = function and make_gradient(function, p.compute_dtype, aux, numbers, capped, _is_narrow(p))
+        return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
+
+    def write(self, sums: np.ndarray, addresses: Sequence[int]) -> None:
+        """sums: (parts, elements). addresses: of the gradients, by the numbers of their arrays."""
+        total = sums.sum(axis=0)
+        for number, begin, size, dtype in self.wanted:
+            kind = numpy_dtype(dtype)
+            if size:
+                memory = (ctypes.c_char * (size * kind.itemsize)).from_address(addresses[number])
+                with np.errstate(over="ignore"):  # beyond float16's range it becomes inf, as in every kernel
+                    np.frombuffer(memory, kind)[...] = total[begin : begin + size].astype(kind)
 
 
 def _is_narrow(p: Problem) -> bool:

@@ -183,9 +183,7 @@ def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan
     row; places, for two int64 numbers.
     """
     s, slopes, row_numbers, places = tiles
-    kind, vector = type(zero), lanes(zero) // PANEL_VECTORS
-    count = (keys * width + vector - 1) // vector * vector
-    scale_scores(s, count, kind(abs(load(plan, slot.SCALE, 0.0))), zero)
+    kind, count = type(zero), scale_panel(s, keys, width, plan, zero)
     score_mod, mask_mod = load(plan, slot.SCORE_MOD, INT), load(plan, slot.MASK_MOD, INT)
     aux = load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
     if score_mod or mask_mod:
@@ -203,6 +201,15 @@ def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan
     added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
     if mask_mod:
         call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
+
+
+@compiled
+def scale_panel(s, keys, width, plan, zero):
+    """s *= |scale|; its sign is in q. Returns how many numbers s has, rounded up to whole vectors."""
+    vector = lanes(zero) // PANEL_VECTORS
+    count = (keys * width + vector - 1) // vector * vector
+    scale_scores(s, count, type(zero)(abs(load(plan, slot.SCALE, 0.0))), zero)
+    return count
 
 
 @compiled

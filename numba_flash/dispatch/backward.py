@@ -24,6 +24,7 @@ class CallPlan(NamedTuple):
     choice: BackwardChoice
     launch: Launch
     shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each gradient that is wanted
+    aux_shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # likewise of those of aux; () for none at all
 
 
 def run(
@@ -31,18 +32,22 @@ def run(
     stream: Any, kernel: Any,
 ) -> AttentionGradients:  # fmt: skip
     """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge as `forward.run` does."""
-    given, (problem, _, _, launch, shapes) = prepare(
+    given, (problem, _, _, launch, shapes, aux_shapes) = prepare(
         do, q, k, v, o, lse, dlse, wanted, options, deterministic, stream, kernel
     )
     like = given[0]
     work_on = arrays.stream_of(given, stream)
     empty = arrays.empty if stream is None else functools.partial(arrays.empty_for, work_on)
     results = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in shapes]
+    of_aux = [None if wanted_shape is None else empty(like, *wanted_shape) for wanted_shape in aux_shapes]
     own, seed = len(_READ), options[SEED]
     if seed is not None or problem.forward.numbers:
         given = with_seed(given, own, problem.forward, seed)
-    launch.run([*given[:own], *results, *given[own:]], work_on)
-    return AttentionGradients(*[None if array is None else arrays.give(like, array) for array in results])
+    launch.run([*given[:own], *results, *given[own:], *of_aux], work_on)
+    found, daux = (
+        [None if array is None else arrays.give(like, array) for array in made] for made in (results, of_aux)
+    )
+    return AttentionGradients(*found, **dict(daux=tuple(daux)) if aux_shapes else {})
 
 
 def prepare(
@@ -124,7 +129,11 @@ def plan(
         (shape, given.get(of, problem.forward.dtype)) if name in problem.wanted else None
         for (name, of), shape in zip(GRADIENT_OF.items(), problem.shapes, strict=True)
     )
-    return CallPlan(problem, target, choice, make_backward_launch(choice, problem, target), shapes)
+    aux_shapes = tuple(
+        (array.shape, array.dtype) if number in problem.wanted_aux else None
+        for number, array in enumerate(problem.forward.aux if problem.wanted_aux else ())
+    )
+    return CallPlan(problem, target, choice, make_backward_launch(choice, problem, target), shapes, aux_shapes)
 
 
 # The plans of calls seen before, as in forward.py.

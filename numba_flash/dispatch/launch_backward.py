@@ -132,6 +132,7 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, behind:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
     forward = problem.forward
     do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
+    daux = behind[-len(forward.aux) :] if problem.wanted_aux else ()
     gradients = reference.backward(
         do,
         q,
@@ -140,8 +141,15 @@ def _run_reference(problem: BackwardProblem, operands: GradientOperands, behind:
         o,
         arrays.host_view(operands.lse),
         dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
-        **reference_options(forward, operands, behind),
+        **reference_options(forward, operands, behind[: len(behind) - len(daux)]),
+        wanted_aux=problem.wanted_aux,
     )
+    for number in problem.wanted_aux:
+        array, found = daux[number], gradients.daux[number]
+        assert array is not None
+        view = arrays.host_view(array)
+        with np.errstate(over="ignore"):
+            view[...] = found.astype(view.dtype)
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)
         view = heads_first(forward, array) if name in ("dq", "dk", "dv") else arrays.host_view(array)

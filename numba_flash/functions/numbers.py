@@ -24,7 +24,7 @@ class Real:
     __slots__ = ("base", "d", "x")
 
     def __init__(self, base: Any, x: Any, d: Any = None):
-        self.base, self.x, self.d = base, base(x), d if d is None else base(d)
+        self.base, self.x, self.d = base, base(x), d if d is None or isinstance(d, Owed) else base(d)
 
     def __bool__(self) -> bool:
         return bool(self.x != 0)
@@ -72,6 +72,64 @@ class Table:
 
     def __repr__(self) -> str:
         return f"{self.array.dtype} array of shape {self.array.shape}"
+
+
+class Owed:
+    """In a derivative's place the derivatives by each element that was read: {(number of the array, place): number}."""
+
+    __slots__ = ("parts",)
+    __array_ufunc__ = None  # NumPy's numbers leave operators to this class
+
+    def __init__(self, parts: dict[tuple[int, int], Any]):
+        self.parts = parts
+
+    def _each(self, function: Callable[[Any], Any]) -> "Owed":
+        return Owed({key: function(value) for key, value in self.parts.items()})
+
+    def __add__(self, other: Any) -> "Owed":
+        parts = dict(self.parts)
+        for key, value in parts_of(other):
+            parts[key] = parts.get(key, 0) + value
+        return Owed(parts)
+
+    def __neg__(self) -> "Owed":
+        return self._each(operator.neg)
+
+    def __sub__(self, other: Any) -> "Owed":
+        return self + -other
+
+    def __rsub__(self, other: Any) -> "Owed":
+        return -self + other
+
+    def __mul__(self, factor: Any) -> "Owed":
+        return self._each(lambda value: value * factor)
+
+    def __truediv__(self, divisor: Any) -> "Owed":
+        return self._each(lambda value: value / divisor)
+
+    __radd__ = __add__
+
+
+def parts_of(d: Any) -> Any:
+    """((number of the array, place), derivative) of what stands in a derivative's place; a number there is a 0."""
+    return d.parts.items() if isinstance(d, Owed) else ()
+
+
+class RecordedTable(Table):
+    """A Table that says what was read. places: of its elements in the whole array."""
+
+    __slots__ = ("number", "places")
+
+    def __init__(self, base: Any, array: np.ndarray, number: int, places: Any = None):
+        super().__init__(base, array)
+        self.number = number
+        self.places = np.arange(array.size).reshape(array.shape) if places is None else places
+
+    def __getitem__(self, index: Any) -> Any:
+        found, places = super().__getitem__(index), Table(self.base, self.places)[index]
+        if isinstance(found, Table):
+            return RecordedTable(self.base, found.array, self.number, places.array)
+        return Real(self.base, found.x, Owed({(self.number, places.x): self.base(1)}))
 
 
 def _index(x: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..arrays import Layout
 from .forward import LAYOUTS, Problem, check_bool, check_one_place
-from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options
+from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
 from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
 
 GRADIENTS = tuple(GRADIENT_OF)
@@ -22,6 +22,7 @@ class BackwardProblem:
 
     forward: Problem  # with the strides of o as it was given
     wanted: tuple[str, ...]  # of GRADIENTS, in that order
+    wanted_aux: tuple[int, ...]  # numbers of the arrays of aux whose gradients are wanted, too
     deterministic: bool
     do_strides: Strides
     has_dlse: bool
@@ -51,7 +52,10 @@ class BackwardProblem:
         forward = Problem.of(q, k, v, options, None, None, True, aligned, bias_aligned)
         check_bool("deterministic", deterministic)
         of = dict(q=q, k=k, v=v) | {name: options.array(name) for name in OPTION_ARRAYS}
-        wanted = _wanted(wanted, of)
+        aux = {daux_name(number): array.dtype for number, array in enumerate(forward.aux)}
+        wanted = _wanted(wanted, of, aux)
+        wanted_aux = tuple(number for number, name in enumerate(aux) if name in wanted)
+        wanted = tuple(name for name in GRADIENTS if name in wanted)
         if q.family == "foreign":
             raise TypeError(
                 "q is an array of a bare protocol, of which numba_flash cannot make new ones for the gradients; "
@@ -70,6 +74,7 @@ class BackwardProblem:
         return BackwardProblem(
             dataclasses.replace(forward, o_strides=ordered_strides(o, order)),
             wanted,
+            wanted_aux,
             bool(deterministic),
             ordered_strides(do, order),
             dlse is not None,
@@ -79,17 +84,21 @@ class BackwardProblem:
         )
 
 
-def _wanted(wanted: Any, arrays: dict[str, Layout | None]) -> tuple[str, ...]:
-    """arrays: by name, those that gradients are of."""
+def _wanted(wanted: Any, arrays: dict[str, Layout | None], aux: dict[str, str]) -> tuple[str, ...]:
+    """arrays: by name, those that gradients are of. aux: the dtype of each, by the name of its gradient."""
+    names = ", ".join((*GRADIENTS, *(aux or [daux_name(0)])))
     if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
-        raise TypeError(f"wanted must be a tuple of names of {', '.join(GRADIENTS)}, not {wanted!r}")
-    unknown = [name for name in wanted if name not in GRADIENTS]
+        raise TypeError(f"wanted must be a tuple of names of {names}, not {wanted!r}")
+    unknown = [name for name in wanted if name not in GRADIENTS and name not in aux]
     if unknown or not wanted:
-        raise ValueError(f"wanted must name some of {', '.join(GRADIENTS)}, not {wanted!r}")
+        raise ValueError(f"wanted must name some of {names}, not {wanted!r}")
+    for name, dtype in aux.items():
+        if name in wanted and "float" not in dtype:
+            raise TypeError(f"wanted names {name}, but {name[1:]} is {dtype}, and real numbers alone have a gradient")
     for name, of in GRADIENT_OF.items():
         if name in wanted and arrays[of] is None:
             raise ValueError(f"wanted names {name}, but no {of} was given")
-    return tuple(name for name in GRADIENTS if name in wanted)
+    return wanted
 
 
 def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dtype: str) -> None:

@@ -77,9 +77,14 @@ Operands = _tuple_of("Operands", ("q", "k", "v", "o", "lse", *ARRAY_NAMES))
 GradientOperands = _tuple_of("GradientOperands", (*Operands._fields, "do", "dlse", *GRADIENT_OF))
 
 
+def daux_name(number: int) -> str:
+    """What the gradient of aux[number] is called."""
+    return f"daux[{number}]"
+
+
 class AttentionGradients(NamedTuple):
     """dq, dk and dv in the layout, shape and dtype of q, k and v; dbias, dalibi_slopes and dsinks in those of bias,
-    alibi_slopes and sinks. None for what was not wanted."""
+    alibi_slopes and sinks; daux a tuple as long as aux. None for what was not wanted."""
 
     dq: Any = None
     dk: Any = None
@@ -87,6 +92,7 @@ class AttentionGradients(NamedTuple):
     dbias: Any = None
     dalibi_slopes: Any = None
     dsinks: Any = None
+    daux: Any = None
 
 
 class Options(NamedTuple):

@@ -26,6 +26,8 @@ from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
 
+WITH_AUX_GRADIENTS = ("reference", "cpu")
+
 
 @dataclass(frozen=True)
 class BackwardChoice:
@@ -51,6 +53,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "its backward is not built yet"
     if name == "cpu" and (reason := no_cpu(problem.forward)) is not None:
         return reason
+    if problem.wanted_aux and name not in WITH_AUX_GRADIENTS:
+        return "it has no gradients of aux yet"
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:

@@ -176,14 +176,37 @@ def test_what_a_graph_cannot_hold_is_refused():
         first.sum().backward()
 
 
-def test_aux_that_requires_grad_is_refused():
-    q, k, v = tensors(Q, K, V)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_gradients_of_aux(alone, kernel):
+    """Of the one that is real, also where nothing else has a gradient, beside torch's own."""
+    q, k, v = tensors(Q, K, V, requires_grad=not alone)
+    do, dlse = tensors((2, 4, 5, 4), (2, 4, 5), requires_grad=False, seed=1)
+    ours, torchs = pair_of("aux", kernel=kernel)
     slopes, ids = aux_of()
-    ours = functools.partial(numba_flash.attention, score_mod=sloped, kernel="reference")
-    for given in ((q, k, v), [x.detach() for x in (q, k, v)]):
-        with pytest.raises(NotImplementedError, match=r"gradient of aux\[0\].*detach"):
-            ours(*given, aux=(slopes.clone().requires_grad_(), ids))
-    with pytest.raises(NotImplementedError, match=r"gradient of aux\[0\]"):
-        func.grad(lambda x: ours(*[x.detach() for x in (q, k, v)], aux=(x, ids)).sum())(slopes)
+    slopes.requires_grad_()
+    of = (slopes,) if alone else (q, k, v, slopes)
+    found, expected = (f.func(q, k, v, **f.keywords | dict(aux=(slopes, ids))) for f in (ours, torchs))
+    close(*(torch.autograd.grad(x, of, (do, dlse), retain_graph=True) for x in (found, expected)))
+    first = torch.autograd.grad(found[0], slopes, do, create_graph=True)
+    close(first, torch.autograd.grad(expected[0], slopes, do))
     with torch.no_grad():
-        assert torch.equal(ours(q, k, v, aux=(slopes.clone().requires_grad_(), ids)), ours(q, k, v, aux=(slopes, ids)))
+        assert torch.equal(ours.func(q, k, v, **ours.keywords | dict(aux=(slopes, ids))).o, found[0])
+
+
+def test_gradients_of_aux_under_func():
+    q, k, v = tensors((3, *Q), K, (3, *V), requires_grad=False)
+    (do,) = tensors((2, 4, 5, 4), requires_grad=False, seed=1)
+    slopes, ids = aux_of()
+    several = torch.stack([slopes, -slopes, 2 * slopes])
+
+    def everything(attention):
+        def loss(q, k, v, slopes):
+            o, lse = attention.func(q, k, v, **attention.keywords | dict(aux=(slopes, ids)))
+            return (o * do).sum() + lse.square().sum()
+
+        of_one = func.grad(loss, argnums=(1, 3))
+        shared = func.vmap(of_one, in_dims=(0, None, 0, None))(q, k, v, slopes)
+        return *of_one(q[0], k, v[0], slopes), *shared, *func.vmap(of_one, in_dims=(0, None, 0, 0))(q, k, v, several)
+
+    close(*map(everything, pair_of("aux")))

@@ -199,7 +199,6 @@ WRONG = [
     (dict(aux=[Q]), TypeError, ["aux must be a tuple", "list"]),
     (dict(aux=(3,), mask_mod=lambda b, h, q, k, x: True), TypeError, ["aux[0] must be an array"]),
     (dict(aux=(Q.astype(complex),), mask_mod=lambda b, h, q, k, x: True), TypeError, ["aux[0]", "complex128"]),
-    (dict(kernel="cpu", mask_mod=lambda b, h, q, k: True), NotImplementedError, ["no mask_mod", "'reference'"]),
     (dict(kernel="v2"), NotImplementedError, ["kernel='v2'", "no GPU is usable", "NUMBA_ENABLE_CUDASIM", "cpu"]),
 ]  # fmt: skip
 

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 
+import ml_dtypes
+import numba
 import numpy as np
 import pytest
 
@@ -83,6 +85,19 @@ def test_reads_beyond_an_array_are_of_its_ends():
         assert scores_of(read, np.float32([1, 2]), (np.zeros(shape, np.float32),)).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("seqlen_q", [3, 40])
+@pytest.mark.parametrize(
+    "option",
+    [dict(mask_mod=lambda b, h, i, j: j != 5), dict(score_mod=lambda s, b, h, i, j: s if j != 5 else -math.inf)],
+)
+def test_what_one_function_hides_never_reaches_o(option, seqlen_q):
+    generator = np.random.default_rng(0)
+    q, k, v = (generator.standard_normal((1, 1, n, 4)).astype(np.float32) for n in (seqlen_q, 20, 20))
+    clean = numba_flash.attention(q, k, v, **option, kernel="cpu")
+    k[:, :, 5] = v[:, :, 5] = np.nan
+    assert np.array_equal(numba_flash.attention(q, k, v, **option, kernel="cpu"), clean)
+
+
 def test_a_row_has_the_bits_that_it_has_in_other_tiles():
     """Alone, in a panel, and beside other batch entries and heads."""
 
@@ -97,6 +112,41 @@ def test_a_row_has_the_bits_that_it_has_in_other_tiles():
     assert np.array_equal(twice[0], whole[0]) and np.array_equal(twice[1], whole[0])
     part = numba_flash.attention(q[:, :, 7:33], k, v, **given, q_offset=267)
     assert np.array_equal(part, whole[:, :, 7:33])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gradients_of_aux_of_every_dtype(threads):
+    """Rounded once, with the same bits on any number of threads, and also where an array has no elements."""
+    generator = np.random.default_rng(0)
+    q, k, v, do = (generator.standard_normal((2, 2, n, 8)).astype(np.float32) for n in (300, 40, 40, 300))
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    aux = tuple(generator.standard_normal(7).astype(getattr(ml_dtypes, dtype, dtype)) for dtype in dtypes)
+
+    def mod(s, b, h, i, j, x, y, z, w, nothing):
+        return s * x[j % 7] + y[i % 7] + z[h] * w[b]
+
+    options = dict(score_mod=mod, aux=(*aux, np.zeros((0, 3), np.float32)))
+    o, lse = numba_flash.attention(q, k, v, **options, return_lse=True, kernel="reference")
+    wanted = tuple(f"daux[{number}]" for number in range(5))
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, before))
+    try:
+        found, again = (
+            numba_flash.attention_backward(do, q, k, v, o, lse, **options, wanted=wanted, kernel="cpu").daux
+            for _ in range(2)
+        )
+    finally:
+        numba.set_num_threads(before)
+    for one, other, array in zip(found, again, options["aux"], strict=True):
+        assert one.dtype == array.dtype and one.shape == array.shape and one.tobytes() == other.tobytes()
+    known = KNOWN.setdefault("daux", [x.tobytes() for x in found])
+    assert [x.tobytes() for x in found] == known
+    # what dS of all scores adds up to, by what each is multiplied with: of y it is the sum over the rows i % 7
+    assert np.isclose(float(found[1].astype(np.float64).sum()), 0, atol=0.05)  # dS of a row adds up to 0
+    assert np.abs(found[0].astype(np.float64)).max() > 0.1
+
+
+KNOWN = {}
 
 
 def test_code_of_one_function_is_not_that_of_another():

@@ -3,6 +3,7 @@
 import contract
 import contract_backward
 import pytest
+from contract_aux import *  # noqa: F403
 from contract_functions import *  # noqa: F403
 
 
@@ -13,4 +14,9 @@ def rung(request):
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def backward_rung(request):
+    return contract_backward.Rung(request.param)
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def aux_rung(request):
     return contract_backward.Rung(request.param)

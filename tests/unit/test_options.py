@@ -56,7 +56,7 @@ def test_an_unknown_option_is_named():
 
 
 def test_gradients_are_those_of_the_table():
-    assert AttentionGradients._fields == tuple(GRADIENT_OF)
+    assert AttentionGradients._fields == (*GRADIENT_OF, "daux")
 
 
 # Folding a batch, and a kernel's strides, ask for it by name.

@@ -19,6 +19,7 @@ from ..function import MARK, Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
 from .number_types import BASES, Number, Table, kind_of, words
+from .number_types import READS as READS
 from .stand_ins import stand_ins as stand_ins
 from .tables import scope_of_scores as scope_of_scores
 

@@ -38,11 +38,12 @@ def kind_of(t: Any) -> str | None:
 
 
 class Table(types.Type):
-    """An aux array, or a part of it."""
+    """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
+    says where what is owed to that one is added up."""
 
-    def __init__(self, dtype: str, element: Any, ndim: int, base: Any):
-        self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
-        super().__init__(name=f"table({dtype}, {ndim}, {base})")
+    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False):
+        self.dtype, self.element, self.ndim, self.base, self.recorded = dtype, element, ndim, base, recorded
+        super().__init__(name=f"table({dtype}, {ndim}, {base}{', recorded' * recorded})")
 
 
 @register_model(Number)
@@ -56,7 +57,14 @@ class _NumberModel(models.StructModel):
 class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
         sizes = types.UniTuple(types.int64, t.ndim)
-        super().__init__(manager, t, [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)])
+        members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
+        # owed: the address of the sum for the first element; owed_strides: in bytes; state: the address of READS
+        owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.int64)]
+        super().__init__(manager, t, members + owed * t.recorded)
+
+
+# Three int64 numbers: how many numbers were read, which of them has the derivative 1, where what is owed to it goes.
+READS = 3
 
 
 def words(t: Any) -> str:

@@ -12,7 +12,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
 from ..function import MARK
 from .code import Code
-from .number_types import Number, Table, kind_of
+from .number_types import READS, Number, Table, kind_of
 from .operators import numbers_of, typed
 
 
@@ -75,7 +75,9 @@ def _read(t: Any, index: Any) -> Any:
         )
     left = t.ndim - len(indices)
     if left:
-        return Table(t.dtype, t.element, left, t.base)
+        return Table(t.dtype, t.element, left, t.base, t.recorded)
+    if t.recorded:
+        return Number("dual", t.base)
     kind = "real" if "float" in t.dtype else "whole"
     return types.boolean if t.dtype == "bool" else Number(kind, t.base)
 
@@ -94,6 +96,9 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     else:
         indices = zip([index], [args[1]], strict=True)
     offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)
+    owed, owed_strides = zero, (zero,) * t.ndim
+    if t.recorded:
+        owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value)
         at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
@@ -102,14 +107,32 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             at = builder.select(builder.icmp_signed(">", at, last), last, at)
             at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
         offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
+        if t.recorded:
+            owed = builder.add(owed, builder.mul(at, owed_strides[axis]))
     pointer = builder.gep(table.data, [offset])
     if count == t.ndim:
-        return _load(code, t, pointer)
+        return _recorded(code, t, _load(code, t, pointer), table.state, owed) if t.recorded else _load(code, t, pointer)
     part = cgutils.create_struct_proxy(sig.return_type)(context, builder)
     part.data = pointer
     part.shape = cgutils.pack_array(builder, shape[count:])
     part.strides = cgutils.pack_array(builder, strides[count:])
+    if t.recorded:
+        part.owed, part.state = owed, table.state
+        part.owed_strides = cgutils.pack_array(builder, owed_strides[count:])
     return part._getvalue()
+
+
+def _recorded(code: Code, t: Table, found: Any, state: Any, owed: Any) -> Any:
+    """An element as a dual number, with READS brought up to date."""
+    builder, i64 = code.builder, ir.IntType(64)
+    reads = builder.inttoptr(state, i64.as_pointer())
+    at = [builder.gep(reads, [i64(number)]) for number in range(READS)]
+    number = builder.load(at[0])
+    hit = builder.icmp_signed("==", number, builder.load(at[1]))
+    builder.store(builder.add(number, i64(1)), at[0])
+    builder.store(builder.select(hit, owed, builder.load(at[2])), at[2])
+    x = code.of(Number("real", t.base), found).x.value
+    return code.made(Number("dual", t.base), x, builder.select(hit, code.one.value, code.zero.value))
 
 
 @infer_getattr
