@@ -175,8 +175,8 @@ def _attend(
     if seen.proof is not None and seen.masked is not None:
         if dropped:
             raise NotImplementedError(
-                "dropout of a model with padding inside torch.compile is not implemented; set its attention dropout to 0, "
-                "or compile it without padding"
+                "dropout of a model with padding inside torch.compile is not implemented; set its attention dropout to "
+                "0, or compile it without padding"
             )
         return proven.attention(q, k, v, bias, sinks, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))

@@ -29,7 +29,7 @@ NUMBERS = slot.NUMBERS + 42
 # the sums is, and how many bytes a part's sums are.
 AUX_FUNCTION, AUX_SUMS, AUX_BYTES = SUM_STRIDE, SUM_STRIDE + 1, SUM_STRIDE + 2
 PARTS = 16  # whatever the threads
-STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the softcap behind them
+STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the cap behind them
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1

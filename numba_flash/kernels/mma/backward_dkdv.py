@@ -91,10 +91,8 @@ def make(config):
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
-    columns = config.group_columns
-    dk_columns, dv_columns = (
-        (head_dim_padded, head_dim_v_padded) if groups == 1 else (columns, columns)
-    )  # that a warp sums up
+    columns = config.group_columns  # that a warp sums up
+    dk_columns, dv_columns = (head_dim_padded, head_dim_v_padded) if groups == 1 else (columns, columns)
     dk_count, dv_count = strips * dk_columns // 2 if of_dk else 1, strips * dv_columns // 2 if of_dv else 1
     k_count, v_count = strips * head_dim_padded // 4, strips * head_dim_v_padded // 4 if of_dk else 1
     row_steps, a_count = -(-row_chunks // threads), 4 * strips
@@ -122,7 +120,7 @@ def make(config):
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
-    row_blocks = lse_delta.row_blocks
+    row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
 
     @inlined
     def aligned(address):
@@ -145,21 +143,6 @@ def make(config):
     def rows_of_part(thread):
         """How far into a tile's lse and -delta those of the warp's part of the queries are, in bytes."""
         return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
-
-    @inlined
-    def start_dp(acc_dp, rows_smem, lane, score):
-        """acc_dp <- -delta of each column, so that the product adds up to dP - delta; what counts more is multiplied
-        with that later."""
-        four = cuda.local.array(4, uint32)
-        for n in range(blocks // 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 128 + 64 + ((lane & 3) << 4))
-            for strip in range(strips):
-                for half in range(2):
-                    for i in range(4):
-                        minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        if drops:
-                            minus_delta /= score.kept_count
-                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
 
     @inlined
     def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):

@@ -6,8 +6,10 @@ these of all. Within both the four columns that a lane has of every 16 (ptx/frag
 `row_blocks` of them; queries of the last one that do not exist have +inf and 0.
 """
 
-from numba import int32, int64
+import numpy as np
+from numba import cuda, int32, int64, uint32
 
+from ...ptx import ld_st
 from . import elements
 from .inlined import inlined
 
@@ -53,3 +55,25 @@ def delta_of_row(config):
         return arrays.delta[head_of_all * sizes.seqlen_q + q_index]
 
     return delta_of
+
+
+def starter(config, strips, blocks):
+    """-> start_dp, a device function for fragments whose columns are queries."""
+    drops = config.seeded
+
+    @inlined
+    def start_dp(acc_dp, rows_smem, lane, score):
+        """acc_dp <- -delta of each column, so that the product adds up to dP - delta; what counts more is multiplied
+        with that later."""
+        four = cuda.local.array(4, uint32)
+        for n in range(blocks // 2):
+            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
+            for strip in range(strips):
+                for half in range(2):
+                    for i in range(4):
+                        minus_delta = four[half * 2 + i % 2].view(np.float32)
+                        if drops:
+                            minus_delta /= score.kept_count
+                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
+
+    return start_dp

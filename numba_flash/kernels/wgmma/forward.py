@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import counts, fragment_functions, fragments, sum_terms
+from ..score import fragment_functions, fragments, sum_terms
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -40,7 +40,7 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
 from . import barriers, producer
 from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, STOP, WORK, B, H
-from .work_tile import position, tile_of, word
+from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
@@ -78,9 +78,8 @@ def make(config):
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
-    thread_index = special.thread_index
     store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
-    address, shared_address = memory.address, shared.address
+    thread_index, address, shared_address = special.thread_index, memory.address, shared.address
 
     places, work_tile_of = barriers.make(config)
     stage_of, phase_of = barriers.ring(config.stages)
@@ -96,7 +95,7 @@ def make(config):
     functions = fragment_functions.make(config)
     has_functions, apply_functions = functions.present, functions.apply
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, 1, tile_n)
+    drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -193,21 +192,13 @@ def make(config):
         done_with_scores(base, elected, last, n, seen)
 
     @inlined
-    def weights(base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, n, j, work_tile, arrays, sizes):
-        """softmax beside P . V; then P of this tile, and O with the new maximum. V is given back."""
-        moved = softmax(acc_s, m, l, alpha, scale_log2)
-        drop_some(j, work_tile, acc_s, arrays, sizes)
+    def weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, n):
+        """P of a tile, whose softmax ran beside P . V, and O with the new maximum. V is given back."""
         wait_all()
         pin_o(acc_o)
         consumer_release(base, V_EMPTY, n - 1, elected)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
-
-    @inlined
-    def rows_of_lane():
-        """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
-        thread = thread_index() - 128
-        return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -240,17 +231,6 @@ def make(config):
             acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, arrays, strides,
             score,
         )  # fmt: skip
-
-    @inlined
-    def drop_some(j, work_tile, acc_s, arrays, sizes):
-        """P of key tile j <- 0 where it does not count."""
-        if drops:
-            kept = cuda.local.array(kept_words, uint32)
-            first_row, lane = rows_of_lane()
-            b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
-            first_key = int32(j * tile_n + first_column_of(lane))
-            kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
-            drop(acc_s, kept)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -342,10 +322,9 @@ def make(config):
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
-                    weights(
-                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
-                        sizes,
-                    )  # fmt: skip
+                    moved = softmax(acc_s, m, l, alpha, scale_log2)
+                    drop_some(j, work_tile, acc_s, arrays, sizes)
+                    weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
                 while j >= free and j < cut:
@@ -365,10 +344,9 @@ def make(config):
                         mask_scores(acc_s, mask_bits)
                     elif has_mask:
                         mask_some(acc_s, mask_bits, shown_bits)
-                    weights(
-                        base, elected, acc_s, acc_o, p_frag, m, l, alpha, scale_log2, taken, j, work_tile, arrays,
-                        sizes,
-                    )  # fmt: skip
+                    moved = softmax(acc_s, m, l, alpha, scale_log2)
+                    drop_some(j, work_tile, acc_s, arrays, sizes)
+                    weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
                     j = int32(j - 1)
 
@@ -396,8 +374,7 @@ def make(config):
             lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
             inverse_l, lse = alpha, distance  # the same registers, free by now
             finish(m, l, inverse_l, lse)
-            if drops:
-                count_kept(inverse_l, score)
+            count_kept(inverse_l, score)
             some_nonfinite = uint32(0)
             nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
             for r in range(2):

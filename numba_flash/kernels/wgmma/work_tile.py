@@ -1,9 +1,11 @@
 """What a consumer reads of a work tile, which the scheduler has written to shared memory (producer.py)."""
 
-from numba import int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
-from ...ptx import ld_st, shfl
+from ...ptx import ld_st, shfl, special
+from ..score import counts
 from ..steps.inlined import inlined
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from .barriers import FIRST_QUERY, POS_HIGH, POS_LOW, B, H
 
@@ -27,3 +29,34 @@ def position(work_tile):
 def tile_of(work_tile):
     """The QueryTile that a work tile describes."""
     return QueryTile(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), int32(0))
+
+
+@inlined
+def rows_of_lane():
+    """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+    thread = special.thread_index() - 128
+    return (thread >> int32(5)) * 16, thread & int32(31)
+
+
+def counting(config):
+    """-> (drop_some, count_kept), device functions: which weights of a query tile count, and how many times."""
+    drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
+    tile_n = config.tile_n
+
+    @inlined
+    def drop_some(j, work_tile, acc_s, arrays, sizes):
+        """P of key tile j <- 0 where it does not count."""
+        if drops:
+            kept = cuda.local.array(kept_words, uint32)
+            first_row, lane = rows_of_lane()
+            b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
+            first_key = int32(j * tile_n + first_column_of(lane))
+            kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+            drop(acc_s, kept)
+
+    @inlined
+    def count_kept(inverse_l, score):
+        if drops:
+            scale(inverse_l, score)
+
+    return drop_some, count_kept
