@@ -145,7 +145,7 @@ class HeadSumsConfig(LaunchFacts):
     of_blocks: bool = False
     threads: int = 1024
 
-    blocks_per_sm: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 1  # registers must suffice for its many threads
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= 1024 or self.threads & (self.threads - 1):

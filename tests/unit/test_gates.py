@@ -23,11 +23,13 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.gpu import assembler, compiled
-from numba_flash.problem.options import uses
+from numba_flash.problem.options import HEAD_GRADIENTS, uses
 from numba_flash.select import forward as select
 from numba_flash.select import rungs, tiles
+from numba_flash.select.arguments import HEAD_SUMS
 
 pytestmark = compiler.needed
 
@@ -52,6 +54,8 @@ WIDE = {  # mma in other dtypes, and the instructions of its products
     "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
 }
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
+for kernel in HEAD_SUMS:
+    MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
@@ -77,7 +81,7 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
-    if dtype not in WIDE:
+    if dtype not in WIDE or kernel in HEAD_SUMS:
         return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
@@ -235,7 +239,11 @@ def backward_gates():
         )
     yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
+    for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
+        for name in HEAD_GRADIENTS:
+            yield f"{name}-{dtype}-{given}", HeadSumsConfig(dtype, name, given, True)
     for dtype in ("float16", "bfloat16"):
+        yield f"dsinks_of_blocks-{dtype}", HeadSumsConfig(dtype, "dsinks", dtype, True, of_blocks=True)
         yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
 
 
