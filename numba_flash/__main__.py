@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", nargs=2, type=bound, metavar=("LEFT", "RIGHT"), help="a number, or none for no bound")
     add("--q-offset", type=int, metavar="N", help="where query 0 stands among the keys")
     for number in NUMBERS:
-        add(f"--{number}", type=float, metavar="X")
+        add(f"--{number.replace('_', '-')}", type=float, metavar="X")
     shapes = dict(scores="(1, 1, seqlen_q, seqlen_k)", heads="(heads,)", batch="(batch,)")
     for option in ARRAYS:
         if option.name in OPTION_ARRAYS:
