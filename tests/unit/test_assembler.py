@@ -49,7 +49,7 @@ class Asking:
     """A config of a kernel that is written here."""
 
     kernel, dtype, compute_dtype, threads = "asking", "float32", "float32", 64
-    tensor_maps, blocks_per_sm, whole_program, cluster, aux = 3, 2, True, 2, ()
+    tensor_maps, blocks_per_sm, whole_program, cluster, aux, seeded = 3, 2, True, 2, (), False
 
 
 class Plain(Asking):

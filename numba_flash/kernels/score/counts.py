@@ -93,21 +93,24 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         return uint32(0) if word < below else uint32(1) << uint32(2 * (n % 16) + i)
 
     @inlined
-    def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
-        """first_key: the lane's first column's. first: the lane's first row in the query tile, whose first query is at
-        position tile_pos; h: the head of the tile's first row."""
-        below = uint64(sizes.drop_below)
-        for word in range(words):
-            kept[word] = uint32(0)
-        for r in range(rows):
+    def nothing(kept, first_key, b, h, first, tile_pos, seed, below):
+        pass
+
+    def and_word(before: Any, r: int, begin: int) -> Any:
+        """Behind other words that of row r from block `begin` on: a function of its own, because the compiler does not
+        unroll a loop over all that a long function would make, and then `kept` would lie in memory."""
+
+        @inlined
+        def of_word(kept, first_key, b, h, first, tile_pos, seed, below):
+            before(kept, first_key, b, h, first, tile_pos, seed, below)
             row = int32(first + r * 8)
             query = int32(uint32(row) // uint32(group))
             head, q_pos = int32(h + row - query * group), int64(tile_pos + query)
-            for n in range(0, blocks, at_once):
-                bits = uint32(0)
+            bits = uint32(0)
+            for n in range(begin, min(begin + 16, blocks), at_once):
                 for i in range(2):
                     k_pos = int64(first_key + n * 8 + i)
-                    found = random_words(arrays.seed, keys_of(k_pos), q_pos, head, b)
+                    found = random_words(seed, keys_of(k_pos), q_pos, head, b)
                     if at_once == 4:
                         bits |= bit_of(found[0], below, n, i) | bit_of(found[1], below, n + 1, i)
                         bits |= bit_of(found[2], below, n + 2, i) | bit_of(found[3], below, n + 3, i)
@@ -115,22 +118,46 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
                         begins = k_pos & int64(16) == 0
                         bits |= bit_of(found[0] if begins else found[2], below, n, i)
                         bits |= bit_of(found[1] if begins else found[3], below, n + 1, i)
-                kept[r * (words // rows) + n // 16] |= bits
+            kept[r * (words // rows) + begin // 16] = bits
+
+        return of_word
+
+    def and_rows(before: Any, r: int) -> Any:
+        """The same for rows r and r + 1, which are keys."""
+
+        @inlined
+        def of_rows(kept, first_q_pos, b, h, first_key, tile_pos, seed, below):
+            before(kept, first_q_pos, b, h, first_key, tile_pos, seed, below)
+            k_pos = int64(first_key + r * 8)
+            begins = k_pos & int64(16) == 0
+            upper, lower = uint32(0), uint32(0)
+            for n in range(blocks):
+                for i in range(2):
+                    found = random_words(seed, keys_of(k_pos), int64(first_q_pos + n * 8 + i), h, b)
+                    upper |= bit_of(found[0] if begins else found[2], below, n, i)
+                    lower |= bit_of(found[1] if begins else found[3], below, n, i)
+            kept[r] = upper
+            kept[r + 1] = lower
+
+        return of_rows
+
+    every_word = every_row = nothing
+    for r in range(rows if config.seeded else 0):
+        for begin in range(0, blocks, 16):
+            every_word = and_word(every_word, r, begin)
+        if r % 2 == 0:
+            every_row = and_rows(every_row, r)
+
+    @inlined
+    def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
+        """first_key: the lane's first column's. first: the lane's first row in the query tile, whose first query is at
+        position tile_pos; h: the head of the tile's first row."""
+        every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint64(sizes.drop_below))
 
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
         """first_q_pos: of the lane's first column. first_key: its first row's."""
-        below = uint64(sizes.drop_below)
-        for word in range(words):
-            kept[word] = uint32(0)
-        for r in range(0, rows, 2):
-            k_pos = int64(first_key + r * 8)
-            begins = k_pos & int64(16) == 0
-            for n in range(blocks):
-                for i in range(2):
-                    found = random_words(arrays.seed, keys_of(k_pos), int64(first_q_pos + n * 8 + i), h, b)
-                    kept[r] |= bit_of(found[0] if begins else found[2], below, n, i)
-                    kept[r + 1] |= bit_of(found[1] if begins else found[3], below, n, i)
+        every_row(kept, first_q_pos, b, h, first_key, int64(0), arrays.seed, uint64(sizes.drop_below))
 
     @inlined
     def drop(p, kept):
