@@ -28,7 +28,9 @@ def identity(x):
 
 
 # Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = ("not float32", "not float64", "no bias in", "no mask in", "head_dim up to")
+REFUSALS = (
+    "not float32", "not float64", "no bias in", "no mask in", "no score_mod in", "no mask_mod in", "head_dim up to",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,16 @@ def unchanged(rung, o, clean_o):
     units = 2 if clean_o.dtype.itemsize == 2 else 16
     o, clean_o, eps = o.astype(np.float64), clean_o.astype(np.float64), testing.EPS[clean_o.dtype.name]
     return np.allclose(o, clean_o, rtol=units * eps, atol=units * eps)
+
+
+def lse_unchanged(rung, lse, clean_lse):
+    """Likewise of lse. A kernel on tensor cores that takes 16 bits computes only O of a row again, one that takes more
+    bits lse, too.
+    """
+    if not rung.tensor or rung.dtype == "float16":
+        return same_bits(lse, clean_lse)
+    units = 16 * testing.EPS[rung.dtype]
+    return np.allclose(lse, clean_lse, rtol=units, atol=units)
 
 
 @given(st.data())
@@ -327,7 +339,7 @@ def test_what_is_hidden_never_reaches_o(rung, how, value):
     dtype = "float16" if value == 6e4 else rung.dtype
     clean, strange, visible = poisoned(rung, how, "k", "v", "bias", value=value, dtype=dtype)
     (clean_o, clean_lse), (o, lse) = rung(clean), rung(strange)
-    assert unchanged(rung, o[~visible], clean_o[~visible]) and same_bits(lse[~visible], clean_lse[~visible])
+    assert unchanged(rung, o[~visible], clean_o[~visible]) and lse_unchanged(rung, lse[~visible], clean_lse[~visible])
 
 
 # Each place alone: one that shows must not make up for one that is swallowed.

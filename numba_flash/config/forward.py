@@ -248,6 +248,11 @@ class MmaConfig(TensorConfig):
         return self.tile_m // self.warp_rows * self.column_groups * 32
 
     @property
+    def whole_program(self) -> bool:  # type: ignore[override]
+        """Where code that nvJitLink makes spills and the driver's does not (tests/unit/test_gates.py)."""
+        return self.dtype == "float64" and not self.large_f64 or self.dtype == "float32" and self.head_dim <= 128
+
+    @property
     def widest(self) -> int:
         """float64 takes two registers."""
         return 128 * self.column_groups if self.dtype == "float64" else 256

@@ -58,6 +58,9 @@ MODULES = {
     "online": "softmax.online",
     "blocked": "softmax.blocked",
 }
+# Of each architecture the first version of PTX that has it. The driver that assembles a whole program may be older than
+# the compiler, but not than the GPU.
+PTX_VERSIONS = {8: "8.0", 9: "8.0", 10: "8.6", 12: "8.7"}
 _lock = threading.RLock()
 _kernels: dict[tuple[AnyConfig, int], Any] = {}
 
@@ -98,8 +101,9 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
 def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
     """What the disk cache keeps and the driver loads: a cubin, or for a whole program PTX.
 
-    nvJitLink assembles for linking with other code, and then setmaxnreg is ignored and wgmma serialised (C7504,
-    C7512); the driver assembles a module of its own as a whole, and keeps what it made in a cache of its own.
+    nvJitLink assembles for linking with other code. Then setmaxnreg is ignored, wgmma serialised (C7504, C7512), and
+    mma in float64 spills on sm_80 (255 registers and 192 bytes, where a whole program takes 207). The driver assembles
+    a module of its own as a whole, and keeps what it made in a cache of its own.
     """
     ptx = to_ptx(config, cc)
     return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
@@ -157,8 +161,8 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
-    if config.whole_program:  # the driver that assembles it may be older than the compiler, but not than these kernels
-        ptx = re.sub(r"^\.version \d+\.\d+", ".version 8.0", ptx, count=1, flags=re.M)
+    if config.whole_program and cc[0] in PTX_VERSIONS:
+        ptx = re.sub(r"^\.version \d+\.\d+", f".version {PTX_VERSIONS[cc[0]]}", ptx, count=1, flags=re.M)
     return _with_tensor_maps(_in_clusters(ptx, config), config)
 
 

@@ -21,7 +21,7 @@ from .tensor_maps import fits
 from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
 
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at full speed
-LARGE_FLOAT64_SINCE = (9, 0)  # m16n8k16
+LARGE_FLOAT64 = (9, 0)  # the GPUs whose m16n8k16 is one instruction; sm_100 takes it apart, with local memory
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
 
 
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
-    large_f64 = problem.dtype == "float64" and (target.cc or (0, 0)) >= LARGE_FLOAT64_SINCE
+    large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for row in _wide_enough(table_of("mma", problem.dtype), problem, target):
         group = _group(problem, row.tile_m)
         features = _features("mma", problem) | _tensor_features(problem, group) | columns(row)

@@ -9,7 +9,9 @@ import compiler
 import pytest
 
 from numba_flash import testing
+from numba_flash.arrays import AUX_DTYPES
 from numba_flash.config.forward import SimtConfig, SoftmaxConfig
+from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
 from numba_flash.select.arguments import types as parameter_types
@@ -89,6 +91,16 @@ def test_the_architecture_is_the_specific_one_from_hopper_on():
     assert [compiled.architecture(cc) for cc in CAPABILITIES] == [
         "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a",
     ]  # fmt: skip
+
+
+def reads(score, b, h, q_pos, k_pos, x):
+    return score + (1.0 if x[k_pos] else 0.0)
+
+
+@pytest.mark.parametrize("dtype", AUX_DTYPES)
+def test_functions_may_read_arrays_of_every_dtype(dtype):
+    read = uses(score_mod=Function.of("score_mod", reads), aux=((dtype, 1),))
+    assert ".entry" in compiled.to_ptx(dataclasses.replace(PLAIN, kernel="v1", uses=read), (9, 0))
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"])

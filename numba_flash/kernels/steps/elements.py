@@ -6,18 +6,13 @@ nearest, ties to even, as the hardware's cvt.rn does. Numbers are float32, or fl
 """
 
 import numpy as np
-from numba import cuda, float32, float64, int32, uint8, uint16, uint32
-from numba.core.types import float16
+from numba import cuda, float32, float64, types, uint16, uint32
 
-ELEMENT_TYPES = {
-    "float16": float16,
-    "bfloat16": uint16,
-    "float32": float32,
-    "float64": float64,
-    "uint8": uint8,
-    "int32": int32,
-    "uint32": uint32,
-}
+from ...arrays import AUX_DTYPES
+
+# Of every dtype that an array may have; a bool is a byte (select/arguments.py, element_type).
+ELEMENT_TYPES = {name: getattr(types, name) for name in AUX_DTYPES if name not in ("bfloat16", "bool")}
+ELEMENT_TYPES["bfloat16"] = uint16
 COMPUTE_TYPES = {"float16": float32, "bfloat16": float32, "float32": float32, "float64": float64}
 
 
