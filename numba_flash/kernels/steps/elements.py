@@ -8,10 +8,9 @@ nearest, ties to even, as the hardware's cvt.rn does. Numbers are float32, or fl
 import numpy as np
 from numba import cuda, float32, float64, types, uint16, uint32
 
-from ...arrays import AUX_DTYPES
-
-# Of every dtype that an array may have; a bool is a byte (select/arguments.py, element_type).
-ELEMENT_TYPES = {name: getattr(types, name) for name in AUX_DTYPES if name not in ("bfloat16", "bool")}
+# Of every dtype that an array may have (arrays/layout.py); a bool is a byte (select/arguments.py, element_type).
+_WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+ELEMENT_TYPES = {name: getattr(types, name) for name in ("float16", "float32", "float64", *_WHOLE)}
 ELEMENT_TYPES["bfloat16"] = uint16
 COMPUTE_TYPES = {"float16": float32, "bfloat16": float32, "float32": float32, "float64": float64}
 
