@@ -527,7 +527,7 @@ def test_out_is_written_and_returned(rung, how, head_dim):
     arguments = case.arguments(rung.move)
     assert rung.attention(**arguments, out=base) is base
     assert same_bits(rung.back(base), expected)
-    lse = rung.move(np.full((batch, 2, 20), np.nan, np.float32))
+    lse = rung.move(np.full((batch, 2, 20), np.nan, expected_lse.dtype))
     both = rung.attention(**arguments, out=(base, lse), return_lse=True)
     assert both.o is base and both.lse is lse
     assert same_bits(rung.back(lse), expected_lse)

@@ -120,10 +120,13 @@ def _gradient_floors(
 
 
 def _largest_score(case: Case) -> float:
-    """max |score| before bias and mask: what one rounding of a score can be, in units of eps."""
+    """What one rounding of a score, before bias and mask, can be, in units of eps: sums on the way to one reach at most
+    half of it and of its products' magnitudes.
+    """
     q, k = (finite(heads_first(case, x)) for x in (case.q, case.k))
-    s = q @ np.repeat(k, q.shape[1] // max(k.shape[1], 1), 1).swapaxes(2, 3)
-    return float(abs(scale_of(case)) * np.max(np.abs(s), initial=0))
+    k = np.repeat(k, q.shape[1] // max(k.shape[1], 1), 1).swapaxes(2, 3)
+    reached = (np.abs(q @ k) + np.abs(q) @ np.abs(k)) / 2
+    return float(abs(scale_of(case)) * np.max(reached, initial=0))
 
 
 def _compare(

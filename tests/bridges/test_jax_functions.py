@@ -18,11 +18,12 @@ OFFSET = 1  # of the first query: seqlen_k - seqlen_q
 
 
 @pytest.fixture(autouse=True)
-def float64():
-    """JAX has float64 only when asked."""
+def float64_on_the_cpu():
+    """JAX has float64 only when asked. These kernels take arrays in host memory, also where there is a GPU."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
-    yield
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
     jax.config.update("jax_enable_x64", before)
 
 

@@ -145,6 +145,7 @@ def test_func(name):
 
 # which torch hides, unless warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # of torch 2.11
 def test_compiled_with_a_break_of_the_graph(monkeypatch):
     q, k, v = tensors(Q, K, V)
     ours, torchs = pair_of("aux")

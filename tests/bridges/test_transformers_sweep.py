@@ -59,7 +59,7 @@ def test_every_check_equals_eager_attention_or_is_refused(model_type):
         pytest.skip(f"{model_type} takes no attention function")
     assert not {check: words for check, (outcome, words) in checks.items() if outcome == "wrong"}
     if not NAMED:
-        assert {outcome for outcome, _ in checks.values()} & {"equal", "refused"}
+        assert {outcome for outcome, _ in checks.values()} & {"equal", "refused"}, checks
 
 
 @pytest.mark.filterwarnings("ignore:.*")

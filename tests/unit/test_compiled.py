@@ -97,9 +97,15 @@ def reads(score, b, h, q_pos, k_pos, x):
     return score + (1.0 if x[k_pos] else 0.0)
 
 
-@pytest.mark.parametrize("dtype", AUX_DTYPES)
-def test_functions_may_read_arrays_of_every_dtype(dtype):
-    read = uses(score_mod=Function.of("score_mod", reads), aux=((dtype, 1),))
+def reads_a_number(score, b, h, q_pos, k_pos, x):
+    return score * x[()]
+
+
+@pytest.mark.parametrize(
+    ("function", "aux"), [*[(reads, (dtype, 1)) for dtype in AUX_DTYPES], (reads_a_number, ("float32", 0))]
+)
+def test_functions_may_read_arrays_of_every_dtype(function, aux):
+    read = uses(score_mod=Function.of("score_mod", function), aux=(aux,))
     assert ".entry" in compiled.to_ptx(dataclasses.replace(PLAIN, kernel="v1", uses=read), (9, 0))
 
 

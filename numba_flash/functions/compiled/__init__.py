@@ -58,7 +58,7 @@ def as_table(dtype: str, ndim: int, base_name: str) -> Any:
             made.data = args[0]
             made.shape, made.strides = (
                 context.make_tuple(builder, types.UniTuple(types.int64, ndim), part)
-                for part in (numbers[:ndim], numbers[ndim:])
+                for part in (numbers[:ndim], numbers[ndim : 2 * ndim])  # there are two also without dimensions
             )
             return made._getvalue()
 
