@@ -29,8 +29,11 @@ def identity(x):
 
 # Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
 REFUSALS = (
-    "not float32", "not float64", "no bias in", "no mask in", "no score_mod in", "no mask_mod in", "head_dim up to",
-)  # fmt: skip
+    "not float32",
+    "not float64",
+    "head_dim up to",
+    *(f"no {x} in" for x in "bias mask score_mod mask_mod".split()),
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,414 @@
+"""A score_mod or mask_mod of torch's operations, as flex_attention takes it, written down as a plain Python function.
+
+It is called once, with stand-ins for its numbers. What it does to them becomes a line of Python each:
+
+    def alibi(score, b, h, q_idx, kv_idx):          x0 = k_pos - q_pos
+        return score + slopes[h] * (kv_idx - q_idx)      x1 = aux0[h] * x0
+                                                    x2 = score + x1
+
+So a captured tensor becomes an array of aux, and a captured number a constant. The function is called anew for each
+call of flex_attention, because what it captures may have changed.
+"""
+
+import functools
+import linecache
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARGUMENTS = dict(score_mod=("score", "b", "h", "q_pos", "k_pos"), mask_mod=("b", "h", "q_pos", "k_pos"))
+KINDS = ("bool", "whole", "real")  # what a line gives; of two kinds computed with each other the later one
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+MATH = "tanh exp expm1 log log1p log2 sqrt sin cos tan sinh cosh asin acos atan erf".split()
+
+
+class Lines:
+    """What has been written down, of all functions of one call, and the tensors that they read."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.of_function: list[str] = []
+        self.count = 0
+
+    def write(self, expression: str, kind: str) -> "Value":
+        name = f"x{self.count}"
+        self.count += 1
+        self.of_function.append(f"{name} = {expression}")
+        return Value(self, name, kind)
+
+    def table(self, tensor: Tensor) -> str:
+        """The name of a captured tensor in aux."""
+        if tensor.device != self.device:
+            raise TypeError(f"it captures a tensor on {tensor.device}, and query is on {self.device}: move it there")
+        known = (number for number, other in enumerate(self.tensors) if other is tensor)
+        number = next(known, len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return f"aux{number}"
+
+    def value(self, x: Any) -> "Value":
+        """A number, a Value, or a tensor of one number, as a Value."""
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, Row):
+            raise TypeError(f"a tensor is indexed by {len(x.index)} numbers, and it has {x.tensor.ndim} dimensions")
+        if isinstance(x, Tensor):
+            if x.ndim:
+                raise TypeError(
+                    f"it computes with a tensor of shape {tuple(x.shape)}: read a number, as in bias[h, q_idx]"
+                )
+            if x.device != self.device or x.device.type == "cpu" and not x.requires_grad:
+                x = x.item()  # a constant, as torch itself takes a number in host memory
+            else:
+                return Row(self, x, ()).read()
+        if isinstance(x, bool):
+            return Value(self, repr(x), "bool")
+        if isinstance(x, int):
+            return Value(self, f"({x})", "whole")
+        if isinstance(x, float):
+            named = {math.inf: "math.inf", -math.inf: "(-math.inf)"}.get(x, "math.nan" if x != x else f"({x!r})")
+            return Value(self, named, "real")
+        raise TypeError(f"it computes with {x!r}, which is neither a number nor a tensor")
+
+
+class Value:
+    """A number that a kernel will have; what is done to it is written down."""
+
+    def __init__(self, lines: Lines, text: str, kind: str):
+        self.lines, self.text, self.kind = lines, text, kind
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(function.__name__.strip("_"))(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "ndim", "requires_grad"):
+            return {"shape": torch.Size(()), "ndim": 0, "requires_grad": False}[name]
+        if name == "device":
+            return self.lines.device
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(operation(name), self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a number of the kernel cannot decide which line Python runs: write torch.where(condition, a, b) for if, "
+            "and &, | and ~ for and, or and not"
+        )
+
+    def __index__(self) -> int:
+        raise TypeError("a number of the kernel cannot be an index of a list: make it a tensor")
+
+    __int__ = __float__ = __index__
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def as_number(self) -> str:
+        """For arithmetic, in which True is 1."""
+        return f"(1 if {self.text} else 0)" if self.kind == "bool" else self.text
+
+    @property
+    def as_real(self) -> str:
+        return self.as_number if self.kind == "real" else f"float({self.as_number})"
+
+    @property
+    def as_truth(self) -> str:
+        return self.text if self.kind == "bool" else f"({self.text} != 0)"
+
+
+class Row:
+    """A tensor that is indexed, by fewer numbers than it has dimensions."""
+
+    def __init__(self, lines: Lines, tensor: Tensor, index: tuple[str, ...]):
+        self.lines, self.tensor, self.index = lines, tensor, index
+
+    def __getitem__(self, index: Any) -> Any:
+        found = Row(self.lines, self.tensor, (*self.index, *self._texts(index)))
+        return found.read() if len(found.index) == self.tensor.ndim else found
+
+    def _texts(self, index: Any) -> list[str]:
+        texts = []
+        for x in index if isinstance(index, tuple) else (index,):
+            if isinstance(x, slice) or x is None or x is Ellipsis:
+                raise TypeError(f"a tensor is indexed by {x!r}: a kernel reads one number, as in bias[h, q_idx]")
+            value = self.lines.value(x)
+            if value.kind != "whole":
+                raise TypeError(f"a tensor is indexed by a {value.kind} number: only whole numbers are indices")
+            texts.append(value.text)
+        if len(self.index) + len(texts) > self.tensor.ndim:
+            raise TypeError(f"a tensor of {self.tensor.ndim} dimensions has more indices than that")
+        return texts
+
+    def read(self) -> Value:
+        dtype = self.tensor.dtype
+        kind = "bool" if dtype is torch.bool else "real" if dtype.is_floating_point else "whole"
+        index = ", ".join(self.index) or "()"
+        return self.lines.write(f"{self.lines.table(self.tensor)}[{index}]", kind)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lines = next(x.lines for x in args if isinstance(x, Row))
+        return [lines.value(x) for x in args]  # which says what is wrong
+
+
+def operation(name: str) -> Callable[..., Any]:
+    found = OPERATIONS.get(name)
+    if found is None:
+        raise NotImplementedError(
+            f"it uses torch's {name}, which is not implemented for kernels; there are {', '.join(sorted(OPERATIONS))}"
+        )
+    return found
+
+
+def _named(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def keep(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATIONS.update(dict.fromkeys(names, function))
+        return function
+
+    return keep
+
+
+def _lines_of(*given: Any) -> Lines:
+    return next(x.lines for x in given if isinstance(x, Value | Row))
+
+
+def _values(*given: Any) -> list[Value]:
+    lines = _lines_of(*given)
+    return [lines.value(x) for x in given]
+
+
+def _common(*values: Value) -> str:
+    return max((x.kind for x in values), key=KINDS.index)
+
+
+def _arithmetic(sign: str, names: tuple[str, ...], real: bool = False, swapped: bool = False) -> None:
+    @_named(*names)
+    def compute(a: Any, b: Any, *, alpha: Any = None, rounding_mode: Any = None) -> Value:
+        if alpha is not None or rounding_mode is not None:
+            raise NotImplementedError("it uses alpha or rounding_mode, which are not implemented for kernels")
+        a, b = _values(*((b, a) if swapped else (a, b)))
+        kind = "real" if real else max(_common(a, b), "whole", key=KINDS.index)
+        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", kind)
+
+
+for _sign, _names in {"+": ("add",), "-": ("sub", "subtract"), "*": ("mul", "multiply"), "**": ("pow",)}.items():
+    _arithmetic(_sign, _names)
+_arithmetic("//", ("floordiv", "floor_divide"))
+_arithmetic("%", ("mod", "remainder"))
+_arithmetic("/", ("truediv", "div", "true_divide", "divide"), real=True)
+for _sign, _name in {"+": "radd", "-": "rsub", "*": "rmul", "**": "rpow", "//": "rfloordiv", "%": "rmod"}.items():
+    _arithmetic(_sign, (_name,), swapped=True)
+_arithmetic("/", ("rtruediv", "rdiv"), real=True, swapped=True)
+
+
+def _comparing(sign: str, *names: str) -> None:
+    @_named(*names)
+    def compare(a: Any, b: Any) -> Value:
+        a, b = _values(a, b)
+        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", "bool")
+
+
+for _sign, _words in (
+    ("<", "lt less"),
+    ("<=", "le less_equal"),
+    (">", "gt greater"),
+    (">=", "ge greater_equal"),
+    ("==", "eq"),
+    ("!=", "ne not_equal"),
+):
+    _comparing(_sign, *_words.split())
+
+
+def _of_bits(sign: str, word: str, name: str) -> None:
+    @_named(name, f"r{name}", f"bitwise_{name}")
+    def combine(a: Any, b: Any) -> Value:
+        a, b = _values(a, b)
+        if a.kind == b.kind == "bool":
+            return a.lines.write(f"{a.text} {word} {b.text}", "bool")
+        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", "whole")
+
+    @_named(f"logical_{name}")
+    def combine_truths(a: Any, b: Any) -> Value:
+        a, b = _values(a, b)
+        return a.lines.write(f"{a.as_truth} {word} {b.as_truth}", "bool")
+
+
+for _sign, _word, _name in (("&", "and", "and"), ("|", "or", "or"), ("^", "!=", "xor")):
+    _of_bits(_sign, _word, _name)
+
+
+@_named("invert", "bitwise_not")
+def _invert(a: Value) -> Value:
+    return _not(a) if a.kind == "bool" else a.lines.write(f"~{a.text}", "whole")
+
+
+@_named("logical_not")
+def _not(a: Value) -> Value:
+    return a.lines.write(f"not {a.as_truth}", "bool")
+
+
+@_named("neg", "negative")
+def _neg(a: Value) -> Value:
+    return a.lines.write(f"-{a.as_number}", max(a.kind, "whole", key=KINDS.index))
+
+
+@_named("abs", "absolute")
+def _abs(a: Value) -> Value:
+    return a.lines.write(f"abs({a.as_number})", max(a.kind, "whole", key=KINDS.index))
+
+
+def _of_math(name: str) -> None:
+    @_named(name, *{"asin": ("arcsin",), "acos": ("arccos",), "atan": ("arctan",)}.get(name, ()))
+    def compute(a: Value) -> Value:
+        return a.lines.write(f"math.{name}({a.as_real})", "real")
+
+
+for _name in MATH:
+    _of_math(_name)
+
+
+def _of_formula(formula: str, *names: str) -> None:
+    @_named(*names)
+    def compute(a: Value) -> Value:
+        return a.lines.write(formula.format(a.as_real), "real")
+
+
+_of_formula("2.0 ** {0}", "exp2")
+_of_formula("1.0 / math.sqrt({0})", "rsqrt")
+_of_formula("1.0 / {0}", "reciprocal")
+_of_formula("1.0 / (1.0 + math.exp(-{0}))", "sigmoid")
+_of_formula("{0} * {0}", "square")
+_of_formula("max({0}, 0.0)", "relu")
+_of_formula("float(math.floor({0}))", "floor")
+_of_formula("float(math.ceil({0}))", "ceil")
+_of_formula("float(math.trunc({0}))", "trunc")
+
+
+def _extremes(name: str, word: str) -> None:
+    @_named(name)
+    def compute(a: Any, b: Any) -> Value:
+        a, b = _values(a, b)
+        if _common(a, b) == "real":
+            return a.lines.write(f"{word}({a.as_real}, {b.as_real})", "real")
+        return a.lines.write(f"{word}({a.as_number}, {b.as_number})", "whole")
+
+
+_extremes("maximum", "max")
+_extremes("minimum", "min")
+
+
+@_named("clamp", "clip")
+def _clamp(a: Any, min: Any = None, max: Any = None) -> Value:
+    for bound, name in ((min, "maximum"), (max, "minimum")):
+        if bound is not None:
+            a = OPERATIONS[name](a, bound)
+    return a
+
+
+@_named("where")
+def _where(condition: Any, a: Any, b: Any) -> Value:
+    condition, a, b = _values(condition, a, b)
+    kind = _common(a, b)
+    texts = [dict(real=x.as_real, whole=x.as_number, bool=x.text)[kind] for x in (a, b)]
+    return condition.lines.write(f"{texts[0]} if {condition.as_truth} else {texts[1]}", kind)
+
+
+@_named("masked_fill")
+def _masked_fill(a: Value, mask: Any, value: Any) -> Value:
+    return _where(mask, value, a)
+
+
+@_named("to", "type")
+def _to(a: Value, *given: Any, dtype: Any = None, device: Any = None, **others: Any) -> Value:
+    """Between kinds of numbers; a kernel computes real ones in float32, or float64, whatever q is."""
+    dtype = next((x for x in given if isinstance(x, torch.dtype)), dtype)
+    if dtype is None:
+        return a
+    if dtype is torch.bool:
+        return a if a.kind == "bool" else a.lines.write(a.as_truth, "bool")
+    if not dtype.is_floating_point:
+        text = f"int({a.text})" if a.kind == "real" else a.as_number
+        return a if a.kind == "whole" else a.lines.write(text, "whole")
+    if dtype.itemsize < 4:
+        raise NotImplementedError(f"it rounds to {dtype}: a kernel computes in float32, so leave the rounding out")
+    return a if a.kind == "real" else a.lines.write(a.as_real, "real")
+
+
+_DTYPES = dict(float=torch.float32, double=torch.float64, int=torch.int32, long=torch.int64, bool=torch.bool)
+for _name, _dtype in (_DTYPES | dict(half=torch.float16, bfloat16=torch.bfloat16)).items():
+    OPERATIONS[_name] = functools.partial(_to, dtype=_dtype)
+
+
+def _constant(number: float) -> Callable[..., Value]:
+    def made(a: Value, *size: Any, dtype: Any = None, **others: Any) -> Value:
+        value = a.lines.value(number)
+        return value if dtype is None else _to(value, dtype)
+
+    return made
+
+
+OPERATIONS |= dict.fromkeys(("new_ones", "ones_like"), _constant(1))
+OPERATIONS |= dict.fromkeys(("new_zeros", "zeros_like"), _constant(0))
+
+
+@_named("full_like")
+def _full_like(a: Value, fill_value: Any, **others: Any) -> Value:
+    return _constant(fill_value)(a, **others)
+
+
+@_named("new_full")
+def _new_full(a: Value, size: Any, fill_value: Any, **others: Any) -> Value:
+    return _constant(fill_value)(a, **others)
+
+
+OPERATIONS |= dict.fromkeys(("detach", "clone", "contiguous"), lambda a: a)
+
+
+@_named("getitem")
+def _getitem(tensor: Tensor, index: Any) -> Any:
+    lines = _lines_of(*(index if isinstance(index, tuple) else (index,)))
+    return Row(lines, tensor, ())[index]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Value, *others: Any) -> Any:
+        return operation(name)(self, *others)
+
+    return apply
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lt le gt ge eq ne neg abs invert"
+_REFLECTED = "radd rsub rmul rtruediv rfloordiv rmod rpow rand ror rxor"
+for _name in f"{_OPERATORS} {_REFLECTED}".split():
+    setattr(Value, f"__{_name}__", _operator(_name))
+
+
+def write_down(lines: Lines, name: str, function: Any) -> str:
+    """Call a score_mod or mask_mod with stand-ins -> the body of a plain function that computes the same."""
+    lines.of_function = []
+    kinds = dict(score="real")
+    try:
+        result = lines.value(function(*(Value(lines, x, kinds.get(x, "whole")) for x in ARGUMENTS[name])))
+    except (TypeError, NotImplementedError) as error:
+        code = getattr(function, "__code__", None)
+        where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        raise type(error)(f"{name}{where}: {error}") from error
+    text = result.as_real if name == "score_mod" else result.as_truth
+    return "".join(f"    {line}\n" for line in (*lines.of_function, f"return {text}"))
+
+
+@functools.lru_cache(256)
+def compiled(name: str, tables: int, body: str) -> Any:
+    """The plain function, the same one for the same text, so that its kernel is compiled once."""
+    taken = ", ".join((*ARGUMENTS[name], *(f"aux{number}" for number in range(tables))))
+    text = f"def {name}({taken}):\n{body}"
+    file = f"<{name} of flex_attention, {zlib.crc32(text.encode()):x}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)  # messages show the line
+    made: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), {"math": math}, made)
+    return made[name]

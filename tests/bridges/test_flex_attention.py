@@ -1,0 +1,240 @@
+"""compat.flex_attention against torch's own, run without torch.compile, which computes the plain formula."""
+
+import functools
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="needs a torch with flex_attention")
+
+if not hasattr(flex, "AuxRequest"):
+    pytest.skip("needs torch 2.9", allow_module_level=True)
+
+from numba_flash.compat import traced  # noqa: E402
+from numba_flash.compat.flex_attention import flex_attention  # noqa: E402
+
+BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 21, 35
+
+
+@pytest.fixture(autouse=True)
+def generator():
+    torch.manual_seed(0)
+
+
+def random(*shape, **options):
+    return torch.randn(*shape, dtype=torch.float64, **options)
+
+
+def problem(batch_kv=BATCH, heads_kv=HEADS_KV, **options):
+    return (
+        random(BATCH, HEADS, SEQLEN_Q, 8, **options),
+        random(batch_kv, heads_kv, SEQLEN_K, 8, **options),
+        random(batch_kv, heads_kv, SEQLEN_K, 6, **options),
+    )
+
+
+def torchs(*arguments, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks to be compiled
+        return flex.flex_attention(*arguments, **options)
+
+
+def same(query, key, value, **options):
+    """Both give the same o and lse."""
+    options = dict(enable_gqa=True, return_lse=True) | options
+    for one, other in zip(
+        flex_attention(query, key, value, **options), torchs(query, key, value, **options), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def masked(mask_mod, batch=None, heads=None):
+    return flex.create_block_mask(mask_mod, batch, heads, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=8)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx <= 5) & causal(b, h, q_idx, kv_idx)
+
+
+SLOPES = torch.linspace(0.1, 0.4, HEADS, dtype=torch.float64)
+TABLE = torch.linspace(-2, 2, HEADS * 60, dtype=torch.float64).view(HEADS, 60)
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 26, [3] * 20 + [2] * 15], dtype=torch.int32)
+HIDDEN = torch.arange(SEQLEN_K) % 3 == 1
+SCORES = {
+    "relative": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
+    "alibi": lambda score, b, h, q_idx, kv_idx: score + SLOPES[h] * (kv_idx - q_idx),
+    "softcap": lambda score, b, h, q_idx, kv_idx: 2 * torch.tanh(score / 2),
+    "causal": lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")),
+    "table": lambda score, b, h, q_idx, kv_idx: score + TABLE[h][torch.clamp(q_idx - kv_idx, -20, 20) + 20],
+    "checks": lambda score, b, h, q_idx, kv_idx: torch.where((q_idx // 4 % 2) == (kv_idx // 4 % 2), score, score * 0.5),
+    "of all": lambda score, b, h, q_idx, kv_idx: (
+        1 / (1 + score.abs()) + torch.maximum(score, -score) ** 2 - (score > 0) * torch.sigmoid(-score) + b % 2 - ~h
+    ),
+    "masked": lambda score, b, h, q_idx, kv_idx: score.masked_fill(HIDDEN[kv_idx], -1.0),
+    "partial": functools.partial(lambda scale, score, b, h, q_idx, kv_idx: score * scale, 0.25),
+}
+MASKS = {
+    "causal": (causal,),
+    "window": (window,),
+    "documents": (lambda b, h, q_idx, kv_idx: DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx], BATCH),
+    "of heads": (lambda b, h, q_idx, kv_idx: (h % 2 == 0) | (kv_idx < 3), None, HEADS),
+    "composed": (flex.and_masks(causal, flex.or_masks(window, lambda b, h, q_idx, kv_idx: h == 1)), None, HEADS),
+    "nothing": (flex.noop_mask,),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_mod(name):
+    same(*problem(), score_mod=SCORES[name])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_block_mask(name):
+    same(*problem(), block_mask=masked(*MASKS[name]))
+
+
+def test_both_with_a_scale_and_a_batch_of_one():
+    same(*problem(batch_kv=1), score_mod=SCORES["alibi"], block_mask=masked(*MASKS["documents"]), scale=0.3)
+
+
+def test_a_block_mask_made_by_hand_says_which_blocks_are_seen():
+    """Blocks that it does not list are hidden, and those it lists as full are seen, whatever mask_mod says."""
+    counts = torch.tensor([[[1, 2, 0]]], dtype=torch.int32)
+    indices = torch.tensor([[[[2, 0, 0, 0, 0], [0, 3, 1, 1, 1], [0, 1, 2, 3, 4]]]], dtype=torch.int32)
+    full = (
+        torch.tensor([[[1, 0, 1]]], dtype=torch.int32),
+        torch.tensor([[[[4, 0, 0, 0, 0], [0] * 5, [1, 0, 0, 0, 0]]]], dtype=torch.int32),
+    )
+    block_mask = flex.BlockMask.from_kv_blocks(
+        counts, indices, *full, BLOCK_SIZE=8, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0,
+        seq_lengths=(SEQLEN_Q, SEQLEN_K),
+    )  # fmt: skip
+    query, key, value = problem()
+    o, lse = flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True, return_lse=True)
+    seen = torch.zeros(24, 40, dtype=torch.bool)
+    for row, column in ((0, 2), (1, 0), (1, 3)):
+        seen[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8 : 2] = True
+    for row, column in ((0, 4), (2, 1)):
+        seen[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8] = True
+    key, value = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (key, value))
+    scores = (query @ key.mT * 8**-0.5).masked_fill(~seen[:SEQLEN_Q, :SEQLEN_K], -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(o, scores.softmax(-1) @ value, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_also_of_what_is_captured():
+    slopes = SLOPES.clone().requires_grad_()
+    inputs = problem(requires_grad=True)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * torch.exp(-score * score) + slopes[h] * (kv_idx - q_idx)
+
+    query, key, value = inputs
+    key, value = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (key, value))
+    q_idx, kv_idx = torch.arange(SEQLEN_Q)[:, None], torch.arange(SEQLEN_K)
+    scores = score_mod(query @ key.mT * 8**-0.5, None, torch.arange(HEADS)[:, None, None], q_idx, kv_idx)
+    o = scores.masked_fill(q_idx < kv_idx, -torch.inf).softmax(-1) @ value  # torch has no such backward on a CPU
+    do = torch.randn_like(o)
+    given = dict(score_mod=score_mod, block_mask=masked(causal), enable_gqa=True)
+    found = torch.autograd.grad(flex_attention(*inputs, **given), (*inputs, slopes), do)
+    expected = torch.autograd.grad(o, (*inputs, slopes), do)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_captured_may_change():
+    inputs, bias, factor = problem(), torch.zeros(HEADS, dtype=torch.float64), 1.0
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * factor + bias[h] * kv_idx
+
+    same(*inputs, score_mod=score_mod)
+    bias += 0.1
+    factor = 0.5
+    same(*inputs, score_mod=score_mod)
+
+
+def test_equal_functions_are_compiled_once():
+    def made():
+        return lambda score, b, h, q_idx, kv_idx: score * 0.5 + SLOPES[h]
+
+    traced.compiled.cache_clear()
+    for _ in range(3):
+        flex_attention(*problem(), score_mod=made(), enable_gqa=True)
+    assert traced.compiled.cache_info().misses == 1
+
+
+def test_plain_attention_and_results_by_name():
+    query, key, value = problem(heads_kv=HEADS)
+    expected, lse = torchs(query, key, value, return_lse=True)
+    torch.testing.assert_close(flex_attention(query, key, value), expected)
+    o, aux = flex_attention(query, key, value, return_aux=flex.AuxRequest(lse=True))
+    assert isinstance(aux, flex.AuxOutput) and aux.max_scores is None
+    torch.testing.assert_close((o, aux.lse), (expected, lse))
+    assert flex_attention(query, key, value, return_aux=flex.AuxRequest())[1].lse is None
+
+
+# which torch hides, unless warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # of torch 2.11
+def test_under_torch_compile():
+    def twice(query, key, value):
+        return flex_attention(query * 2, key, value, score_mod=SCORES["alibi"], enable_gqa=True) * 2
+
+    inputs = problem()
+    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(*inputs), twice(*inputs))
+    torch.compiler.reset()
+
+
+def with_if(score, b, h, q_idx, kv_idx):
+    return score if q_idx >= kv_idx else score * 2
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "error", "words"),
+    [
+        (with_if, TypeError, ["score_mod", "test_flex_attention.py", "torch.where"]),
+        (lambda s, b, h, i, j: s + TABLE[h], TypeError, ["indexed by 1 numbers", "2 dimensions"]),
+        (lambda s, b, h, i, j: s + TABLE, TypeError, ["shape (4, 60)", "bias[h, q_idx]"]),
+        (lambda s, b, h, i, j: s + TABLE[h, :5], TypeError, ["slice"]),
+        (lambda s, b, h, i, j: s + TABLE[h, s], TypeError, ["real number", "whole numbers"]),
+        (lambda s, b, h, i, j: s + TABLE[h, i, j], TypeError, ["2 dimensions", "more indices"]),
+        (lambda s, b, h, i, j: s + [1, 2][h], TypeError, ["index of a list"]),
+        (lambda s, b, h, i, j: torch.digamma(s), NotImplementedError, ["digamma", "tanh"]),
+        (lambda s, b, h, i, j: s.to(torch.bfloat16), NotImplementedError, ["rounds to torch.bfloat16"]),
+        (lambda s, b, h, i, j: None, TypeError, ["None"]),
+        (lambda s, b, h, i, j: s + SLOPES.to("meta")[h], TypeError, ["tensor on meta", "query is on cpu"]),
+    ],
+)  # fmt: skip
+def test_functions_that_a_kernel_cannot_have(score_mod, error, words):
+    with pytest.raises(error) as caught:
+        flex_attention(*problem(), score_mod=score_mod, enable_gqa=True)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (dict(query=None), TypeError, ["query", "NoneType"]),
+        (dict(query=torch.zeros(4, 21, 8)), ValueError, ["query", "(4, 21, 8)"]),
+        (dict(enable_gqa=False), ValueError, ["enable_gqa", "query has 4, key 2"]),
+        (dict(enable_gqa=1), TypeError, ["enable_gqa"]),
+        (dict(key=torch.zeros(3, 2, 35, 8)), ValueError, ["batches are: query 2, key 3, value 2"]),
+        (dict(key=torch.zeros(2, 2, 35, 8)), TypeError, ["key", "float32"]),
+        (dict(block_mask=torch.ones(21, 35)), TypeError, ["block_mask", "Tensor"]),
+        (dict(block_mask=flex.create_block_mask(causal, 1, 1, 21, 36, device="cpu")), ValueError, ["(21, 36)"]),
+        (dict(block_mask=masked(causal, 3)), ValueError, ["block_mask has 3 for batch"]),
+        (dict(scale="1"), TypeError, ["scale"]),
+        (dict(return_lse=True, return_aux=flex.AuxRequest(lse=True)), ValueError, ["return_aux"]),
+        (dict(return_aux=flex.AuxRequest(max_scores=True)), NotImplementedError, ["max_scores"]),
+    ],
+)
+def test_bad_arguments(given, error, words):
+    query, key, value = problem()
+    with pytest.raises(error) as caught:
+        flex_attention(**dict(query=query, key=key, value=value, enable_gqa=True) | given)
+    assert all(word in str(caught.value) for word in words), caught.value
