@@ -11,6 +11,7 @@ from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
@@ -49,7 +50,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return mask_bits_layout(forward, config.of_keys)[0]
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)

@@ -50,6 +50,8 @@ MODULES = {
     "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",
+    "mma_dkdv_wide": "mma.backward_dkdv_wide",
+    "mma_dq_wide": "mma.backward_dq_wide",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",
     "wgmma_fused": "wgmma.backward_fused",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from ..config.forward import Config, MaskBitsConfig
+from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import (
     WgmmaBackwardConfig,
@@ -16,12 +16,13 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
-from .forward import no_cpu, no_tensor_cores, no_wide_rows
+from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
@@ -87,8 +88,6 @@ def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[Backw
 def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of "mma" or "wgmma" do not take the problem, apart from shared memory."""
     forward = problem.forward
-    if forward.dtype not in ("float16", "bfloat16"):
-        return f"its gradients are of float16 and bfloat16, not {forward.dtype}"
     if not forward.aligned:
         return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
@@ -107,7 +106,7 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     assert target.cc is not None
     reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
-        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v)
+        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype)
         if reason is None and name == "wgmma":
             reason = _no_tma(problem, target)
     return reason
@@ -139,6 +138,8 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
 @functools.lru_cache(maxsize=4096)
 def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    if ITEM_SIZE[problem.forward.dtype] > 2:
+        return wide_configs(problem, target)
     rows = _usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
@@ -154,6 +155,44 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
     return (*made, *_head_sums(problem, target, of_blocks=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """mma's kernels in float32 and float64."""
+    made: list[BackwardConfig] = [delta_config(problem, target)]
+    if {"dk", "dv"} & set(problem.wanted):
+        made += _first_that_fits(
+            [_wide_dkdv(problem, row, target) for row in _wide_rows("mma_dkdv", problem, target)], target
+        )
+    if "dq" in problem.wanted:
+        made += _first_that_fits(
+            [_wide_dq(problem, row, target) for row in _wide_rows("mma_dq", problem, target)], target
+        )
+    return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+def _wide_rows(kernel: str, problem: BackwardProblem, target: Target) -> list[tiles.WideBackward]:
+    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
+    return [row for row in rows_for(tiles.table_of(kernel, problem.forward.dtype), target) if head_dim <= row.head_dim]
+
+
+def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
+    large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
+    return _features(problem) | columns(row) | dict(large_f64=large)
+
+
+def _wide_dkdv(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
+    features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
+    return [
+        WideDkdvConfig(**features, kernel="mma_dkdv_wide", of_dk="dk" in part, of_dv="dv" in part)
+        for part in _parts(problem, row.apart)
+    ]
+
+
+def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
+    features = _wide_features(problem, row, target) | dict(tile_m=row.own_rows, tile_n=row.other_rows)
+    return [WideDqConfig(**features, kernel="mma_dq_wide")]
 
 
 @functools.lru_cache(maxsize=4096)

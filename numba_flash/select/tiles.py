@@ -82,6 +82,19 @@ class MmaDq(NamedTuple):
     gpu: str = MEASURED
 
 
+class WideBackward(NamedTuple):
+    """Of mma's backward in float32 and float64: rows that a block owns, and those that it walks over."""
+
+    head_dim: int
+    own_rows: int
+    other_rows: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    apart: bool = False  # dK and dV have a kernel each
+    gpu: str = MEASURED
+
+
 class WgmmaDkdv(NamedTuple):
     head_dim: int
     plain: bool
@@ -194,6 +207,30 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 16, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
+    "mma_dkdv_float32": (
+        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2),
+        WideBackward(128, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+    ),
+    "mma_dkdv_float64": (
+        WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
+    ),
+    "mma_dq_float32": (
+        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2),
+        WideBackward(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+    ),
+    "mma_dq_float64": (
+        WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=2),
+        WideBackward(128, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+    ),
     "wgmma_dkdv": (
         WgmmaDkdv(64, True, 128, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2),
@@ -235,8 +272,8 @@ READING_KEYS = {
 
 
 def table_of(kernel: str, dtype: str) -> str:
-    """The table of a kernel of the forward: mma's tiles depend on the size of elements."""
-    return f"{kernel}_{dtype}" if kernel == "mma" and dtype in ("float32", "float64") else kernel
+    """The table of a kernel: mma's tiles depend on the size of elements."""
+    return f"{kernel}_{dtype}" if kernel.startswith("mma") and dtype in ("float32", "float64") else kernel
 
 
 def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
@@ -246,7 +283,7 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
-NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "gpu")
+NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "gpu", "own_rows", "other_rows")
 
 
 def columns(row: Any) -> dict[str, Any]:

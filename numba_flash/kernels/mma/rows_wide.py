@@ -14,6 +14,45 @@ from ..steps.plain import first_row_of
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
 
+def row_writer(dtype, blocks, vectorized):
+    """-> write_row, a device function, for rows of `blocks` times 8 columns. vectorized: columns are neighbours, rows
+    begin at multiples of 16 bytes and are a multiple of 16 bytes long."""
+    double, item_size = dtype == "float64", 8 if dtype == "float64" else 4
+    chunk = 16 // item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
+    store, real = elements.storer(dtype), numbers.of(dtype).real
+
+    @inlined
+    def store_16_bytes(values, to):
+        if double:
+            memory.store_v2_f64(to, values, 0)
+        else:
+            words = cuda.local.array(4, uint32)
+            for j in range(4):
+                words[j] = values[j].view(np.uint32)
+            memory.store_v4(to, words, 0)
+
+    @inlined
+    def write_row(acc, r, lane, target, row_at, column_stride, columns_left):
+        """Row r of the lane's, to the row that begins at element row_at of target."""
+        values = cuda.local.array(chunk, real)
+        first_column = int32((lane & 3) * (2 * chunk))
+        to = memory.address(target, row_at + first_column * column_stride)
+        for panel in range(blocks // chunk):
+            for half in range(2):
+                for j in range(chunk):
+                    values[j] = acc[((r // 2) * blocks + panel * chunk + j) * 4 + (r % 2) * 2 + half]
+                column = int32(first_column + (8 * panel + half) * chunk)
+                if vectorized:
+                    if column < columns_left:
+                        store_16_bytes(values, to + 128 * panel + 16 * half)
+                else:
+                    for j in range(chunk):
+                        if int32(column + j) < columns_left:
+                            store(target, row_at + int32(column + j) * column_stride, values[j])
+
+    return write_row
+
+
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
     warp_rows, head_dim_v_padded, group, queries = (
@@ -28,40 +67,9 @@ def make(config):
         config.ROW_STATE_BYTES,
         config.write_lse,
     )
-    head_dim_v, o_vectorized, double = config.head_dim_v, config.o_vectorized, config.dtype == "float64"
-    chunk = 16 // config.item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
-    store = elements.storer(config.dtype)
+    head_dim_v, write_row = config.head_dim_v, row_writer(config.dtype, o_blocks, config.o_vectorized)
     real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
     ln_2 = real(fragment_softmax.LN_2)
-
-    @inlined
-    def store_16_bytes(values, to):
-        if double:
-            memory.store_v2_f64(to, values, 0)
-        else:
-            words = cuda.local.array(4, uint32)
-            for j in range(4):
-                words[j] = values[j].view(np.uint32)
-            memory.store_v4(to, words, 0)
-
-    @inlined
-    def write_row(acc_o, r, lane, row_at, columns_left, arrays, strides):
-        """Row r of the lane's, which begins at element row_at."""
-        values = cuda.local.array(chunk, real)
-        first_column = int32((lane & 3) * (2 * chunk))
-        to = memory.address(arrays.o, row_at + first_column * strides.o[3])
-        for panel in range(o_blocks // chunk):
-            for half in range(2):
-                for j in range(chunk):
-                    values[j] = acc_o[((r // 2) * o_blocks + panel * chunk + j) * 4 + (r % 2) * 2 + half]
-                column = int32(first_column + (8 * panel + half) * chunk)
-                if o_vectorized:
-                    if column < columns_left:
-                        store_16_bytes(values, to + 128 * panel + 16 * half)
-                else:
-                    for j in range(chunk):
-                        if int32(column + j) < columns_left:
-                            store(arrays.o, row_at + int32(column + j) * strides.o[3], values[j])
 
     @inlined
     def divide_row(acc_o, r, inverse):
@@ -92,7 +100,7 @@ def make(config):
             columns_left = int32(min(head_dim_v - tile.part * head_dim_v_padded, head_dim_v_padded))
             row_at = tile.b * strides.o[0] + tile.part * head_dim_v_padded * strides.o[3]
             row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
-            write_row(acc_o, r, lane, row_at, columns_left, arrays, strides)
+            write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
         return flag
 
     @inlined

@@ -121,7 +121,9 @@ def weights_at(config: Any) -> tuple[Any, Any]:
     p = e^(score - lse), where lse, in the scores' units, is +inf for a row that sees no key. derivative: that of Chain.
     weight_or_zero gives 0 for a score of -inf also beside an lse that is NaN.
     """
-    with_derivative, exponential, minus_inf = chain(config).with_derivative, exponential_of(config), float32(-math.inf)
+    with_derivative, exponential = chain(config).with_derivative, exponential_of(config)
+    real = elements.COMPUTE_TYPES[config.dtype]
+    minus_inf = real(-math.inf)
 
     @inlined
     def weight(product, at, score, lse):
@@ -131,7 +133,7 @@ def weights_at(config: Any) -> tuple[Any, Any]:
     @inlined
     def weight_or_zero(product, at, score, lse):
         s, derivative = with_derivative(product, at, score)
-        return exponential(s - lse) if s != minus_inf else float32(0), derivative
+        return exponential(s - lse) if s != minus_inf else real(0), derivative
 
     return weight, weight_or_zero
 

@@ -6,10 +6,14 @@ these of all. Within both the four columns that a lane has of every 16 (ptx/frag
 `row_blocks` of them; queries of the last one that do not exist have +inf and 0.
 """
 
+import math
+
 import numpy as np
 from numba import cuda, int32, int64, uint32
 
+from ...config.forward import ITEM_SIZE
 from ...ptx import ld_st
+from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
 
@@ -55,6 +59,29 @@ def delta_of_row(config):
         return arrays.delta[head_of_all * sizes.seqlen_q + q_index]
 
     return delta_of
+
+
+def of_query(config):
+    """-> of_query(b, h, query, arrays, sizes), a device function: lse in the scores' units, +inf where the query sees
+    no key or does not exist, and delta. From the blocks; in float32 and float64 from what forward and delta left."""
+    of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
+    real = elements.COMPUTE_TYPES[config.dtype]
+    inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
+
+    @inlined
+    def found(b, h, query, arrays, sizes):
+        head_of_all = int64(b) * sizes.heads + h
+        if of_blocks:
+            at = head_of_all * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS) + place(query)
+            return arrays.lse_delta[at], -arrays.lse_delta[at + minus_delta_at]
+        lse, delta = inf, real(0)
+        if query < sizes.seqlen_q:
+            at = head_of_all * sizes.seqlen_q + query
+            lse, delta = arrays.lse[at] * unit, arrays.delta[at]
+            lse = inf if lse == minus_inf else lse
+        return lse, delta
+
+    return found
 
 
 def starter(config, strips, blocks):

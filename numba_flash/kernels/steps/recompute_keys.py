@@ -6,12 +6,11 @@ not see the key, and 0 * NaN is NaN. Such a row is computed here, query by query
 
 import math
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
-from ...ptx import shfl
 from ..score import At, at_scores, counts, fragments
 from ..score.stage import FragmentAt
-from . import elements, lse_delta
+from . import elements, lse_delta, numbers
 from .inlined import inlined
 from .integers import divide
 from .plain import key_queries
@@ -20,26 +19,22 @@ from .tiles import row_base
 
 def make(config):
     """-> recompute_keys, a device function."""
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    head_dim, head_dim_v, made = config.head_dim, config.head_dim_v, numbers.of(config.compute_dtype)
     of_dk, of_dv = config.of_dk, config.of_dv
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     row_term = fragments.chain(config).row_term
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
-    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count = counts.make(config)
-    bfly, inf = shfl.bfly_f32, float32(math.inf)
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    real, bfly = made.real, made.bfly
+    inf = real(math.inf)
+    of_query = lse_delta.of_query(config)
 
     @inlined
     def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
         """One warp, those of its rows from first_row on that have a bit in nonfinite, of the tile at first_key."""
-        row_dk = cuda.local.array(parts, float32)
-        row_dv = cuda.local.array(parts_v, float32)
+        row_dk = cuda.local.array(parts, real)
+        row_dv = cuda.local.array(parts_v, real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))
@@ -47,9 +42,9 @@ def make(config):
             if found != 0:
                 key = int64(first_key + row - 1)
                 for c in range(parts):
-                    row_dk[c] = float32(0)
+                    row_dk[c] = real(0)
                 for c in range(parts_v):
-                    row_dv[c] = float32(0)
+                    row_dv[c] = real(0)
                 k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
                 first_query, end_query = key_queries(key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
                 group = divide(sizes.heads, sizes.heads_kv)
@@ -58,8 +53,7 @@ def make(config):
                     term = row_term(b, h, arrays, strides)
                     for query in range(first_query, end_query):
                         q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                        at = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words) + place(query)
-                        product, dp = float32(0), float32(0)
+                        product, dp = real(0), real(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)
                             if x < head_dim:
@@ -72,18 +66,18 @@ def make(config):
                         for lanes in (1, 2, 4, 8, 16):
                             product += bfly(product, lanes)
                             dp += bfly(dp, lanes)
-                        lse, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
-                        p, derivative = float32(0), float32(1)
+                        lse, delta = of_query(b, h, query, arrays, sizes)
+                        p, derivative = real(0), real(1)
                         if lse != inf and visible(b, h, query, key, arrays, strides):
                             bias = added(b, h, query, key, arrays, strides)
-                            here = FragmentAt(term, float32(query + q_start - key), bias)
+                            here = FragmentAt(term, real(query + q_start - key), bias)
                             p, derivative = weight_or_zero(product, here, score, lse)
                         if p != 0:
                             counts = count(At(b, h, query, key, query + q_start), arrays, sizes, score)
-                            ds = float32(0)
+                            ds = real(0)
                             if of_dk:
-                                dp = dp * counts if counts != 0 else float32(0)
-                                ds = p * (dp + minus_delta) * score.scale * derivative
+                                dp = dp * counts if counts != 0 else real(0)
+                                ds = p * (dp - delta) * score.scale * derivative
                             if of_dv and counts != 0:
                                 for c in range(parts_v):
                                     x = int32(lane + 32 * c)

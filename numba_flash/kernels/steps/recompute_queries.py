@@ -2,12 +2,11 @@
 
 import math
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
-from ...ptx import shfl
 from ..score import At, at_scores, counts, fragments
 from ..score.stage import FragmentAt
-from . import elements, lse_delta
+from . import elements, lse_delta, numbers
 from .inlined import inlined
 from .plain import row_keys
 from .tiles import row_base
@@ -15,24 +14,20 @@ from .tiles import row_base
 
 def make(config):
     """-> recompute_queries, a device function."""
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    head_dim, head_dim_v, made = config.head_dim, config.head_dim_v, numbers.of(config.compute_dtype)
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
-    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
+    load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count = counts.make(config)
-    bfly, inf = shfl.bfly_f32, float32(math.inf)
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    real, bfly = made.real, made.bfly
+    inf = real(math.inf)
+    of_query = lse_delta.of_query(config)
 
     @inlined
     def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
         """One warp, those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
-        row_dq = cuda.local.array(parts, float32)
+        row_dq = cuda.local.array(parts, real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))
@@ -40,17 +35,16 @@ def make(config):
             if found != 0:
                 query = int64(tile.first_query + row - 1)
                 for c in range(parts):
-                    row_dq[c] = float32(0)
+                    row_dq[c] = real(0)
                 q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                at = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words) + place(query)
-                lse, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
+                lse, delta = of_query(b, h, query, arrays, sizes)
                 q_pos = query - tile.first_query + tile_keys.position
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
                 if lse == inf:
                     end_key = first_key
                 for key in range(first_key, end_key):
                     k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
-                    product, dp = float32(0), float32(0)
+                    product, dp = real(0), real(0)
                     for c in range(parts):
                         x = int32(lane + 32 * c)
                         if x < head_dim:
@@ -62,11 +56,11 @@ def make(config):
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
-                    here = FragmentAt(term, float32(q_pos - key), added(b, h, query, key, arrays, strides))
+                    here = FragmentAt(term, real(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
                     counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)
-                    dp = dp * counts if counts != 0 else float32(0)  # not NaN of a key whose weight was dropped
-                    ds = p * (dp + minus_delta) * score.scale * derivative
+                    dp = dp * counts if counts != 0 else real(0)  # not NaN of a key whose weight was dropped
+                    ds = p * (dp - delta) * score.scale * derivative
                     if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):
                             x = int32(lane + 32 * c)

@@ -1,0 +1,128 @@
+"""Configs of the backward on tensor cores in float32 and float64."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .forward import ITEM_SIZE, Config, MmaConfig, tile_bytes
+
+
+@dataclass(frozen=True)
+class WideBackwardConfig(Config):
+    """What mma_dkdv_wide and mma_dq_wide share.
+
+    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side. Warps own
+    `warp_rows` rows. column_groups, large_f64: as of MmaConfig.
+    """
+
+    warp_rows: int = 16
+    column_groups: int = 1
+    large_f64: bool = False
+
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+    group_size: ClassVar[int] = 1  # a tile is of one head
+    SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"these kernels take float32 and float64, not {self.dtype}")
+        if self.warp_rows not in (16, 32):
+            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        if self.own_rows < self.warp_rows or self.own_rows % self.warp_rows:
+            raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
+        if self.other_rows not in MmaConfig.KEYS[self.dtype]:
+            allowed = MmaConfig.KEYS[self.dtype]
+            raise ValueError(f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
+        if self.column_groups not in (1, 2):
+            raise ValueError(f"column_groups must be 1 or 2, not {self.column_groups}")
+        sums = self.summed_columns // self.column_groups * self.item_size // 4 * self.warp_rows // 16
+        if sums > self.SUMS:
+            raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {self.SUMS}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the tile that a block owns."""
+        raise NotImplementedError
+
+    @property
+    def other_rows(self) -> int:
+        """Rows of the tiles that it walks over."""
+        raise NotImplementedError
+
+    @property
+    def summed_columns(self) -> int:
+        """Of gradients, of one row."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def head_dim_padded(self) -> int:
+        """head_dim in whole panels for each group of columns; what is past head_dim is zero."""
+        return self._padded(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self._padded(self.head_dim_v)
+
+    def _padded(self, columns: int) -> int:
+        step = 128 // self.item_size * self.column_groups
+        return -(-columns // step) * step
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, and the end are."""
+        starts = [0]
+        for rows in (self.own_rows, self.other_rows):
+            for columns in (self.head_dim_padded, self.head_dim_v_padded):
+                starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
+        exchanged = self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
+        return (*starts, starts[-1] + exchanged)
+
+
+@dataclass(frozen=True)
+class WideDkdvConfig(WideBackwardConfig):
+    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes."""
+
+    of_dk: bool = True
+    of_dv: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.of_dk or self.of_dv):
+            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        super().__post_init__()
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def summed_columns(self) -> int:
+        return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
+
+
+@dataclass(frozen=True)
+class WideDqConfig(WideBackwardConfig):
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def summed_columns(self) -> int:
+        return self.head_dim_padded

@@ -1,0 +1,273 @@
+"""Gradients of keys and values in float32 and float64 on tensor cores; since Ampere (sm_80).
+
+Read mma_backward_dkdv first, whose walk this is, with one tile of queries at a time. A block owns a tile of keys of one
+KV head and walks over the tiles of queries that see it, of each query head of the group in turn. A warp owns
+`warp_rows` keys, and computes
+
+    dP^T = V dO^T     S^T = K Q^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
+    dV += P^T dO      dK += dS^T Q    and at the end dK *= scale
+
+with the products of the forward in these dtypes (backward_wide.py). dO of a tile comes while dK is summed up from the
+tile before, and Q while dP is computed. lse and delta are v2's, read where a lane needs them.
+
+Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+"""
+
+from typing import Any, NamedTuple
+
+from numba import cuda, int32, int64, uint8, uint32
+
+from ...ptx import cp_async, memory, shared, special
+from ..score import counts, fragments, positions
+from ..score.stage import FragmentAt
+from ..steps import async_tiles, lse_delta, numbers
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.tiles import row_base
+from . import backward_wide
+
+
+class Registers(NamedTuple):
+    """What a warp holds of S^T, dP^T, dK and dV, of operands, and of its keys. Shapes are in make()."""
+
+    acc_s: Any
+    acc_dp: Any
+    acc_dk: Any
+    acc_dv: Any
+    own_frag: Any
+    other_frag: Any
+    p_frag: Any
+    first_query: Any  # of those that see a key
+    end_query: Any
+    kept: Any  # which weights count (kernels/score/counts.py)
+
+
+class Lanes(NamedTuple):
+    """Where the lane's rows begin in shared memory, and what it exchanges."""
+
+    k: int
+    q: int
+    do_transposed: int
+    v: int
+    do: int
+    q_transposed: int
+    exchanged: int
+
+
+class Walk(NamedTuple):
+    """The tiles of queries of each head, one head behind the other."""
+
+    b: int
+    h_kv: int
+    first_key: int
+    q_start: int
+    begin: int  # the first tile of a head
+    tiles: int  # of a head
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
+    of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
+    _, v_at, q_at, do_at, _, _ = config.shared_offsets()
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
+    dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
+    s_count = strips * blocks * 4
+    dk_count, dv_count = (strips * n // 2 if wanted else 1 for n, wanted in ((dk_columns, of_dk), (dv_columns, of_dv)))
+
+    real = numbers.of(config.compute_dtype).real
+    load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads, 1, size) for tile in (tile_n, tile_m))
+    load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_n, tile_m))
+    s_and_dv = backward_wide.products(config, head_dim_padded, head_dim_v_padded)
+    dp_and_dk = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
+    multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_q_k, s_and_dv.multiply_p_v, s_and_dv.to_p
+    multiply_v_do, multiply_ds_q = dp_and_dk.multiply_q_k, dp_and_dk.multiply_p_v
+    s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
+    store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
+    store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
+    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    weight, _ = fragments.weights_at(config)
+    of_query = lse_delta.of_query(config)
+    drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, tile_m)
+    recompute_keys = recompute.make(config)
+    wait_all = cp_async.wait_group(0)
+
+    @inlined
+    def aligned(address):
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
+
+    @inlined
+    def tile_of(block, heads_kv, seqlen_k):
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+        head_of_all = divide(block, n_tiles)
+        b = divide(head_of_all, heads_kv)
+        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
+
+    @inlined
+    def turn(t, walk, sizes):
+        """-> (i, h) of the t-th tile of queries."""
+        member = divide(t, walk.tiles)
+        h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
+        return int32(walk.begin + t - member * walk.tiles), int32(h)
+
+    @inlined
+    def load_others(t, do_smem, walk, arrays, strides, sizes):
+        """Start the copies of dO of the t-th tile of queries."""
+        i, h = turn(t, walk, sizes)
+        rows_left = int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
+        load_do(do_smem, source, size * strides.do[2], 0, rows_left, head_dim_v, special.thread_index())
+
+    @inlined
+    def load_queries(i, h, q_smem, walk, arrays, strides, sizes):
+        rows_left = int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
+        load_q(q_smem, source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
+
+    @inlined
+    def weigh(i, h, registers, walk, term, arrays, strides, sizes, score):
+        """acc_s, acc_dp <- P^T times what counts, and dS^T."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        first_column = int32(first_column_of(lane))
+        for n in range(blocks):
+            for x in range(2):
+                query = int32(i * tile_m + first_column + n * 8 + x)
+                lse, delta = of_query(walk.b, h, query, arrays, sizes)
+                for r in range(rows):
+                    at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
+                    distance = real(int64(query) + walk.q_start - walk.first_key - (key + r * 8))
+                    p, derivative = weight(registers.acc_s[at], FragmentAt(term, distance, real(0)), score, lse)
+                    seen = query >= registers.first_query[r] and query < registers.end_query[r]
+                    dp = registers.acc_dp[at]
+                    weighed = p
+                    if drops:
+                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        dp = dp * score.kept_count if counts else real(0)
+                        weighed = p * score.kept_count if counts else real(0)
+                    registers.acc_s[at] = weighed if seen else real(0)
+                    if of_dk:
+                        registers.acc_dp[at] = p * (dp - delta) * derivative if seen else real(0)
+
+    @inlined
+    def find_kept(i, h, kept, walk, arrays, sizes):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_q_pos = int64(i) * tile_m + int32(first_column_of(lane)) + walk.q_start
+        key = int64(walk.first_key) + (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        kept_of(kept, first_q_pos, walk.b, h, key, arrays, sizes)
+
+    @inlined
+    def step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score):
+        """One tile of queries of one head."""
+        i, h = turn(t, walk, sizes)
+        wait_all()
+        cuda.syncthreads()  # dO is there, and everyone is done with Q of the tile before
+        load_queries(i, h, k_smem + int32(q_at), walk, arrays, strides, sizes)
+        cp_async.commit_group()
+        if of_dk:
+            multiply_v_do(
+                registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do, lanes.exchanged
+            )
+        wait_all()
+        cuda.syncthreads()  # Q is there
+        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
+        if drops:
+            find_kept(i, h, registers.kept, walk, arrays, sizes)
+        term = row_term(walk.b, h, arrays, strides)
+        weigh(i, h, registers, walk, term, arrays, strides, sizes, score)
+        if of_dv:
+            to_operand(registers.acc_s, registers.p_frag)
+            multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
+        cuda.syncthreads()  # everyone is done with dO
+        if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
+            load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
+        cp_async.commit_group()
+        if of_dk:
+            to_operand(registers.acc_dp, registers.p_frag)
+            multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
+
+    @cuda.jit
+    def flash_attention_mma_dkdv_wide(arrays, strides, sizes, score):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
+        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
+        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
+        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
+        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
+        lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
+
+        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
+        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        tiles = int32(stop - begin) if keys_left > 0 else int32(0)
+        walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
+        registers = Registers(
+            cuda.local.array(s_count, real),  # acc_s (strips, tile_m / 8, 4)
+            cuda.local.array(s_count, real),  # acc_dp (strips, tile_m / 8, 4)
+            cuda.local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
+            cuda.local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
+            cuda.local.array(s_and_dv.q_count, fragment),  # own_frag
+            cuda.local.array(s_and_dv.kv_count, fragment),  # other_frag
+            cuda.local.array(s_and_dv.p_count, fragment),  # p_frag
+            cuda.local.array(rows, int32),  # first_query
+            cuda.local.array(rows, int32),  # end_query
+            cuda.local.array(kept_words, uint32),  # kept
+        )
+        for x in range(dk_count):
+            registers.acc_dk[x] = real(0)
+        for x in range(dv_count):
+            registers.acc_dv[x] = real(0)
+        first_row = int32((warp >> shift) * warp_rows)
+        for r in range(rows):
+            key = int32(first_key + first_row + int32(first_row_of(lane)) + r * 8)
+            first, end = key_queries(key, q_start, left, right, seqlen_q)
+            registers.first_query[r] = int32(first)
+            registers.end_query[r] = int32(end) if key < keys else int32(0)
+
+        if tiles > 0:
+            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
+            load_k(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
+            if of_dk:
+                v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
+                load_v(v_smem, v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
+            load_others(int32(0), do_smem, walk, arrays, strides, sizes)
+        cp_async.commit_group()
+        t, end = int32(0), int32(tiles * divide(sizes.heads, sizes.heads_kv))
+        while t < end:
+            step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score)
+            t = int32(t + 1)
+
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
+        valid, column_group = int32(keys_left - first_row), warp & (groups - 1)
+        nonfinite = uint32(0)
+        if of_dk:
+            column = column_group * dk_columns
+            base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+            nonfinite |= store_dk(
+                registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
+            )
+        if of_dv:
+            column = column_group * dv_columns
+            base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+            nonfinite |= store_dv(
+                registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
+            )
+        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        if nonfinite != 0:
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return flash_attention_mma_dkdv_wide

@@ -1,0 +1,228 @@
+"""Gradients of queries in float32 and float64 on tensor cores; since Ampere (sm_80).
+
+Read backward_dkdv_wide.py first. Here a block owns a tile of queries of one head and walks over the tiles of keys that
+they see, from the last to the first. A warp owns `warp_rows` queries, and computes
+
+    dP = dO V^T     S = Q K^T     P = e^(S - lse)     dS = P * (dP - delta)     dQ += dS K
+
+V of a tile comes while dQ is summed up from the tile before, and K while dP is computed.
+
+Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
+Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
+"""
+
+from typing import Any, NamedTuple
+
+from numba import cuda, int32, uint8, uint32
+
+from ...ptx import cp_async, memory, shared, special
+from ..score import counts, fragments, positions
+from ..score.stage import FragmentAt
+from ..steps import async_tiles, lse_delta, numbers
+from ..steps import recompute_queries as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
+from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.tiles import row_base
+from . import backward_wide
+
+
+class Registers(NamedTuple):
+    """What a warp holds of S, dP and dQ, of operands, and of its queries. Shapes are in make()."""
+
+    acc_s: Any
+    acc_dp: Any
+    acc_dq: Any
+    own_frag: Any
+    other_frag: Any
+    ds_frag: Any
+    first_key: Any  # of those that a query sees
+    end_key: Any
+    lse: Any
+    delta: Any
+    kept: Any  # which weights count (kernels/score/counts.py)
+
+
+class Lanes(NamedTuple):
+    """Where the lane's rows begin in shared memory, and what it exchanges."""
+
+    q: int
+    k: int
+    k_transposed: int
+    do: int
+    v: int
+    exchanged: int
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
+    alignment = config.ALIGNMENT
+    _, do_at, k_at, v_at, _, _ = config.shared_offsets()
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    strips, blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
+    dq_columns = head_dim_padded // groups
+    s_count, dq_count = strips * blocks * 4, strips * dq_columns // 2
+
+    real = numbers.of(config.compute_dtype).real
+    load_q, load_k = (async_tiles.loader(tile, head_dim_padded, threads, 1, size) for tile in (tile_m, tile_n))
+    load_do, load_v = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_m, tile_n))
+    s_and_dq = backward_wide.products(config, head_dim_padded, head_dim_padded)
+    of_dp = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
+    multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_q_k, s_and_dq.multiply_p_v, s_and_dq.to_p
+    multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_q_k, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
+    store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
+    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    weight, _ = fragments.weights_at(config)
+    of_query = lse_delta.of_query(config)
+    drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, tile_n)
+    words_a_row = kept_words // rows if drops else 1
+    recompute_queries = recompute.make(config)
+    wait_all = cp_async.wait_group(0)
+
+    @inlined
+    def aligned(address):
+        return int32((address + int32(alignment - 1)) & int32(-alignment))
+
+    @inlined
+    def tile_of(block, arrays, strides, sizes):
+        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        head_of_all = divide(block, m_tiles)
+        first_query = int32((m_tiles - 1 - (block - head_of_all * m_tiles)) * tile_m)
+        b = divide(head_of_all, sizes.heads)
+        h = int32(head_of_all - b * sizes.heads)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        return QueryTile(b, h, first_query, 0), TileKeys(h_kv, int32(keys), first_query + q_start)
+
+    @inlined
+    def load_values(j, v_smem, tile, tile_keys, arrays, strides):
+        """Start the copies of V of key tile j."""
+        source = memory.address(arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, j * tile_n))
+        rows_left = int32(tile_keys.keys - j * tile_n)
+        load_v(v_smem, source, size * strides.v[2], 0, rows_left, head_dim_v, special.thread_index())
+
+    @inlined
+    def load_keys(j, k_smem, tile, tile_keys, arrays, strides):
+        source = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, j * tile_n))
+        rows_left = int32(tile_keys.keys - j * tile_n)
+        load_k(k_smem, source, size * strides.k[2], 0, rows_left, head_dim, special.thread_index())
+
+    @inlined
+    def weigh(j, registers, tile_keys, term, score):
+        """acc_dp <- dS."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        first_column = int32(first_column_of(lane))
+        for n in range(blocks):
+            for x in range(2):
+                key = int32(j * tile_n + first_column + n * 8 + x)
+                for r in range(rows):
+                    at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
+                    distance = real(tile_keys.position + (row + r * 8) - key)
+                    here = FragmentAt(term, distance, real(0))
+                    p, derivative = weight(registers.acc_s[at], here, score, registers.lse[r])
+                    dp = registers.acc_dp[at]
+                    if drops:
+                        word = registers.kept[r * words_a_row + n // 16]
+                        counts = (word >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
+                        dp = dp * score.kept_count if counts else real(0)
+                    seen = key >= registers.first_key[r] and key < registers.end_key[r]
+                    registers.acc_dp[at] = p * (dp - registers.delta[r]) * derivative if seen else real(0)
+
+    @inlined
+    def find_kept(j, kept, tile, tile_keys, arrays, sizes):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        kept_of(kept, int32(j * tile_n + first_column_of(lane)), tile.b, tile.h, row, tile_keys.position, arrays, sizes)
+
+    @inlined
+    def step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score):
+        """One key tile."""
+        wait_all()
+        cuda.syncthreads()  # V is there, and everyone is done with K of the tile before
+        load_keys(j, q_smem + int32(k_at), tile, tile_keys, arrays, strides)
+        cp_async.commit_group()
+        multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v, lanes.exchanged)
+        wait_all()
+        cuda.syncthreads()  # K is there, and everyone is done with V
+        if j > begin:
+            load_values(int32(j - 1), q_smem + int32(v_at), tile, tile_keys, arrays, strides)
+        cp_async.commit_group()
+        multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k, lanes.exchanged)
+        if drops:
+            find_kept(j, registers.kept, tile, tile_keys, arrays, sizes)
+        weigh(j, registers, tile_keys, term, score)
+        to_operand(registers.acc_dp, registers.ds_frag)
+        multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
+
+    @cuda.jit
+    def flash_attention_mma_dq_wide(arrays, strides, sizes, score):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_m, head_dim_padded)
+        do_smem = q_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
+        k_smem = q_smem + int32(k_at)  # (tile_n, head_dim_padded)
+        v_smem = q_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        q_lane, k_lane, k_transposed, exchanged = s_lanes(lane, warp, q_smem, k_smem, k_smem)
+        do_lane, v_lane, _, _ = dp_lanes(lane, warp, do_smem, v_smem, v_smem)
+        lanes = Lanes(q_lane, k_lane, k_transposed, do_lane, v_lane, exchanged)
+
+        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
+        last_pos = tile_keys.position + queries_left - 1
+        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
+        begin_, _, _, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, stop = int32(begin_), int32(stop_)
+        registers = Registers(
+            cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
+            cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
+            cuda.local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
+            cuda.local.array(s_and_dq.q_count, fragment),  # own_frag
+            cuda.local.array(s_and_dq.kv_count, fragment),  # other_frag
+            cuda.local.array(s_and_dq.p_count, fragment),  # ds_frag
+            cuda.local.array(rows, int32),  # first_key
+            cuda.local.array(rows, int32),  # end_key
+            cuda.local.array(rows, real),  # lse
+            cuda.local.array(rows, real),  # delta
+            cuda.local.array(kept_words, uint32),  # kept
+        )
+        for x in range(dq_count):
+            registers.acc_dq[x] = real(0)
+        first_row = int32((warp >> shift) * warp_rows)
+        term = row_term(tile.b, tile.h, arrays, strides)
+        for r in range(rows):
+            row = first_row + int32(first_row_of(lane)) + r * 8
+            first, end = row_keys(tile_keys.position + row, sizes.left, sizes.right, tile_keys.keys)
+            registers.first_key[r], registers.end_key[r] = int32(first), int32(end)
+            lse, delta = of_query(tile.b, tile.h, int32(tile.first_query + row), arrays, sizes)
+            registers.lse[r], registers.delta[r] = lse, delta
+
+        j = int32(stop - 1)
+        if j >= begin:
+            q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
+            do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
+            load_q(q_smem, q_global, size * strides.q[2], 0, queries_left, head_dim, thread)
+            load_do(do_smem, do_global, size * strides.do[2], 0, queries_left, head_dim_v, thread)
+            load_values(j, v_smem, tile, tile_keys, arrays, strides)
+        cp_async.commit_group()
+        while j >= begin:
+            step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score)
+            j = int32(j - 1)
+
+        column, rows_left = (warp & (groups - 1)) * dq_columns, int32(queries_left - first_row)
+        base = row_base(strides.dq, tile.b, tile.h, tile.first_query + first_row) + column
+        nonfinite = store_dq(
+            registers.acc_dq, score.scale, lane, arrays.dq, base, strides.dq[2], rows_left, rows_left, head_dim - column
+        )
+        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        if nonfinite != 0:
+            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+
+    return flash_attention_mma_dq_wide
