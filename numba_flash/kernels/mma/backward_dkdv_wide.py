@@ -90,6 +90,7 @@ def make(config):
     s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
+    own_count, other_count, operand_count = s_and_dv.q_count, s_and_dv.kv_count, s_and_dv.p_count
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
@@ -220,9 +221,9 @@ def make(config):
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_m / 8, 4)
             cuda.local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
             cuda.local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
-            cuda.local.array(s_and_dv.q_count, fragment),  # own_frag
-            cuda.local.array(s_and_dv.kv_count, fragment),  # other_frag
-            cuda.local.array(s_and_dv.p_count, fragment),  # p_frag
+            cuda.local.array(own_count, fragment),  # own_frag
+            cuda.local.array(other_count, fragment),  # other_frag
+            cuda.local.array(operand_count, fragment),  # p_frag
             cuda.local.array(rows, int32),  # first_query
             cuda.local.array(rows, int32),  # end_query
             cuda.local.array(kept_words, uint32),  # kept

@@ -74,6 +74,7 @@ def make(config):
     multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_q_k, s_and_dq.multiply_p_v, s_and_dq.to_p
     multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_q_k, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
+    own_count, other_count, operand_count = s_and_dq.q_count, s_and_dq.kv_count, s_and_dq.p_count
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
@@ -184,9 +185,9 @@ def make(config):
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
             cuda.local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
-            cuda.local.array(s_and_dq.q_count, fragment),  # own_frag
-            cuda.local.array(s_and_dq.kv_count, fragment),  # other_frag
-            cuda.local.array(s_and_dq.p_count, fragment),  # ds_frag
+            cuda.local.array(own_count, fragment),  # own_frag
+            cuda.local.array(other_count, fragment),  # other_frag
+            cuda.local.array(operand_count, fragment),  # ds_frag
             cuda.local.array(rows, int32),  # first_key
             cuda.local.array(rows, int32),  # end_key
             cuda.local.array(rows, real),  # lse
