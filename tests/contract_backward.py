@@ -39,11 +39,12 @@ class Rung:
     tensor: bool = False
     tile: int = 16
     slow: bool = False
+    usual: str = ""  # the dtype of a problem that does not say which, if not the kernel's first
 
     @property
     def dtype(self):
         """Of a problem that does not say which."""
-        return "float16" if self.tensor else "float32"
+        return self.usual or ("float16" if self.tensor else "float32")
 
     @property
     def batch(self):

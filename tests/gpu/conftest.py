@@ -104,11 +104,19 @@ def rung(request):
 
 
 # Likewise for gradients; a kernel for another GPU is skipped.
-@pytest.fixture(scope="session", params=[name for name in rungs.WITH_BACKWARD if name not in ("reference", "cpu")])
+@pytest.fixture(
+    scope="session",
+    params=[
+        *(name for name in rungs.WITH_BACKWARD if name not in ("reference", "cpu")),
+        "mma in float32", "mma in float64",
+    ],
+)  # fmt: skip
 def backward_rung(request):
-    if request.param not in rungs.TENSOR:
-        return contract_backward.Rung(request.param, to_cupy, lambda x: x.get(), SMALL)
-    rung = contract_backward.Rung(request.param, to_tensor_cores, lambda x: x.get(), TENSOR, tensor=True, tile=64)
+    name, _, usual = request.param.partition(" in ")
+    if name not in rungs.TENSOR:
+        return contract_backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
+    limits = TENSOR | dict(dtypes=(usual or "float16",))
+    rung = contract_backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)
     try:
         rung(rung.problem(head_dim=8))
     except NotImplementedError as refused:

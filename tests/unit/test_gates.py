@@ -25,6 +25,7 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from numba_flash.config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
 from numba_flash.select import forward as select
@@ -113,6 +114,28 @@ def wide_gates():
             yield name, config
             if row in (table[0], next(x for x in table if x.head_dim == 128)):
                 yield f"{name}-rich", dataclasses.replace(config, **used)
+
+
+def wide_backward_gates():
+    """Rows of the backward of mma in float32 and float64, plain and with all that it takes."""
+    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(uses=used, q_offset_source="array")
+    for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
+        for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
+            for row in tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
+                sizes = dict(tile_m=row.own_rows, tile_n=row.other_rows)
+                if kind is WideDkdvConfig:
+                    sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
+                features = dict(kernel=f"{kernel}_wide", dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
+                features |= tiles.columns(row) | sizes | dict(large_f64=large)
+                parts = {"": {}}
+                if kind is WideDkdvConfig and row.apart:
+                    parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
+                for part, wanted in parts.items():
+                    name = f"{kernel}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{part}"
+                    name += "-sm80" * (dtype == "float64" and not large)
+                    yield name, kind(**features, **wanted)
+                    yield f"{name}-rich", kind(**features, **wanted, **rich)
 
 
 def of_row(kernel, row):
@@ -255,6 +278,7 @@ def backward_gates():
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
+    configs |= dict(wide_backward_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
@@ -320,7 +344,7 @@ def complaints(config, made, target, arch):
 
 def targets_of(config):
     """The GPUs that the row fits. As select asks: one block of the forward, all of a backward's blocks_per_sm."""
-    blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
+    blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig | WideBackwardConfig) else 1
     return [target for target in intended(config)[2] if config.shared_bytes * blocks <= target.shared_bytes]
 
 
