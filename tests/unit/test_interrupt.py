@@ -25,7 +25,7 @@ import os, signal, sys, threading, time
 import numpy as np
 import numba_flash
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 
 def call(seqlen):
     x = np.random.default_rng(0).standard_normal((1, 2, seqlen, 64), dtype=np.float32)
