@@ -41,11 +41,12 @@ def make(config):
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    # load reads one element as `compute`. Of a tile: the value of padding, rows, elements from row to row, columns
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible, count = make_score(config)
+    score_value, _, visible, count = make_score(config)  # _: what the backward needs
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -69,7 +70,7 @@ def make(config):
         o_part = cuda.local.array(columns, compute)  # (columns,)
         o_k = cuda.local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
-        # line 2: load Q_i
+        # line 2: load Q_i; behind the strides: how many rows exist, this thread, and how many threads there are
         first_row = i * tile_m
         q_base = row_base(strides.q, b, h, first_row)
         load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
@@ -86,6 +87,7 @@ def make(config):
         # line 5: the tiles that some row of the block sees
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
         bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
+        # between begin and end: tiles that every row sees whole, for kernels that gain by it
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
