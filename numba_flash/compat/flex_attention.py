@@ -41,6 +41,7 @@ def flex_attention(
     kernels when it computes something new (numba_flash/compat/traced.py).
     block_mask: of torch's create_block_mask. Each of its blocks is hidden, seen whole or left to its mask_mod as there;
     kernels do not skip hidden ones yet.
+    Real numbers are float32, for float64 tensors float64; score.dtype says so.
     kernel_options: of torch's kernels; they change no result, and nothing is made of them here.
 
     Returns o (batch, heads, seqlen_q, head_dim_v); with return_lse=True (o, lse), lse (batch, heads, seqlen_q) in
@@ -80,7 +81,7 @@ def _computed(
     _check(query, key, value, enable_gqa, return_lse, return_aux)
     if scale is not None:
         scale = number("scale", scale)
-    lines = traced.Lines(query.device)
+    lines = traced.Lines(query.device, torch.promote_types(query.dtype, torch.float32))
     bodies: dict[str, str] = {}
     if score_mod is not None:
         bodies["score_mod"] = traced.write_down(lines, "score_mod", score_mod)

@@ -2,9 +2,10 @@
 
 It is called once, with stand-ins for its numbers. What it does to them becomes a line of Python each:
 
-    def alibi(score, b, h, q_idx, kv_idx):          x0 = k_pos - q_pos
-        return score + slopes[h] * (kv_idx - q_idx)      x1 = aux0[h] * x0
-                                                    x2 = score + x1
+    def alibi(score, b, h, q_idx, kv_idx):              x0 = aux0[h]
+        return score + slopes[h] * (kv_idx - q_idx)     x1 = k_pos - q_pos
+                                                        x2 = x0 * x1
+                                                        x3 = score + x2
 
 So a captured tensor becomes an array of aux, and a captured number a constant. The function is called anew for each
 call of flex_attention, because what it captures may have changed.
@@ -29,8 +30,9 @@ MATH = "tanh exp expm1 log log1p log2 sqrt sin cos tan sinh cosh asin acos atan 
 class Lines:
     """What has been written down, of all functions of one call, and the tensors that they read."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, real: torch.dtype):
         self.device = device
+        self.real = real  # what a kernel computes real numbers in
         self.tensors: list[Tensor] = []
         self.of_function: list[str] = []
         self.count = 0
@@ -91,6 +93,8 @@ class Value:
             return {"shape": torch.Size(()), "ndim": 0, "requires_grad": False}[name]
         if name == "device":
             return self.lines.device
+        if name == "dtype":
+            return dict(real=self.lines.real, whole=torch.int64, bool=torch.bool)[self.kind]
         if name.startswith("__"):
             raise AttributeError(name)
         return functools.partial(operation(name), self)
@@ -325,7 +329,7 @@ def _masked_fill(a: Value, mask: Any, value: Any) -> Value:
 
 @_named("to", "type")
 def _to(a: Value, *given: Any, dtype: Any = None, device: Any = None, **others: Any) -> Value:
-    """Between kinds of numbers; a kernel computes real ones in float32, or float64, whatever q is."""
+    """Between kinds of numbers. Real ones are of one dtype, and a change of it is refused, not left out."""
     dtype = next((x for x in given if isinstance(x, torch.dtype)), dtype)
     if dtype is None:
         return a
@@ -334,8 +338,10 @@ def _to(a: Value, *given: Any, dtype: Any = None, device: Any = None, **others: 
     if not dtype.is_floating_point:
         text = f"int({a.text})" if a.kind == "real" else a.as_number
         return a if a.kind == "whole" else a.lines.write(text, "whole")
-    if dtype.itemsize < 4:
-        raise NotImplementedError(f"it rounds to {dtype}: a kernel computes in float32, so leave the rounding out")
+    if dtype is not a.lines.real:
+        raise NotImplementedError(
+            f"it asks for {dtype}, and a kernel computes this problem in {a.lines.real}: use that"
+        )
     return a if a.kind == "real" else a.lines.write(a.as_real, "real")
 
 

@@ -60,9 +60,10 @@ MODULES = {
     "online": "softmax.online",
     "blocked": "softmax.blocked",
 }
-# Of each architecture the first version of PTX that has it. The driver that assembles a whole program may be older than
-# the compiler, but not than the GPU.
-PTX_VERSIONS = {8: "8.0", 9: "8.0", 10: "8.6", 12: "8.7"}
+# Of each compute capability the first version of PTX that has it, or 8.0, which the driver of every CUDA 12 takes. The
+# driver that assembles a whole program may be older than the compiler, but not than the GPU.
+PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
+PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
 _lock = threading.RLock()
 _kernels: dict[tuple[AnyConfig, int], Any] = {}
 
@@ -163,8 +164,8 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
-    if config.whole_program and cc[0] in PTX_VERSIONS:
-        ptx = re.sub(r"^\.version \d+\.\d+", f".version {PTX_VERSIONS[cc[0]]}", ptx, count=1, flags=re.M)
+    if config.whole_program and cc in PTX_VERSIONS:
+        ptx = re.sub(r"^\.version \d+\.\d+", f".version {PTX_VERSIONS[cc]}", ptx, count=1, flags=re.M)
     return _with_tensor_maps(_in_clusters(ptx, config), config)
 
 

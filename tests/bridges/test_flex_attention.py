@@ -75,6 +75,7 @@ SCORES = {
     "of all": lambda score, b, h, q_idx, kv_idx: (
         1 / (1 + score.abs()) + torch.maximum(score, -score) ** 2 - (score > 0) * torch.sigmoid(-score) + b % 2 - ~h
     ),
+    "types": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx).to(score.dtype) * (q_idx > 3).to(torch.int32),
     "masked": lambda score, b, h, q_idx, kv_idx: score.masked_fill(HIDDEN[kv_idx], -1.0),
     "partial": functools.partial(lambda scale, score, b, h, q_idx, kv_idx: score * scale, 0.25),
 }
@@ -205,7 +206,8 @@ def with_if(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, i, j: s + TABLE[h, i, j], TypeError, ["2 dimensions", "more indices"]),
         (lambda s, b, h, i, j: s + [1, 2][h], TypeError, ["index of a list"]),
         (lambda s, b, h, i, j: torch.digamma(s), NotImplementedError, ["digamma", "tanh"]),
-        (lambda s, b, h, i, j: s.to(torch.bfloat16), NotImplementedError, ["rounds to torch.bfloat16"]),
+        (lambda s, b, h, i, j: s.to(torch.bfloat16), NotImplementedError, ["torch.bfloat16", "in torch.float64"]),
+        (lambda s, b, h, i, j: s.float(), NotImplementedError, ["torch.float32", "in torch.float64"]),
         (lambda s, b, h, i, j: None, TypeError, ["None"]),
         (lambda s, b, h, i, j: s + SLOPES.to("meta")[h], TypeError, ["tensor on meta", "query is on cpu"]),
     ],

@@ -45,6 +45,16 @@ def test_warnings_are_found(line):
     assert Assembled(b"", REPORT + line).warnings == (line,)
 
 
+@compiler.needed
+@pytest.mark.parametrize("cc", compiled.PTX_VERSIONS, ids=compiled.architecture)
+def test_the_version_of_ptx_has_the_architecture(cc):
+    arch = compiled.architecture(cc)
+    text = (
+        f".version {compiled.PTX_VERSIONS[cc]}\n.target {arch}\n.address_size 64\n.visible .entry empty() {{ ret; }}\n"
+    )
+    assert assemble(text, arch).cubin[:4] == b"\x7fELF"
+
+
 class Asking:
     """A config of a kernel that is written here."""
 

@@ -25,6 +25,8 @@ import os, signal, sys, threading, time
 import numpy as np
 import numba_flash
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+
 def call(seqlen):
     x = np.random.default_rng(0).standard_normal((1, 2, seqlen, 64), dtype=np.float32)
     lse = np.full((1, 2, seqlen), 10, np.float32)

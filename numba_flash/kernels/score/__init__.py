@@ -16,7 +16,7 @@ from ..steps import elements
 from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (visible.py)
+MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (problem/ranges.py)
 
 TERMS = (sinks,)  # of a row's sum, beside those of its keys (sum_terms.py)
 OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have a gradient

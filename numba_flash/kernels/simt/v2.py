@@ -6,8 +6,8 @@ kept in the tile S. alpha = e^(m_old - m_new). q_index is the listing's n.
 
 The loops are swapped against v1. A block owns one tile of queries and walks over the keys, so m, l and O_i stay on
 chip, and nothing is read back. O is divided by l once, after the last tile (equation 10), where v1 divides in every
-step. The query tiles share nothing, so each is a block of its own: with batch x heads blocks, as in v1, a single long
-sequence would keep one multiprocessor busy and leave the others idle.
+step. The query tiles share nothing, so each is a block of its own. v1 starts only batch x heads blocks, so one long
+sequence keeps one multiprocessor busy and leaves the others idle.
 
 Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared
 memory. Any lengths: threads past the last query take part in loads and barriers and store nothing.
@@ -18,33 +18,35 @@ import math
 from numba import cuda
 
 from ...ptx import shared
-from .. import score
 from ..score import At, positions, sum_terms
+from ..score import make as make_score
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
 
-# Rows of K and V are padded with zeros to whole steps, so that no step needs a test.
-DEPTH = 4  # elements of a product at a time: one 16-byte read of K
+# Elements of a product at a time, which in float32 are one 16-byte read of K. Rows of K and V are padded with zeros to
+# a multiple of it, so that the loop needs no test for the end of a row.
+DEPTH = 4
 
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     q_at, k_at, v_at, s_at, _ = config.shared_offsets()
-    k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
+    k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to a multiple of DEPTH
     q_row, s_row = k_row + config.pad, tile_n + config.pad
     wide = (8, 4) if config.dtype == "float64" else (16, 8, 4)
     columns = next(c for c in wide if v_row % c == 0)  # outputs side by side: one read of p serves them all
-    keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves eight
+    keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves them all
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
+    # load reads one element as `compute`. Of a tile: the value of padding, rows, elements from row to row, columns
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible, count = score.make(config)
+    score_value, _, visible, count = make_score(config)  # _: what the backward needs
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -59,7 +61,7 @@ def make(config):
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
-        smem = cuda.shared.array(0, compute)
+        smem = cuda.shared.array(0, compute)  # 0: the launch says how much
         q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
@@ -68,7 +70,7 @@ def make(config):
         o_part = cuda.local.array(columns, compute)  # (columns,)
         o_k = cuda.local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
-        # line 2: load Q_i
+        # line 2: load Q_i; behind the strides: how many rows exist, this thread, and how many threads there are
         first_row = i * tile_m
         q_base = row_base(strides.q, b, h, first_row)
         load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
@@ -78,13 +80,14 @@ def make(config):
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
-        m, l = row_start(b, h, arrays, strides)  # -inf and 0, or a term of l that is no key's
+        m, l = row_start(b, h, arrays, strides)  # -inf and 0, or a sink and 1
         for x in range(v_row):
             o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
         bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
+        # between begin and end: tiles that every row sees whole, for kernels that gain by it
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
@@ -128,7 +131,7 @@ def make(config):
                     # line 18: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j
                     for x0 in range(0, v_row, columns):
                         for x in range(columns):
-                            o_part[x] = compute(0)  # summed by itself: short sums round less than one long one
+                            o_part[x] = compute(0)  # each tile is summed by itself, which rounds less
                         for y in range(tile_n):
                             p = s_smem[s_k + y]
                             if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
