@@ -27,8 +27,9 @@ def rung(request):
 def test_all_options(rung):
     case = rung.problem(40, 50, batch=2, heads=4, heads_kv=2, head_dim=20, head_dim_v=37)
     rung.check(
-        case, causal=True, window=(30, 3), seqlens_k=np.array([50, 31], np.int32), q_offset=np.array([12, -2], np.int32),
-        softcap=3.0, scale=0.7, alibi_slopes=np.linspace(0.1, 0.8, 4).astype(np.float32), dropout_p=0.3, seed=11,
+        case, causal=True, window=(30, 3), seqlens_k=np.array([50, 31], np.int32), softcap=3.0, scale=0.7,
+        q_offset=np.array([12, -2], np.int32), alibi_slopes=np.linspace(0.1, 0.8, 4).astype(np.float32),
+        dropout_p=0.3, seed=11,
     )  # fmt: skip
 
 
