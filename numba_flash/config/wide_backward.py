@@ -60,6 +60,11 @@ class WideBackwardConfig(Config):
         raise NotImplementedError
 
     @property
+    def staged_rows(self) -> int:
+        """Of the other side, whose lse and delta lie in shared memory."""
+        return 0
+
+    @property
     def threads(self) -> int:
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
@@ -77,13 +82,15 @@ class WideBackwardConfig(Config):
         return -(-columns // step) * step
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, and the end are."""
+        """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
+        other side, and the end are."""
         starts = [0]
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
                 starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
         exchanged = self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
-        return (*starts, starts[-1] + exchanged)
+        starts.append(starts[-1] + exchanged)
+        return (*starts, starts[-1] + self.staged_rows * 2 * self.item_size)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,10 @@ class WideDkdvConfig(WideBackwardConfig):
 
     @property
     def other_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def staged_rows(self) -> int:
         return self.tile_m
 
     @property

@@ -23,6 +23,18 @@ def copy16(typingctx, target, source, count):
     return asm.scalars(text, types.void(types.int32, types.int64, types.int32))
 
 
+@functools.cache
+def small_copy(size):
+    """-> a function (target, source, count), as copy16, of 4 or 8 bytes, of which addresses are multiples."""
+
+    @intrinsic
+    def copy(typingctx, target, source, count):
+        text = f"cp.async.ca.shared.global [$0], [$1], {size}, $2;"
+        return asm.scalars(text, types.void(types.int32, types.int64, types.int32))
+
+    return copy
+
+
 @intrinsic
 def commit_group(typingctx):
     """cp.async.commit_group: the copies since the last commit are a group, also when there are none."""

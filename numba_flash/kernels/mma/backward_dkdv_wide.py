@@ -8,7 +8,7 @@ KV head and walks over the tiles of queries that see it, of each query head of t
     dV += P^T dO      dK += dS^T Q    and at the end dK *= scale
 
 with the products of the forward in these dtypes (backward_wide.py). dO of a tile comes while dK is summed up from the
-tile before, and Q while dP is computed. lse and delta are v2's, read where a lane needs them.
+tile before, and Q with lse and delta while dP is computed.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -73,7 +73,7 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    _, v_at, q_at, do_at, _, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
     dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
@@ -93,7 +93,7 @@ def make(config):
     own_count, other_count, operand_count = s_and_dv.q_count, s_and_dv.kv_count, s_and_dv.p_count
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
-    of_query = lse_delta.of_query(config)
+    start_rows, of_pair = lse_delta.staged(config, tile_m)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, tile_m)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
@@ -126,26 +126,29 @@ def make(config):
         load_do(do_smem, source, size * strides.do[2], 0, rows_left, head_dim_v, special.thread_index())
 
     @inlined
-    def load_queries(i, h, q_smem, walk, arrays, strides, sizes):
+    def load_queries(i, h, k_smem, walk, arrays, strides, sizes):
+        """Start the copies of Q of query tile i of a head, with lse and delta."""
         rows_left = int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
-        load_q(q_smem, source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
+        load_q(k_smem + int32(q_at), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
+        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
 
     @inlined
-    def weigh(i, h, registers, walk, term, arrays, strides, sizes, score):
+    def weigh(i, registers, rows_smem, walk, term, score):
         """acc_s, acc_dp <- P^T times what counts, and dS^T."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
         first_column = int32(first_column_of(lane))
+        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         for n in range(blocks):
+            of_pair(lse, delta, rows_smem, first_column + n * 8)
             for x in range(2):
                 query = int32(i * tile_m + first_column + n * 8 + x)
-                lse, delta = of_query(walk.b, h, query, arrays, sizes)
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + r * 8))
-                    p, derivative = weight(registers.acc_s[at], FragmentAt(term, distance, real(0)), score, lse)
+                    p, derivative = weight(registers.acc_s[at], FragmentAt(term, distance, real(0)), score, lse[x])
                     seen = query >= registers.first_query[r] and query < registers.end_query[r]
                     dp = registers.acc_dp[at]
                     weighed = p
@@ -155,7 +158,7 @@ def make(config):
                         weighed = p * score.kept_count if counts else real(0)
                     registers.acc_s[at] = weighed if seen else real(0)
                     if of_dk:
-                        registers.acc_dp[at] = p * (dp - delta) * derivative if seen else real(0)
+                        registers.acc_dp[at] = p * (dp - delta[x]) * derivative if seen else real(0)
 
     @inlined
     def find_kept(i, h, kept, walk, arrays, sizes):
@@ -170,20 +173,20 @@ def make(config):
         """One tile of queries of one head."""
         i, h = turn(t, walk, sizes)
         wait_all()
-        cuda.syncthreads()  # dO is there, and everyone is done with Q of the tile before
-        load_queries(i, h, k_smem + int32(q_at), walk, arrays, strides, sizes)
+        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before
+        load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
             multiply_v_do(
                 registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do, lanes.exchanged
             )
         wait_all()
-        cuda.syncthreads()  # Q is there
+        cuda.syncthreads()  # Q, lse and delta are there
         multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         term = row_term(walk.b, h, arrays, strides)
-        weigh(i, h, registers, walk, term, arrays, strides, sizes, score)
+        weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
         if of_dv:
             to_operand(registers.acc_s, registers.p_frag)
             multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)

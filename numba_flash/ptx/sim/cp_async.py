@@ -7,14 +7,26 @@ from .warp import current
 
 
 def copy16(target, source, count):
+    _start("copy16", 16, target, source, count)
+
+
+@functools.cache
+def small_copy(size):
+    def copy(target, source, count):
+        _start(f"small_copy({size})", size, target, source, count)
+
+    return copy
+
+
+def _start(name, size, target, source, count):
     thread = current()
     block, target, count = thread.block, int(target), int(count)
-    if not 0 <= count <= 16:
-        raise InstructionError(f"cp_async.copy16 copies 0 to 16 bytes, not {count}")
-    words = block.shared.words(target, 16, 16)
-    data = block.memory.bytes_at(source, count, 16) if count else None
+    if not 0 <= count <= size:
+        raise InstructionError(f"cp_async.{name} copies 0 to {size} bytes, not {count}")
+    words = block.shared.words(target, size, size)
+    data = block.memory.bytes_at(source, count, size) if count else None
     block.shared.start_copy(words, thread)
-    thread.copies.append((target, words, data, count))
+    thread.copies.append((target, size, words, data, count))
 
 
 def commit_group():
@@ -34,10 +46,10 @@ def wait_group(newest):
     return wait
 
 
-def _arrive(thread, target, words, data, count):
+def _arrive(thread, target, size, words, data, count):
     shared = thread.block.shared
     shared.copying[words] = False
     shared.write(words, thread)
-    shared.data[target + count : target + 16] = 0
+    shared.data[target + count : target + size] = 0
     if count:
         shared.data[target : target + count] = data
