@@ -163,18 +163,11 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     made: list[BackwardConfig] = [delta_config(problem, target)]
     if {"dk", "dv"} & set(problem.wanted):
         made += _first_that_fits(
-            [_wide_dkdv(problem, row, target) for row in _wide_rows("mma_dkdv", problem, target)], target
+            [_wide_dkdv(problem, row, target) for row in _usable("mma_dkdv", problem, target)], target
         )
     if "dq" in problem.wanted:
-        made += _first_that_fits(
-            [_wide_dq(problem, row, target) for row in _wide_rows("mma_dq", problem, target)], target
-        )
+        made += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
     return (*made, *_head_sums(problem, target, of_blocks=False))
-
-
-def _wide_rows(kernel: str, problem: BackwardProblem, target: Target) -> list[tiles.WideBackward]:
-    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
-    return [row for row in rows_for(tiles.table_of(kernel, problem.forward.dtype), target) if head_dim <= row.head_dim]
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
@@ -256,7 +249,8 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     forward = problem.forward
     head_dim = max(forward.head_dim, forward.head_dim_v)
     plain = not changes_scores(forward.uses) and forward.array("mask") is None and not forward.seeded
-    return [row for row in rows_for(kernel, target) if head_dim <= row.head_dim and (plain or not row.plain)]
+    rows = rows_for(tiles.table_of(kernel, forward.dtype), target)
+    return [row for row in rows if head_dim <= row.head_dim and (plain or not row.plain)]
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:

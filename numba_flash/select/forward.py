@@ -176,8 +176,11 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
 def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     reads = _reads_scores(problem)
+    plain = not (reads or changes_scores(problem.uses))
     rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
-    return [row for row in rows if getattr(row, "reads", reads) == reads]
+    return [
+        row for row in rows if getattr(row, "reads", reads) == reads and (plain or not getattr(row, "plain", False))
+    ]
 
 
 def _reads_scores(problem: Problem) -> bool:

@@ -42,6 +42,7 @@ class MmaWide(NamedTuple):
     column_groups: int
     blocks_per_sm: int
     rescale_threshold: int
+    plain: bool = False  # only for scores that no option changes
     gpu: str = MEASURED
 
 
@@ -92,6 +93,7 @@ class WideBackward(NamedTuple):
     column_groups: int
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
+    plain: bool = False  # only for scores that no option changes
     gpu: str = MEASURED
 
 
@@ -151,6 +153,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
+        MmaWide(256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
         MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
@@ -158,6 +161,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_float64": (
         MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, rescale_threshold=8),
+        MmaWide(128, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, plain=True),
         MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
@@ -208,10 +212,12 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
     "mma_dkdv_float32": (
-        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2),
-        WideBackward(128, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
-        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
-        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 32, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
     ),
     "mma_dkdv_float64": (
         WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
@@ -220,14 +226,18 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
     ),
     "mma_dq_float32": (
-        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2),
-        WideBackward(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
-        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
-        WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
+        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
+        WideBackward(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
     ),
     "mma_dq_float64": (
-        WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=2),
-        WideBackward(128, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
     ),

@@ -395,6 +395,27 @@ def test_cp_async():
     np.testing.assert_array_equal(out, rows[::-1])
 
 
+def test_cp_async_of_a_few_bytes():
+    source = np.arange(32, dtype=np.uint8)
+
+    def kernel(source, out):
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at = shared.address(smem)
+        cp_async.small_copy(8)(at + 8 * i, memory.address(source, 10**9 if i == 2 else 8 * i), (8, 4, 0, 8)[i])
+        cp_async.small_copy(4)(at + 32 + 4 * i, memory.address(source, 4 * i), 4)
+        cp_async.commit_group()
+        assert smem[8 * i] == smem[32 + 4 * i] == 0xFF
+        cp_async.wait_group(0)()
+        cuda.syncthreads()
+        for x in range(12):
+            out[12 * i + x] = smem[12 * i + x]
+
+    out = np.zeros(48, np.uint8)
+    launch(kernel, 4, source, out, shared_bytes=48)
+    np.testing.assert_array_equal(out, [*range(12), *[0] * 12, *range(24, 32), *range(16)])
+
+
 # Barriers.
 
 
@@ -1067,6 +1088,8 @@ def test_a_loop_that_asks_memory_for_ever(monkeypatch):
         ("cp_async.copy16(at + 4, g, 16)", "shared address 0x404 is no multiple of 16"),
         ("cp_async.copy16(at, g + 4, 16)", "global address .* is no multiple of 16"),
         ("cp_async.copy16(at, g, 17)", "copies 0 to 16 bytes, not 17"),
+        ("cp_async.small_copy(8)(at + 4, g, 8)", "shared address 0x404 is no multiple of 8"),
+        ("cp_async.small_copy(4)(at, g, 5)", "small_copy.4. copies 0 to 4 bytes, not 5"),
         ("cp_async.copy16(at, g + 64, 1)", "0x.* lie outside of every operand; they begin 64 bytes after .*operand 0"),
         ("cp_async.copy16(at, g - 16, 16)", "they begin 16 bytes before the beginning of operand 0, uint32"),
         ("memory.store_b32(12, 0)", "lie outside of every operand$"),

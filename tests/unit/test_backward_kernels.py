@@ -188,7 +188,8 @@ def test_what_auto_takes():
         family = "numpy" if target.arrays_on_host else "cupy"
         return select_backward(problem(**options), target, "auto", family).kernel
 
-    assert kernel(HOPPER) == kernel(TURING) == kernel(SIMULATOR) == "v2"
+    assert kernel(TURING) == kernel(SIMULATOR) == "v2"
+    assert kernel(HOPPER) == kernel(A100, dtype="float64") == kernel(B200) == "mma"
     assert kernel(HOPPER, dtype="float16") == "wgmma" and kernel(TURING, dtype="float16") == "v2"
     assert kernel(A100, dtype="float16") == kernel(B200, dtype="bfloat16") == "mma"
     assert kernel(HOST) == "cpu"

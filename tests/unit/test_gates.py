@@ -112,7 +112,7 @@ def wide_gates():
                 continue
             name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
             yield name, config
-            if row in (table[0], next(x for x in table if x.head_dim == 128)):
+            if row in (table[0], next(x for x in table if x.head_dim == 128 and not x.plain)):
                 yield f"{name}-rich", dataclasses.replace(config, **used)
 
 
@@ -135,7 +135,8 @@ def wide_backward_gates():
                     name = f"{kernel}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{part}"
                     name += "-sm80" * (dtype == "float64" and not large)
                     yield name, kind(**features, **wanted)
-                    yield f"{name}-rich", kind(**features, **wanted, **rich)
+                    if not row.plain:
+                        yield f"{name}-rich", kind(**features, **wanted, **rich)
 
 
 def of_row(kernel, row):

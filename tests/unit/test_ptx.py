@@ -69,7 +69,7 @@ USES = {
     "cluster.place_in": ("mapa.shared::cluster.u32", "u[0] = cluster.place_in(at, i)"),
     "cluster.sync": ("barrier.cluster.wait.acquire", "cluster.sync()"),
     "cp_async.copy16": ("cp.async.cg.shared.global", "cp_async.copy16(at, g, i)"),
-    "cp_async.small_copy": ("cp.async.ca.shared.global [%r1], [%rd1], 8,", "made(at, g, i)", (8,)),
+    "cp_async.small_copy": ("cp.async.ca.shared.global", "made(at, g, i)", (8,)),
     "cp_async.commit_group": ("cp.async.commit_group", "cp_async.commit_group()"),
     "cp_async.wait_group": ("cp.async.wait_group 2", "made()", (2,)),
     "cvt.pack_f16x2": ("cvt.rn.f16x2.f32", "u[0] = cvt.pack_f16x2(x, x)"),

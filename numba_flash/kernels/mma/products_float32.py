@@ -11,7 +11,7 @@ A tensor core cuts off what its sum has no place for, always towards zero, so a 
 (Ootomo and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added
 up by ordinary additions, which round to nearest.
 
-Numbers from 2^115 on, Inf too, have no parts: Inf - Inf is NaN. Then O is NaN, and the row is computed again
+Inf, and what tf32 rounds up to it, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
 without tensor cores (kernels/steps/recompute_whole_rows.py).
 
 The accumulators of S are P but for the order of keys (ptx/fragments.py): of 8 keys a lane holds 2 * (lane % 4) and the
@@ -34,13 +34,13 @@ FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7)
 
 
 @inlined
-def rounded_to_tf32(x):
-    """A float32 with 10 bits behind the point: the nearest one, or rarely the one next to it.
+def rounded_to_tf32(bits):
+    """A float32, as 32 bits, with 10 bits behind the point; ties go away from zero.
 
-    x * 8193 has no place for the 13 last bits of x, and x * 8192 is exact. Two multiplications, which take half as long
-    as two operations on whole numbers would (and cvt.rna.tf32 is four, seen in the SASS for sm_90a). NaN from 2^115 on.
+    Two instructions, where cvt.rna.tf32 is four (seen in the SASS for sm_90a): of NaN something else may come out, but
+    what is left of it is NaN.
     """
-    return x * float32(8193) - x * float32(8192)
+    return uint32(uint32(bits + uint32(0x1000)) & uint32(0xFFFFE000))
 
 
 def make(config):
@@ -76,10 +76,8 @@ def make(config):
     def split(x, at, count, big, small):
         """big, small (count,) <- the parts of x[at : at + count]."""
         for i in range(count):
-            whole = x[at + i].view(np.float32)
-            part = float32(rounded_to_tf32(whole))
-            big[i] = part.view(np.uint32)
-            small[i] = float32(whole - part).view(np.uint32)
+            big[i] = rounded_to_tf32(x[at + i])
+            small[i] = float32(x[at + i].view(np.float32) - big[i].view(np.float32)).view(np.uint32)
 
     @inlined
     def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
