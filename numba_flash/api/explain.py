@@ -18,6 +18,7 @@ from ..select.forward import Choice
 from . import backward, forward
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
+GRADIENTS_IN_16_BITS = "in float32, of exact products; P and dS are rounded to 16 bits before they are multiplied"
 # Of the kernels on tensor cores, which could do otherwise.
 ACCURACY = {
     "mma": dict(
@@ -134,6 +135,8 @@ class BackwardExplanation(Readable):
 
     def facts(self) -> list[tuple[str, str]]:
         facts = [*_about(self.problem.forward), ("gradients", ", ".join(self.problem.wanted))]
+        if self.kernel in ACCURACY:
+            facts.append(("sums", ACCURACY[self.kernel].get(self.problem.forward.dtype, GRADIENTS_IN_16_BITS)))
         for config, blocks in zip(self.configs, self.blocks, strict=True):
             shared = f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             facts.append((config.kernel, f"{blocks} blocks of {config.threads} threads, {shared}"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import compiler
 import numpy as np
@@ -207,6 +208,21 @@ def test_the_kernels_of_a_backward_are_explained():
         "not 'mma': ",
     ):
         assert fragment in text, text
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("float16", "P and dS are rounded"), ("float32", "3xTF32")])
+def test_the_accuracy_of_tensor_cores_is_explained(dtype, words):
+    made = problem(64, dtype=dtype)
+    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "mma", "cupy")))
+    assert re.search(f"sums: .*{words}", text), text
+
+
+def test_rows_for_plain_scores_serve_no_others():
+    def tiles_of(kernel, **options):
+        choice = select_backward(problem(64, dtype="float32", **options), HOPPER, "mma", "cupy")
+        return next((c.tile_m, c.tile_n) for c in choice.configs if c.kernel == kernel)
+
+    assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
 
 
 def test_the_workspace_is_explained():
