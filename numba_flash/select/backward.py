@@ -93,8 +93,9 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
-    for option, _ in forward.functions:
-        return f"its backward takes no {option} yet"
+    if name == "wgmma":
+        for option, _ in forward.functions:
+            return f"its backward takes no {option} yet"
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
@@ -255,7 +256,8 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     """The rows of a kernel's table for this head_dim and these scores."""
     forward = problem.forward
     head_dim = max(forward.head_dim, forward.head_dim_v)
-    plain = not changes_scores(forward.uses) and forward.array("mask") is None and not forward.seeded
+    plain = not (changes_scores(forward.uses) or forward.seeded or forward.functions)
+    plain = plain and forward.array("mask") is None
     return [row for row in rows_for(kernel, target) if head_dim <= row.head_dim and (plain or not row.plain)]
 
 
