@@ -383,8 +383,7 @@ def make(config):
             registers.acc_dv[x] = float32(0)
 
         # stage: which stage is in use; heads_left: heads of the group that are left.
-        i, stage, heads_left = begin, int32(0), int32(0)
-        whole = begin >= free and begin < cut and not has_functions
+        i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut and not has_functions
         if begin < stop and keys_left > 0:
             heads_left = group
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))

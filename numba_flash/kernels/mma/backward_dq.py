@@ -159,11 +159,13 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def weigh(j, registers, q_smem, thread, term, score, masked):
+    def weigh(j, registers, q_smem, thread, term, arrays, sizes, score, masked):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = cuda.local.array(4, uint32)
         ds = cuda.local.array(2, float32)
         first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
+        if drops and not finishes:
+            find_kept(first_column, registers.kept, q_smem, thread, arrays, sizes)
         for r in range(rows):
             ld_st.load_v4(four, 0, of_row(r, thread, q_smem))
             seen = uint32(0)
@@ -208,13 +210,13 @@ def make(config):
             prefetch_second(j, begin, smem, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
-        if drops:
-            find_kept(j, registers.kept, smem.q, thread, arrays, sizes)
         if finishes:
+            first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
+            find_kept(first_column, registers.kept, smem.q, thread, arrays, sizes)
             finish_dp(registers, smem.q, thread, score)
         if has_functions:
             ask_functions(j, registers, smem.q, arrays, strides, score)
-        weigh(j, registers, smem.q, thread, term, score, masked)
+        weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
             warp, weights = thread >> int32(5), smem.q + int32(weights_at)
             first = (warp & (groups - 1)) * columns

@@ -142,11 +142,10 @@ def make(config):
             distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
 
     @inlined
-    def find_kept(j, kept, q_smem, thread, arrays, sizes):
-        """kept <- which of the lane's weights of key tile j count."""
+    def find_kept(first_column, kept, q_smem, thread, arrays, sizes):
+        """kept <- which of the lane's weights count, of a tile whose first key it has is first_column."""
         b, h = block_state.get(q_smem + int32(head_at))
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
         lane_row = (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
         kept_of(kept, first_column, b, int32(h), lane_row, tile_pos, arrays, sizes)
 
