@@ -25,7 +25,7 @@ from numba_flash.testing import exact as testing_exact
 
 NAMES = tuple(GRADIENT_OF)  # without daux, of which a problem has any number: tests/contract_functions.py
 # Why a backward on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = (*contract.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask")
+REFUSALS = (*contract.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask", "no score_mod")
 
 
 @dataclass(frozen=True)

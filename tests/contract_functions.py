@@ -74,6 +74,21 @@ def causal(b, h, q_pos, k_pos):
     return q_pos >= k_pos
 
 
+def placed(score, b, h, i, j, table, slopes):
+    """Another number and another derivative at each position, head and batch entry."""
+    return (1.0 + table[b, i % 5, j % 7]) * score - slopes[h] * abs(i - j)
+
+
+def shown(b, h, i, j, table, slopes):
+    return (3 * i + 5 * j + 2 * h + b) % 7 > 1
+
+
+BY_PLACE = dict(
+    score_mod=placed, mask_mod=shown,
+    aux=(np.random.default_rng(5).random((2, 5, 7), dtype=np.float32), np.array([0.3, -0.1, 0.2, 0.05], np.float32)),
+)  # fmt: skip
+
+
 SLOPES = np.array([0.25, 2.0], np.float32)
 BIAS = np.random.default_rng(3).standard_normal((2, 2, 20, 30), dtype=np.float32)
 # What a function computes that is an option, too.

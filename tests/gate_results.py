@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 import numba_flash
@@ -77,8 +78,12 @@ def installed():
 
 
 def key(config, asked):
-    """asked: whatever else the gate's verdict depends on, as something whose repr says it all."""
-    return hashlib.sha256(repr([config, asked, sources_of(config.kernel)]).encode()).hexdigest()[:32]
+    """asked: whatever else the gate's verdict depends on, as something whose repr says it all.
+
+    Of a caller's function that is its source: what names it in the disk cache depends on Python's version.
+    """
+    text = re.sub(r"(Function\('\w+'), \w+\)", r"\1)", repr([config, asked, sources_of(config.kernel)]))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from ..config.wgmma_backward import (
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
+from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
@@ -94,7 +94,10 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
     for option, _ in forward.functions:
-        return f"its backward takes no {option} yet"
+        if name == "wgmma":
+            return f"its backward takes no {option} yet"
+        if ITEM_SIZE[forward.dtype] > 2:
+            return f"its backward in {forward.dtype} takes no {option} yet"
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
@@ -248,9 +251,14 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     """The rows of a kernel's table for this head_dim and these scores."""
     forward = problem.forward
     head_dim = max(forward.head_dim, forward.head_dim_v)
-    plain = not changes_scores(forward.uses) and forward.array("mask") is None and not forward.seeded
-    rows = rows_for(tiles.table_of(kernel, forward.dtype), target)
-    return [row for row in rows if head_dim <= row.head_dim and (plain or not row.plain)]
+    asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
+    bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
+    plain, alone = bare and not forward.functions, bare and bool(forward.functions)
+
+    def takes(row: Any) -> bool:
+        return head_dim <= row.head_dim and (plain or not row.plain) and (alone or not getattr(row, "functions", False))
+
+    return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:

@@ -19,22 +19,25 @@ def rung(request):
     return contract.Rung(request.param, limits=SMALL)
 
 
-@pytest.fixture(scope="session")
-def backward_rung():
-    return contract_backward.Rung("v2", limits=SMALL)
+@pytest.fixture(scope="session", params=["v2", "mma"])
+def backward_rung(request):
+    if request.param in rungs.TENSOR:
+        return contract_backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=TENSOR)
+    return contract_backward.Rung(request.param, limits=SMALL)
 
 
 # What says most about a fragment, which takes the simulator seconds: positions, arrays, masks, rows computed again.
 ON_FRAGMENTS = (
     "test_a_function_is_the_option_that_it_describes", "test_what_mask_mod_hides_never_reaches_o",
     "test_arrays_without_dimensions_and_parts_of_arrays", "test_documents_are_separate_calls",
-    "test_a_row_that_mask_mod_empties_is_zero",
+    "test_a_row_that_mask_mod_empties_is_zero", "test_gradients_of_a_function_are_those_of_the_option",
+    "test_gradients_of_a_score_of_its_own", "test_a_row_that_mask_mod_empties_gets_no_gradient",
 )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def in_seconds(request):
     """Rungs on tensor cores run some of the tests here, and all of them on a GPU."""
-    if "rung" in request.fixturenames and request.getfixturevalue("rung").slow:
-        if not request.node.name.startswith(ON_FRAGMENTS):
+    for name in {"rung", "backward_rung"} & set(request.fixturenames):
+        if request.getfixturevalue(name).slow and not request.node.name.startswith(ON_FRAGMENTS):
             pytest.skip("minutes in the simulator; runs on a GPU")

@@ -22,6 +22,7 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
+from contract_functions import BY_PLACE
 
 from numba_flash import testing
 from numba_flash.select import tiles
@@ -80,6 +81,18 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
         seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16"
     )
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ROWS)
+def test_functions_in_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
+    dkdv_row, dq_row = ROWS[how]
+    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
+    seqlen_q, seqlen_k = max(40, dkdv_row.tile_m + 2), max(40, dq_row.tile_n + 2)
+    head_dim, head_dim_v = (67, 40) if dq_row.column_groups > 1 else (19, 24)
+    case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
+    rung.check(case, **BY_PLACE, causal=True, **(dict(dropout_p=0.2, seed=4) if "one stage" in how else {}))
 
 
 @pytest.mark.slow

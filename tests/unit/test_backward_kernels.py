@@ -14,6 +14,7 @@ from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
@@ -249,6 +250,35 @@ def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
     assert mma_tiles(200) == mma_tiles(256)
     assert mma_tiles(256, wanted=("dk",)) == [("mma_dkdv", 32, 128, 1)], "they sum up both or none"
     assert mma_tiles(256, softcap=2.0)[0] == ("mma_dkdv", 32, 64, 1), "not plain"
+
+
+def doubled(s, b, h, i, j):
+    return s * 2
+
+
+def earlier(b, h, i, j):
+    return j <= i
+
+
+@pytest.mark.parametrize("given", [dict(score_mod=doubled), dict(mask_mod=earlier)], ids=lambda given: min(given))
+def test_which_backwards_take_functions(given):
+    given = {name: Function.of(name, function) for name, function in given.items()}
+    (option,) = given
+
+    def chosen(target, **options):
+        return select_backward(problem(128, **dict(dtype="float16") | given | options), target, "auto", "cupy")
+
+    on_hopper = chosen(HOPPER)
+    assert on_hopper.kernel == chosen(A100).kernel == "mma"
+    assert ("wgmma", f"its backward takes no {option} yet") in on_hopper.refused
+    wide = chosen(HOPPER, dtype="float32")
+    assert wide.kernel == "v2" and ("mma", f"its backward in float32 takes no {option} yet") in wide.refused
+    assert mma_tiles(128, **given) == [("mma_dkdv", 32, 64, 1), ("mma_dq", 64, 32, 1)]
+    with_softcap = mma_tiles(128, softcap=2.0, **given)
+    assert [name for name, *_ in with_softcap] == ["mma_dkdv", "mma_dkdv", "mma_dq"], "other options take registers"
+    assert mma_tiles(64, **given) == mma_tiles(64, softcap=2.0)
+    text = str(BackwardExplanation.of(problem(128, dtype="float16", **given), HOPPER, on_hopper))
+    assert "kernel 'mma'" in text and f"not 'wgmma': its backward takes no {option} yet" in text, text
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 200, 256])

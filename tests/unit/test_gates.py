@@ -12,6 +12,7 @@ that will compile are marked slow.
 import dataclasses
 import functools
 import inspect
+import math
 import shutil
 import subprocess
 import time
@@ -26,6 +27,7 @@ from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqC
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
 from numba_flash.select import forward as select
@@ -231,7 +233,7 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in tiles.rows_for(kernel, HOPPER):
+        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not getattr(row, "functions", False)):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
                 of_row["-reading"] = reading
@@ -276,10 +278,45 @@ def backward_gates():
         yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
 
 
+def by_distance(score, b, h, q_pos, k_pos, table, segments):
+    return score + table[h, min(max(q_pos - k_pos, -63), 63) + 63]
+
+
+def capped(score, b, h, q_pos, k_pos, table, segments):
+    return 20.0 * math.tanh(score / 20.0)
+
+
+def of_document(b, h, q_pos, k_pos, table, segments):
+    return segments[b, q_pos] == segments[b, k_pos]
+
+
+FUNCTIONS = (by_distance, capped, of_document)
+
+
+def backward_functions_gates():
+    """Of mma's backward each row that takes a caller's functions alone: one that reads, with derivative 1; one whose
+    derivative varies; one that hides; and two at once."""
+    score_mod, mask_mod = (functools.partial(Function.of, name) for name in ("score_mod", "mask_mod"))
+    given = dict(reads=dict(score_mod=score_mod(by_distance)), hides=dict(mask_mod=mask_mod(of_document)))
+    given["both"] = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document))
+    kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig)
+    for kernel, kind in kinds.items():
+        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not row.plain):
+            features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            parts = {"": {}}
+            if kind is MmaDkdvConfig and row.apart:
+                parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
+            for words, functions in given.items():
+                used = uses(**functions, aux=(("float32", 2), ("int32", 2)))
+                for part, wanted in parts.items():
+                    name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part}"
+                    yield name, kind(**features, **tiles.columns(row), **wanted, uses=used)
+
+
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
-    configs |= dict(wide_backward_gates())
+    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
@@ -380,6 +417,8 @@ def measured(name, config, folder):
 
 def key_of(config):
     judges = [inspect.getsource(function) for function in (measured, complaints, machine_code)]
+    own = {function.name for _, function in getattr(config, "uses", ()) if isinstance(function, Function)}
+    judges += [inspect.getsource(function) for function in FUNCTIONS if function.__name__ in own]
     return gate_results.key(config, [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS, judges])
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import counts, fragments, positions
+from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
@@ -62,7 +62,7 @@ class Registers(NamedTuple):
     a_frag: Any
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given
+    shown_bits: Any  # by the mask that was given, and by functions
     kept: Any  # which weights count (kernels/score/counts.py)
 
 
@@ -103,12 +103,14 @@ def make(config):
     keys_and_start, walk = positions.make(config), backward_walk.make(config)
     tile_of, set_up_state, own_keys = walk.tile_of, walk.set_up_state, walk.own_keys
     following, is_unmasked, queries_at, others_at = walk.following, walk.is_unmasked, walk.queries_at, walk.others_at
-    distances, seen_columns, term_of, origin_at = walk.distances, walk.seen_columns, walk.term_of, walk.origin_at
-    find_kept = walk.find_kept
+    distances, seen_columns, term_of, find_kept = walk.distances, walk.seen_columns, walk.term_of, walk.find_kept
+    load_for_scores, ask_functions, has_functions = (
+        walk.load_for_scores, walk.ask_functions, gradient_functions.present(config)
+    )  # fmt: skip
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
-    reads, load_reads, added, ends_of = read.reads, read.load, read.added, read.ends
-    bias_words, bits_words = read.bias_words, read.bits_words
+    reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
+    bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -121,6 +123,8 @@ def make(config):
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
+    finish_dp = lse_delta.finisher(config, strips, blocks)
+    finishes = drops and of_dk and has_functions  # before their derivative comes to it
 
     @inlined
     def aligned(address):
@@ -153,13 +157,15 @@ def make(config):
         ds = cuda.local.array(2, float32)
         for r in range(rows):
             seen = uint32(0)
-            if masked:
+            if has_functions:
+                seen = registers.shown_bits[r]
+            elif masked:
                 seen = seen_columns(i, thread, r, k_smem)
-            if has_mask:
+            if has_mask and not has_functions:
                 seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             for n in range(blocks // 2):
                 ld_st.load_v4(four, 0, rows_smem + n * 128 + ((thread & 3) << 4))
-                if drops and of_dk:
+                if drops and of_dk and not finishes:
                     ld_st.load_v4(deltas, 0, rows_smem + n * 128 + 64 + ((thread & 3) << 4))
                 for half in range(2):
                     block = (r // 2) * blocks + 2 * n + half
@@ -175,7 +181,7 @@ def make(config):
                             counts = (registers.kept[r] >> uint32(4 * n + 2 * half + x)) & uint32(1) != 0
                         if of_dk:
                             bracket = registers.acc_dp[at + x]
-                            if drops:
+                            if drops and not finishes:
                                 bracket *= score.kept_count
                                 bracket = bracket if counts else deltas[half * 2 + x].view(np.float32)
                             ds[x] = p[x] * bracket * derivative
@@ -305,16 +311,6 @@ def make(config):
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
     @inlined
-    def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
-        """What the scores of query tile i of a head need from global memory, while they are computed."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
-        origin, inside = origin_at(heads_left, k_smem, strides), FALSE if masked else TRUE
-        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
-        load_reads(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
-
-    @inlined
     def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
         if reads:
@@ -323,6 +319,12 @@ def make(config):
         scores_of_tile(stage, registers, smem, score)
         if drops:
             find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
+        if finishes:
+            now = special.thread_index()
+            rows_tile = smem.rows + stage * rows_stage + rows_of_part(now)
+            finish_dp(registers.acc_dp, registers.kept, rows_tile, now & int32(31), score)
+        if has_functions:
+            ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)
         term = float32(0)
         if has_row_term:
             term = term_of(heads_left, smem.k, arrays, strides)
@@ -381,7 +383,7 @@ def make(config):
             registers.acc_dv[x] = float32(0)
 
         # stage: which stage is in use; heads_left: heads of the group that are left.
-        i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut
+        i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut and not has_functions
         if begin < stop and keys_left > 0:
             heads_left = group
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))

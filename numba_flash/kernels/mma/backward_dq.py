@@ -16,25 +16,23 @@ Launch: grid (batch * heads * query tiles), block (config.threads), config.share
 Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
-from ..score import counts, fragments, positions
+from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
-from ..score.reads import Origin
 from ..score.stage import FragmentAt
-from ..steps import async_tiles, block_state, fragment_products, gradient_rows, lse_delta
+from ..steps import async_tiles, fragment_products, gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
-from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
+from . import backward_dq_walk
 
 
 class Registers(NamedTuple):
@@ -50,7 +48,7 @@ class Registers(NamedTuple):
     b_frag: Any
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given
+    shown_bits: Any  # by the mask that was given, and by functions
     kept: Any  # which weights count (kernels/score/counts.py)
 
 
@@ -80,8 +78,7 @@ def make(config):
         config.head_dim_v_padded,
     )
     in_registers, alignment = config.in_registers, config.ALIGNMENT
-    _, do_at, k_at, v_at, weights_at, of_rows_at, state_at, warps_at, _ = config.shared_offsets()
-    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
+    _, do_at, k_at, v_at, weights_at, _, _, warps_at, _ = config.shared_offsets()
     stages, other_stage = config.stages, config.stages - 1
     k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
@@ -101,12 +98,17 @@ def make(config):
         async_tiles.loader(tile_n, head_dim_padded, threads),
         async_tiles.loader(tile_n, head_dim_v_padded, threads),
     )
-    keys_and_start = positions.make(config)
+    walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
+    tile_of, set_up_state, own_rows, of_row = walk.tile_of, walk.set_up_state, walk.own_rows, walk.of_row
+    first_key_of, distances, find_kept = walk.first_key_of, walk.distances, walk.find_kept
+    load_for_scores, ask_functions, places_of = walk.load_for_scores, walk.ask_functions, walk.places_of
+    is_unmasked, start_dp, finish_dp = walk.is_unmasked, walk.start_dp, walk.finish_dp
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
-    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
-    bias_words, bits_words = read.bias_words, read.bits_words
-    drops, kept_words, kept_of, *_ = counts.on_fragments(config, strips, part)
+    reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
+    bits_words = rows if has_functions else read.bits_words
+    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
+    finishes = drops and has_functions  # dP - delta, before their derivative comes to it
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -118,95 +120,10 @@ def make(config):
     )
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
-    inf = float32(math.inf)
 
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
-
-    @inlined
-    def first_key_of(lane, warp):
-        """The lane's first column of scores, counted in the key tile."""
-        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
-
-    @inlined
-    def tile_of(block, arrays, strides, sizes):
-        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see most keys."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        head_tiles = divide(block, m_tiles)
-        b = divide(head_tiles, sizes.heads)
-        h = int32(head_tiles - b * sizes.heads)
-        first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        return QueryTile(b, h, first_query, int32(0)), TileKeys(h_kv, int32(keys), first_query + q_start)
-
-    @inlined
-    def set_up_state(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
-        """What every tile needs to know."""
-        b, h, first_query, _ = tile
-        h_kv, keys, tile_pos = tile_keys
-        if thread == 0:
-            k_base, v_base = row_base(strides.k, b, h_kv, 0), row_base(strides.v, b, h_kv, 0)
-            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
-            block_state.put(
-                q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
-            )
-            block_state.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
-            block_state.put(q_smem + int32(head_at), int64(b), int64(h))
-            block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
-            block_state.put_range(q_smem + int32(walk_at), walk[0], walk[1])
-            if reads:
-                origin = origin_of(b, h, first_query, arrays, strides)
-                block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-        head_lse_delta = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words)
-        for step in range(-(-tile_m // threads)):
-            row = int32(thread + step * threads)
-            if row < tile_m:
-                first_key, end_key = row_keys(tile_pos + row, sizes.left, sizes.right, keys)
-                lse_log2, minus_delta = inf, float32(0)
-                if first_query + row < sizes.seqlen_q:
-                    at = head_lse_delta + place(first_query + row)
-                    lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
-                of_row = q_smem + int32(of_rows_at) + 16 * row
-                block_state.put_range(of_row, int32(first_key), int32(end_key))
-                ld_st.store_b32(of_row + 8, float32(lse_log2).view(np.uint32))
-                ld_st.store_b32(of_row + 12, float32(minus_delta).view(np.uint32))
-
-    @inlined
-    def is_unmasked(j, q_smem):
-        """Whether every row sees every key of tile j."""
-        free, cut = block_state.get_range(q_smem + int32(walk_at))
-        return j >= free and j < cut
-
-    @inlined
-    def of_row(r, thread, q_smem):
-        """Where in shared memory that of the lane's row r lies."""
-        lane, warp = thread & int32(31), thread >> int32(5)
-        return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
-
-    @inlined
-    def distances(j, thread, q_smem, distance):
-        """q_pos - k_pos of the lane's rows and its first column of key tile j."""
-        lane, warp = thread & int32(31), thread >> int32(5)
-        tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        for r in range(rows):
-            row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
-            distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
-
-    @inlined
-    def places_of(j, strides, q_smem):
-        """-> (the address of K of key tile j, that of V, how many keys are left from there on)."""
-        first_key = int32(j * int32(tile_n))
-        k_base, v_base = block_state.get(q_smem + int32(bases_at))
-        _, keys = block_state.get(q_smem + int32(keys_at))
-        return k_base + 2 * (first_key * strides.k[2]), v_base + 2 * (first_key * strides.v[2]), int32(keys) - first_key
 
     @inlined
     def load_keys(places, stage, strides, smem, thread):
@@ -242,35 +159,22 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def start_dp(acc_dp, q_smem, thread, score):
-        """acc_dp <- -delta of each row, so that the product adds up to dP - delta; what counts more is multiplied with
-        that later."""
-        for r in range(rows):
-            minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
-            if drops:
-                minus_delta /= score.kept_count
-            for n in range(blocks):
-                for x in range(2):
-                    acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
-
-    @inlined
     def weigh(j, registers, q_smem, thread, term, arrays, sizes, score, masked):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = cuda.local.array(4, uint32)
         ds = cuda.local.array(2, float32)
         first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
-        if drops:
-            b, h = block_state.get(q_smem + int32(head_at))
-            tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-            lane_row = (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
-            kept_of(registers.kept, first_column, b, int32(h), lane_row, tile_pos, arrays, sizes)
+        if drops and not finishes:
+            find_kept(first_column, registers.kept, q_smem, thread, arrays, sizes)
         for r in range(rows):
             ld_st.load_v4(four, 0, of_row(r, thread, q_smem))
             seen = uint32(0)
-            if masked:
+            if has_functions:
+                seen = registers.shown_bits[r]
+            elif masked:
                 first, end = int32(int32(four[0]) - first_column), int32(int32(four[1]) - first_column)
                 seen = columns_within(first, end, 0)
-            if has_mask:
+            if has_mask and not has_functions:
                 seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             lse = four[2].view(np.float32)
             for n in range(blocks):
@@ -282,25 +186,13 @@ def make(config):
                     here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at + x], here, score, lse)
                     bracket = registers.acc_dp[at + x]
-                    if drops:
+                    if drops and not finishes:
                         counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
                         bracket = bracket * score.kept_count if counts else four[3].view(np.float32)
                     ds[x] = p * bracket * derivative
                     if (masked or has_mask) and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
                         ds[x] = float32(0)
                 registers.ds_frag[block * 2 + r % 2] = pack(ds[0], ds[1])
-
-    @inlined
-    def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
-        """What the scores of tile j need from global memory, while they are computed."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        bias, bits = block_state.get(q_smem + int32(origin_at))
-        first_query, _ = block_state.get(q_smem + int32(tile_at))
-        part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
-        origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
-        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
-        load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
@@ -318,6 +210,12 @@ def make(config):
             prefetch_second(j, begin, smem, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
+        if finishes:
+            first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
+            find_kept(first_column, registers.kept, smem.q, thread, arrays, sizes)
+            finish_dp(registers, smem.q, thread, score)
+        if has_functions:
+            ask_functions(j, registers, smem.q, arrays, strides, score)
         weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
             warp, weights = thread >> int32(5), smem.q + int32(weights_at)
@@ -406,7 +304,7 @@ def make(config):
             load_q_frag(registers.q_frag, smem.q + lanes.own)
             load_do_frag(registers.do_frag, smem.do + lanes.own)
 
-        whole = j >= free and j < cut
+        whole = j >= free and j < cut and not has_functions
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
@@ -422,11 +320,7 @@ def make(config):
         # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
         # state of the block: kept through the loop, it would cost the registers that S needs.
         wait_all()
-        position, keys = block_state.get(q_smem + int32(keys_at))
-        b, h = block_state.get(q_smem + int32(head_at))
-        first_query, h_kv = block_state.get(q_smem + int32(tile_at))
-        tile = QueryTile(int32(b), int32(h), int32(first_query), int32(0))
-        tile_keys = TileKeys(int32(h_kv), int32(keys), position)
+        tile, tile_keys = own_rows(q_smem)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from numba import float32, int32, int64
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import memory
-from ..score import counts, fragments
+from ...ptx import memory, special
+from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..steps import block_state, lse_delta
-from ..steps.inlined import inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries
 from ..steps.tiles import row_base
@@ -31,6 +31,8 @@ class Walk(NamedTuple):
     distances: Callable[..., Any]
     seen_columns: Callable[..., Any]
     find_kept: Callable[..., Any]
+    load_for_scores: Callable[..., Any]
+    ask_functions: Callable[..., Any]
     term_of: Callable[..., Any]
     queries_at: Callable[..., Any]
     others_at: Callable[..., Any]
@@ -47,6 +49,8 @@ def make(config):
     bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (state_at + n * block_state.SIZE for n in range(6))
     read, row_term = score_reads.make(config, warp_rows // 16, part, of_keys=True), fragments.chain(config).row_term
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    load_reads, has_mask, has_functions = read.load, config.has("mask"), gradient_functions.present(config)
+    apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
 
@@ -120,6 +124,33 @@ def make(config):
         kept_of(kept, first_q_pos, b, end_head - heads_left, key, arrays, sizes)
 
     @inlined
+    def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
+        """What the scores of query tile i of a head need from global memory, while they are computed."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
+        origin, inside = origin_at(heads_left, k_smem, strides), FALSE if masked else TRUE
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
+        load_reads(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def ask_functions(i, heads_left, registers, k_smem, arrays, strides, score):
+        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for r in range(rows):
+            seen = seen_columns(i, thread, r, k_smem)
+            registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
+        b, h_kv, first_key, q_start, keys = own_keys(k_smem)
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        first_query = int32(i * int32(tile_m) + first_query_of(lane, warp))
+        key = int32(first_key + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
+        apply_functions(
+            registers.acc_s, registers.acc_dp, registers.shown_bits, b, end_head - heads_left, first_query, q_start,
+            key, arrays, strides, score,
+        )  # fmt: skip
+
+    @inlined
     def term_of(heads_left, k_smem, arrays, strides):
         """What the scores of the head share (kernels/score/fragments.py)."""
         b, _ = block_state.get(k_smem + int32(tile_at))
@@ -150,7 +181,9 @@ def make(config):
 
     @inlined
     def is_unmasked(i, k_smem):
-        """Whether every query of tile i sees every key of the block's."""
+        """Whether every query of tile i sees every key of the block's, as far as is known: a function is asked."""
+        if has_functions:
+            return False
         free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
         return i >= free and i < cut
 
@@ -174,5 +207,5 @@ def make(config):
         return b, h_kv, first_key, from_first_key + first_key, keys
 
     state = (tile_of, set_up_state, own_keys)
-    of_tile = (distances, seen_columns, find_kept, term_of)
+    of_tile = (distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of)
     return Walk(*state, *of_tile, queries_at, others_at, following, is_unmasked, origin_at)

@@ -146,3 +146,24 @@ def starter(config, strips, blocks):
                         acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
 
     return start_dp
+
+
+def finisher(config, strips, blocks):
+    """-> finish_dp, a device function for the same fragments, with dropout."""
+
+    @inlined
+    def finish_dp(acc_dp, kept, rows_smem, lane, score):
+        """acc_dp <- dP times what its weight counts, less delta."""
+        four = cuda.local.array(4, uint32)
+        for n in range(blocks // 2):
+            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
+            for strip in range(strips):
+                for half in range(2):
+                    for i in range(4):
+                        at = (strip * blocks + 2 * n + half) * 4 + i
+                        bit = uint32(4 * n + 2 * half + i % 2)
+                        counts = (kept[strip * 2 + i // 2] >> bit) & uint32(1) != 0
+                        minus_delta = four[half * 2 + i % 2].view(np.float32)
+                        acc_dp[at] = acc_dp[at] * score.kept_count if counts else minus_delta
+
+    return finish_dp

@@ -8,7 +8,7 @@ import math
 
 from numba import cuda, int32, int64, uint32
 
-from ..score import At, at_scores, counts, fragments
+from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
 from .inlined import inlined
@@ -25,7 +25,8 @@ def make(config):
     row_term = fragments.chain(config).row_term
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
-    count = counts.make(config)
+    count, ask = counts.make(config), gradient_functions.alone(config, derivative=of_dk)
+    has_functions = gradient_functions.present(config)
     real, bfly = made.real, made.bfly
     inf = real(math.inf)
     of_query = lse_delta.of_query(config)
@@ -68,10 +69,17 @@ def make(config):
                             dp += bfly(dp, lanes)
                         lse, delta = of_query(b, h, query, arrays, sizes)
                         p, derivative = real(0), real(1)
-                        if lse != inf and visible(b, h, query, key, arrays, strides):
+                        seen, slope = lse != inf and visible(b, h, query, key, arrays, strides), real(1)
+                        if has_functions:
+                            if seen:
+                                at = At(b, h, query, key, query + q_start)
+                                product, slope, seen = ask(product, at, arrays, strides, score)
+                        if seen:
                             bias = added(b, h, query, key, arrays, strides)
                             here = FragmentAt(term, real(query + q_start - key), bias)
                             p, derivative = weight_or_zero(product, here, score, lse)
+                            if has_functions:
+                                derivative *= slope
                         if p != 0:
                             counts = count(At(b, h, query, key, query + q_start), arrays, sizes, score)
                             ds = real(0)

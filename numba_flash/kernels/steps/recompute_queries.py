@@ -4,7 +4,7 @@ import math
 
 from numba import cuda, int32, int64, uint32
 
-from ..score import At, at_scores, counts, fragments
+from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
 from .inlined import inlined
@@ -18,7 +18,8 @@ def make(config):
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
-    count = counts.make(config)
+    count, ask = counts.make(config), gradient_functions.alone(config, derivative=True)
+    has_functions = gradient_functions.present(config)
     real, bfly = made.real, made.bfly
     inf = real(math.inf)
     of_query = lse_delta.of_query(config)
@@ -56,11 +57,18 @@ def make(config):
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
                         dp += bfly(dp, distance)
+                    seen, slope = True, real(1)
+                    if has_functions:
+                        seen = visible(b, h, query, key, arrays, strides)
+                        if seen:
+                            product, slope, seen = ask(product, At(b, h, query, key, q_pos), arrays, strides, score)
                     here = FragmentAt(term, real(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
                     counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)
                     dp = dp * counts if counts != 0 else real(0)  # not NaN of a key whose weight was dropped
                     ds = p * (dp - delta) * score.scale * derivative
+                    if has_functions:
+                        ds = ds * slope if seen else real(0)
                     if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):
                             x = int32(lane + 32 * c)

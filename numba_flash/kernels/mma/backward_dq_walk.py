@@ -1,0 +1,216 @@
+"""How a block of backward_dq.py walks over the key tiles that its queries see.
+
+What a tile needs to know is kept in shared memory and read again for each, as in backward_walk.py: of the block its
+state, and of each row which keys it sees, its lse and its -delta.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, int32, int64, uint32
+
+from ...ptx import ld_st, memory, special
+from ..score import counts, gradient_functions, positions
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
+from ..score.reads import Origin
+from ..steps import block_state, lse_delta
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, row_keys
+from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.tiles import row_base
+
+
+class Walk(NamedTuple):
+    """Device functions. j: a key tile; q_smem: where shared memory begins."""
+
+    tile_of: Callable[..., Any]
+    set_up_state: Callable[..., Any]
+    own_rows: Callable[..., Any]
+    of_row: Callable[..., Any]
+    first_key_of: Callable[..., Any]
+    distances: Callable[..., Any]
+    find_kept: Callable[..., Any]
+    load_for_scores: Callable[..., Any]
+    ask_functions: Callable[..., Any]
+    places_of: Callable[..., Any]
+    is_unmasked: Callable[..., Any]
+    start_dp: Callable[..., Any]
+    finish_dp: Callable[..., Any]
+
+
+def make(config):
+    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    *_, of_rows_at, state_at, _, _ = config.shared_offsets()
+    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    part = tile_n // groups  # keys of a tile with which a warp computes scores
+    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
+    keys_and_start, read = positions.make(config), score_reads.make(config, strips, part)
+    reads, origin_of, load_reads = read.reads, read.origin, read.load
+    has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
+    apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
+    drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
+    row_blocks, block_words, place, minus_delta_at = (
+        lse_delta.row_blocks, lse_delta.BLOCK_WORDS, lse_delta.place, lse_delta.MINUS_DELTA
+    )  # fmt: skip
+    inf = float32(math.inf)
+
+    @inlined
+    def first_key_of(lane, warp):
+        """The lane's first column of scores, counted in the key tile."""
+        return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
+
+    @inlined
+    def tile_of(block, arrays, strides, sizes):
+        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see most keys."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        head_tiles = divide(block, m_tiles)
+        b = divide(head_tiles, sizes.heads)
+        h = int32(head_tiles - b * sizes.heads)
+        first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        return QueryTile(b, h, first_query, int32(0)), TileKeys(h_kv, int32(keys), first_query + q_start)
+
+    @inlined
+    def set_up_state(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
+        """What every tile needs to know."""
+        b, h, first_query, _ = tile
+        h_kv, keys, tile_pos = tile_keys
+        if thread == 0:
+            k_base, v_base = row_base(strides.k, b, h_kv, 0), row_base(strides.v, b, h_kv, 0)
+            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            block_state.put(
+                q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
+            )
+            block_state.put(q_smem + int32(keys_at), int64(tile_pos), int64(keys))
+            block_state.put(q_smem + int32(head_at), int64(b), int64(h))
+            block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
+            block_state.put_range(q_smem + int32(walk_at), walk[0], walk[1])
+            if reads:
+                origin = origin_of(b, h, first_query, arrays, strides)
+                block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
+        head_lse_delta = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words)
+        for step in range(-(-tile_m // threads)):
+            row = int32(thread + step * threads)
+            if row < tile_m:
+                first_key, end_key = row_keys(tile_pos + row, sizes.left, sizes.right, keys)
+                lse_log2, minus_delta = inf, float32(0)
+                if first_query + row < sizes.seqlen_q:
+                    at = head_lse_delta + place(first_query + row)
+                    lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
+                elif has_functions:  # which are not asked about a row that does not exist
+                    end_key = first_key
+                of_row = q_smem + int32(of_rows_at) + 16 * row
+                block_state.put_range(of_row, int32(first_key), int32(end_key))
+                ld_st.store_b32(of_row + 8, float32(lse_log2).view(np.uint32))
+                ld_st.store_b32(of_row + 12, float32(minus_delta).view(np.uint32))
+
+    @inlined
+    def own_rows(q_smem):
+        """-> QueryTile, TileKeys, again."""
+        position, keys = block_state.get(q_smem + int32(keys_at))
+        b, h = block_state.get(q_smem + int32(head_at))
+        first_query, h_kv = block_state.get(q_smem + int32(tile_at))
+        return QueryTile(int32(b), int32(h), int32(first_query), int32(0)), TileKeys(int32(h_kv), int32(keys), position)
+
+    @inlined
+    def is_unmasked(j, q_smem):
+        """Whether every row sees every key of tile j, as far as is known: a function is asked."""
+        if has_functions:
+            return False
+        free, cut = block_state.get_range(q_smem + int32(walk_at))
+        return j >= free and j < cut
+
+    @inlined
+    def of_row(r, thread, q_smem):
+        """Where in shared memory that of the lane's row r lies."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
+
+    @inlined
+    def distances(j, thread, q_smem, distance):
+        """q_pos - k_pos of the lane's rows and its first column of key tile j."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        tile_pos, _ = block_state.get(q_smem + int32(keys_at))
+        for r in range(rows):
+            row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            distance[r] = float32(tile_pos + row - int64(j) * tile_n - first_key_of(lane, warp))
+
+    @inlined
+    def find_kept(first_column, kept, q_smem, thread, arrays, sizes):
+        """kept <- which of the lane's weights count, of a tile whose first key it has is first_column."""
+        b, h = block_state.get(q_smem + int32(head_at))
+        tile_pos, _ = block_state.get(q_smem + int32(keys_at))
+        lane_row = (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
+        kept_of(kept, first_column, b, int32(h), lane_row, tile_pos, arrays, sizes)
+
+    @inlined
+    def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
+        """What the scores of tile j need from global memory, while they are computed."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        bias, bits = block_state.get(q_smem + int32(origin_at))
+        first_query, _ = block_state.get(q_smem + int32(tile_at))
+        part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
+        origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
+        load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def ask_functions(j, registers, q_smem, arrays, strides, score):
+        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        key = int32(j * int32(tile_n) + first_key_of(lane, warp))
+        for r in range(rows):
+            first, end = block_state.get_range(of_row(r, thread, q_smem))
+            seen = columns_within(int32(first - key), int32(end - key), 0)
+            registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
+        b, h = block_state.get(q_smem + int32(head_at))
+        tile_pos, _ = block_state.get(q_smem + int32(keys_at))
+        tile_query, _ = block_state.get(q_smem + int32(tile_at))
+        query = int32(tile_query + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
+        apply_functions(
+            registers.acc_s, registers.acc_dp, registers.shown_bits, b, h, query, tile_pos - tile_query, key, arrays,
+            strides, score,
+        )  # fmt: skip
+
+    @inlined
+    def places_of(j, strides, q_smem):
+        """-> (the address of K of key tile j, that of V, how many keys are left from there on)."""
+        first_key = int32(j * int32(tile_n))
+        k_base, v_base = block_state.get(q_smem + int32(bases_at))
+        _, keys = block_state.get(q_smem + int32(keys_at))
+        return k_base + 2 * (first_key * strides.k[2]), v_base + 2 * (first_key * strides.v[2]), int32(keys) - first_key
+
+    @inlined
+    def start_dp(acc_dp, q_smem, thread, score):
+        """acc_dp <- -delta of each row, so that the product adds up to dP - delta; what counts more is multiplied with
+        that later."""
+        for r in range(rows):
+            minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
+            if drops:
+                minus_delta /= score.kept_count
+            for n in range(blocks):
+                for x in range(2):
+                    acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
+
+    @inlined
+    def finish_dp(registers, q_smem, thread, score):
+        """acc_dp <- dP times what its weight counts, less delta."""
+        for r in range(rows):
+            minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
+            for n in range(blocks):
+                for x in range(2):
+                    at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
+                    counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                    registers.acc_dp[at] = registers.acc_dp[at] * score.kept_count if counts else minus_delta
+
+    state = (tile_of, set_up_state, own_rows)
+    of_tile = (of_row, first_key_of, distances, find_kept, load_for_scores, ask_functions, places_of, is_unmasked)
+    return Walk(*state, *of_tile, start_dp, finish_dp)
