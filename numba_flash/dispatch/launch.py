@@ -9,6 +9,8 @@ import numpy as np
 from .. import arrays, reference
 from ..arrays import Array
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
+from ..config.states_of_tiles import TILE_STATES
+from ..config.tile_states import TileStatesConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
@@ -23,11 +25,12 @@ from ..select.arguments import (
     forward_values,
     mask_bits_layout,
     mask_bits_words,
-    parameters,
+    parameters_of,
     positions,
     tensor_maps,
     tuple_class,
 )
+from ..select import tile_states
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
 
@@ -62,26 +65,34 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     assert config is not None
     maps = tensor_maps(config, problem)
     blocks = grid(config, problem, target)
-    ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
+    ready = on_gpu(config, target, blocks, _values(config, problem), maps)
     made = workspace(config, problem)
     if made:
-        launches = [
-            (first.kernel, on_gpu(first, target, its_blocks, forward_values(first.kernel, problem)))
+        every = forward_arrays(problem)
+        steps = [
+            (on_gpu(first, target, its_blocks, _values(first, problem)), positions(first, every))
             for first, its_blocks in kernels_before(config, problem, target)
         ]
-        launches.append((choice.kernel, ready))
-        every = forward_arrays(problem)
-        steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
+        steps.append((ready, positions(config, every)))
         ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return WarnsIfSlow(problem, ready) if target.simulated else ready
 
 
+def _values(config: AnyConfig, problem: Problem) -> Values:
+    states = config.tile_states
+    return forward_values(config.kernel, problem, states, config.states_tile if states else None)
+
+
 def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
     """(Config, blocks) of what runs before the kernel itself."""
-    if not (isinstance(config, TensorConfig) and config.has("mask")):
-        return []
-    pieces, _ = mask_bits_layout(problem)
-    return [(MaskBitsConfig(threads=32 if target.simulated else 512), pieces)]
+    threads = 32 if target.simulated else 512
+    before: list[tuple[AnyConfig, int]] = []
+    if isinstance(config, TensorConfig) and config.has("mask"):
+        pieces, _ = mask_bits_layout(problem)
+        before.append((MaskBitsConfig(threads=threads), pieces))
+    if config.tile_states:
+        before.append((TileStatesConfig.before(config, threads), tile_states.words(problem, config.states_tile)))
+    return before
 
 
 def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -89,9 +100,12 @@ def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ..
     if config.kernel == "v1":
         rows, dtype = problem.lse_shape, problem.compute_dtype
         return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
     if isinstance(config, TensorConfig) and config.has("mask"):
-        return {MASK_BITS: ((mask_bits_words(problem),), "uint32")}
-    return {}
+        made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
+    if config.tile_states:
+        made[TILE_STATES] = (tile_states.words(problem, config.states_tile),), "uint32"
+    return made
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
@@ -136,7 +150,7 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        taken = parameters(config.kernel, len(config.aux), config.seeded).arrays
+        taken = parameters_of(config).arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
@@ -193,7 +207,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux), config.seeded).arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters_of(config).arrays)
         taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
         run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
 
