@@ -27,6 +27,7 @@ class LaunchFacts:
     seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
+    states_tile: ClassVar[StatesTile | None] = None  # what has a state there
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Config(LaunchFacts):
         return READERS.get(self.kernel, "") if self.has("mask_mod") else ""
 
     @property
-    def states_tile(self) -> StatesTile:
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
         """What has a state there."""
         return StatesTile(self.tile_m, self.tile_n, 1)
 
@@ -198,7 +199,7 @@ class TensorConfig(Config):
         return self.tile_m // self.group_size
 
     @property
-    def states_tile(self) -> StatesTile:
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
         return StatesTile(self.queries, self.tile_n, self.group_size)
 
     @property

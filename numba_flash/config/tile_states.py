@@ -50,7 +50,7 @@ class TileStatesConfig(LaunchFacts):
         return TILE_STATES_OF_KEYS if self.of_keys else TILE_STATES
 
     @property
-    def states_tile(self) -> StatesTile:
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
         return self.tile
 
     @property

@@ -9,13 +9,14 @@ import numpy as np
 from .. import arrays, reference
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
-from ..config.tile_states import TileStatesConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
+from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
+from ..select import tile_states
 from ..select.arguments import (
     BACKWARD_WORKSPACE,
     MASK_BITS,
@@ -27,11 +28,9 @@ from ..select.arguments import (
     mask_bits_layout,
     mask_bits_words,
     parameters_of,
-    positions,
 )
-from ..select import tile_states
 from ..select.backward import BackwardChoice
-from .launch import Given, KernelSequence, Launch, OnCpu, WarnsIfSlow, heads_first, on_gpu, reference_options
+from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, heads_first, on_gpu, reference_options
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
@@ -103,23 +102,20 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
     every = backward_arrays(problem.forward)
-    steps = [
-        (
-            on_gpu(config, target, blocks, _values(config, problem), backward_tensor_maps(config, problem)),
-            positions(config, every),
-        )
-        for config, blocks in configs
-        if blocks
-    ]
-    used = {number for _, taken in steps for number in taken}
+    steps = []
+    for config, blocks in configs:
+        if blocks:
+            values = _values(config, problem)
+            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem))
+            steps.append(Step.of(config, launch, values, every, BACKWARD_WORKSPACE))
+    used = {number for step in steps for number in step.taken}
     shapes = workspace(choice.configs, problem)
     made = [shapes.get(name) if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
     return KernelSequence(steps, made)
 
 
 def _values(config: BackwardConfig, problem: BackwardProblem) -> Values:
-    states = config.tile_states
-    return backward_values(config.kernel, problem, states, config.states_tile if states else None)
+    return backward_values(config.kernel, problem, config.tile_states, config.states_tile)
 
 
 def _cpu() -> Any:

@@ -64,6 +64,7 @@ else:
     )
 
 __all__ = [
-    "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier",
-    "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote", "wgmma",
+    "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix",
+    "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote",
+    "wgmma",
 ]  # fmt: skip

@@ -87,8 +87,12 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
 
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
-_STATES = (TILE_STATES, TILE_STATES_OF_KEYS)
-FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS, TILE_STATES)  # the first three of v1: O before rounding, l and m
+_STATES, _OF_STATES = (TILE_STATES, TILE_STATES_OF_KEYS), _words("mask seqlens_k q_offset")
+FORWARD_WORKSPACE = (
+    *_words("acc_o row_sum row_max"),
+    MASK_BITS,
+    TILE_STATES,
+)  # the first three of v1: O before rounding, l and m
 BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), *_BITS, *_STATES)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 # Where not every weight counts: a number in the place of a pointer; random bits below a size, which say that one does
@@ -113,7 +117,7 @@ PARAMETERS: dict[str, Parameters] = {
     "mma": _TENSOR_FORWARD,
     "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
-    **dict.fromkeys(_STATES, Parameters(*[_words("mask seqlens_k q_offset")] * 2, _SIZES)),
+    **dict.fromkeys(_STATES, Parameters(_OF_STATES, _OF_STATES, _SIZES)),
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),

@@ -100,7 +100,11 @@ def make(config):
     some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
-    apply_functions, has_score_mod, walk = functions.apply, functions.every_tile, tile_walk.make(config, whole_warp=True)
+    apply_functions, has_score_mod, walk = (
+        functions.apply,
+        functions.every_tile,
+        tile_walk.make(config, whole_warp=True),
+    )
     has_states, states_row, states_ends, behind, asks_in = walk.present, walk.row, walk.ends, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
@@ -238,8 +242,8 @@ def make(config):
         j, next_j, begin, registers, row, places, tile, bytes_, columns_left, thread, arrays, strides, sizes, score,
         asks, masked,
     ):  # fmt: skip
-        """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a constant
-        or `asks`: some row does not see some key."""
+        """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a
+        constant or `asks`: some row does not see some key."""
         k_bytes, v_bytes = bytes_
         if reads:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)

@@ -38,7 +38,9 @@ class Score(NamedTuple):
     value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
     visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes it
-    visible_in: Callable[..., Any]  # (at, asks, arrays, strides) -> the same, in a tile where mask_mod removes some: asks
+    visible_in: Callable[
+        ..., Any
+    ]  # (at, asks, arrays, strides) -> the same, in a tile where mask_mod removes some: asks
     count: Callable[..., Any]  # (at, arrays, sizes, score) -> how many times its weight counts in the output
 
 

@@ -95,9 +95,7 @@ def make(config):
             j = int32(first_tile + place)
             seen, hidden = uint32(0), uint32(0)
             if begin <= j and j < end:
-                seen, hidden = look_at_tile(
-                    j, b, h, members, first_query, end_query, lane, arrays, strides, sizes
-                )
+                seen, hidden = look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes)
             if lane == 0:
                 found[place] = (seen | (seen & hidden) << uint32(16)) << uint32(place)
         cuda.syncthreads()

@@ -41,7 +41,9 @@ class TileWalk(NamedTuple):
     present: bool
     row: Callable[..., Any]  # (b, h, first_query, arrays, strides) -> row
     ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without what is empty at its ends
-    behind: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the tile behind j; one before begin if none is left
+    behind: Callable[
+        ..., Any
+    ]  # (row, j, begin, arrays, strides) -> the tile behind j; one before begin if none is left
     shows: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
     asks: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
 

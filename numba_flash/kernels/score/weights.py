@@ -15,7 +15,7 @@ from . import make as make_score
 
 @functools.cache
 def make(config: Any) -> Any:
-    """weight(product, row_lse, at, asks, arrays, strides, score) -> (p, the derivative of the score by scale * product).
+    """weight(product, row_lse, at, asks, arrays, strides, score) -> (p, derivative of the score by scale * product).
 
     asks: whether mask_mod removes some of the tile (tile_walk.py).
     """

@@ -44,7 +44,7 @@ from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    tile_n, queries, consumers, q_buffers = config.tile_n, config.queries, config.consumers, config.q_buffers
+    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
     _, k_at, v_at, o_at, row_states_at, _, _ = config.shared_offsets()

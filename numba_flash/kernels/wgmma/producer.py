@@ -180,8 +180,7 @@ def make(config):
 
     @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
-        """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- where it says which are between.
-        """
+        """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- what says which are between."""
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         states = states_row(b, h, first_query, arrays, strides)
         begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
