@@ -17,6 +17,8 @@ _PUBLIC = {
     "AttentionOutput": "api.forward",
     "attention_backward": "api.backward",
     "AttentionGradients": "api.backward",
+    "BlockMask": "api.block_mask",
+    "block_mask": "api.block_mask",
     "explain": "api.explain",
     "explain_backward": "api.explain",
     "merge": "api.merge",
@@ -25,14 +27,16 @@ _PUBLIC = {
 }
 _MODULES = ("reference", "testing", "debug", "mods")
 __all__ = [
-    "AttentionGradients", "AttentionOutput", "attention", "attention_backward", "debug", "explain",
-    "explain_backward", "merge", "mods", "reference", "softmax", "testing", "warmup",
+    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "block_mask", "debug",
+    "explain", "explain_backward", "merge", "mods", "reference", "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import debug, mods, reference, testing
     from .api.backward import AttentionGradients as AttentionGradients
     from .api.backward import attention_backward as attention_backward
+    from .api.block_mask import BlockMask as BlockMask
+    from .api.block_mask import block_mask as block_mask
     from .api.explain import explain as explain
     from .api.explain import explain_backward as explain_backward
     from .api.forward import AttentionOutput as AttentionOutput

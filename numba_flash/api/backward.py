@@ -4,6 +4,7 @@ from typing import Any
 
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import CallPlan
+from ..dispatch.block_mask import expanded
 from ..problem.options import NO_NUMBERS, AttentionGradients
 from .forward import NO_AUX, NO_DROPOUT, bound_to
 
@@ -30,6 +31,7 @@ def attention_backward(
     score_mod: Any = None,
     mask_mod: Any = None,
     aux: tuple[Any, ...] = NO_AUX,
+    block_mask: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -77,6 +79,10 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
+    if block_mask is not None:
+        causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
+            block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
+        )
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,

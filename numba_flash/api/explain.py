@@ -85,6 +85,7 @@ class Explanation(Readable):
             facts.append(("grid", grid))
         if self.config and self.kernel in ACCURACY:
             facts.append(("sums", ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)))
+        if self.config:
             facts += [
                 ("before it", f"{before.kernel}, {blocks} blocks of {before.threads} threads")
                 for before, blocks in launch.kernels_before(self.config, self.problem, self.target)

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
+from ..dispatch.block_mask import expanded, in_options
 from ..dispatch.forward import NO_AUX, CallPlan
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
@@ -31,6 +32,7 @@ def attention(
     score_mod: Any = None,
     mask_mod: Any = None,
     aux: tuple[Any, ...] = NO_AUX,
+    block_mask: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
@@ -82,8 +84,11 @@ def attention(
         the scale and before softcap. It is compiled into the kernel: arithmetic, comparisons, if, loops, min, max, abs,
         round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
         (float64 for float64) and int64.
-    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does. Tiles in
+        which it leaves nothing are left out.
     aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
+    block_mask: what `numba_flash.block_mask` returns, in mask_mod's place: which tiles are empty or full is then found
+        once for many calls, and not in each. causal, window, q_offset, seqlens_k and aux are its own.
     sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
         without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
     dropout_p: the probability, from 0 to below 1, with which a weight does not count in o; the others count
@@ -108,6 +113,10 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
+    if block_mask is not None:
+        causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
+            block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
+        )
     options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
         causal,
         window,
@@ -191,5 +200,9 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
+    given = bound.arguments
+    blocks = given.pop("block_mask")
+    if blocks is not None:
+        given.update(in_options(blocks, given))
     named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
     return dict(bound.arguments, options=Options.of(**named))

@@ -93,6 +93,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     if seed is not None or numbers[NUMBERS.index("dropout_p")]:
         raise NotImplementedError(NO_DROPOUT)
     functions, aux = (None, ()) if functions is None else dispatch.functions_of(functions)
+    functions = functions and dispatch.without_blocks(functions)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")

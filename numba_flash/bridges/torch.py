@@ -18,6 +18,7 @@ from .. import arrays
 from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
+from ..dispatch.block_mask import in_options
 from ..dispatch.forward import AttentionOutput
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
@@ -58,6 +59,7 @@ def attention(
     *,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
+    block_mask: Any = None,
     return_lse: bool = False,
     out: Any = None,
     stream: Any = None,
@@ -65,6 +67,8 @@ def attention(
     **named: Any,
 ) -> Any:
     """What torch.compile traces in the place of `numba_flash.attention`."""
+    if block_mask is not None:
+        named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
     return run(q, k, v, Options.of(**named, **dropout), return_lse, out, stream, kernel)
 

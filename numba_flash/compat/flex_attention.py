@@ -39,8 +39,8 @@ def flex_attention(
     score_mod: (score, b, h, q_idx, kv_idx) -> score, of torch's operations on numbers. What it captures may be numbers,
     and tensors, of which it reads a number each time, as in bias[h, q_idx]. It is called once a call, and compiled for
     kernels when it computes something new (numba_flash/compat/traced.py).
-    block_mask: of torch's create_block_mask. Each of its blocks is hidden, seen whole or left to its mask_mod as there;
-    kernels do not skip hidden ones yet.
+    block_mask: of torch's create_block_mask. Each of its blocks is hidden, seen whole or left to its mask_mod as there.
+    GPU kernels find anew which of their own tiles that leaves, and skip the others (`numba_flash.attention`, mask_mod).
     Real numbers are float32, for float64 tensors float64; score.dtype says so.
     kernel_options: of torch's kernels; they change no result, and nothing is made of them here.
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 from ..problem.options import BY_NAME
 from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
 from .simt_backward import DeltaConfig, HeadSumsConfig
+from .tile_states import TileStatesConfig
 
 
 @dataclass(frozen=True)
@@ -210,5 +211,5 @@ class MmaDqConfig(MmaBackwardConfig):
 
 
 BackwardConfig = (
-    Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig
+    Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig | TileStatesConfig
 )  # that of every kernel of a backward

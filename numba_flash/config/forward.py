@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
+from .states_of_tiles import READERS, StatesTile
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8}
 
@@ -25,6 +26,8 @@ class LaunchFacts:
     aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
     seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
+    tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
+    states_tile: ClassVar[StatesTile | None] = None  # what has a state there
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Config(LaunchFacts):
     def seeded(self) -> bool:  # type: ignore[override]
         """Whether each call brings a seed."""
         return self.has(SEEDED)
+
+    @property
+    def tile_states(self) -> str:  # type: ignore[override]
+        """The array that says which tiles a mask_mod leaves; "" without one."""
+        return READERS.get(self.kernel, "") if self.has("mask_mod") else ""
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        """What has a state there."""
+        return StatesTile(self.tile_m, self.tile_n, 1)
 
     @property
     def derivative_varies(self) -> bool:
@@ -184,6 +197,10 @@ class TensorConfig(Config):
     def queries(self) -> int:
         """Queries in a tile; with a group of heads each of them is several rows."""
         return self.tile_m // self.group_size
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        return StatesTile(self.queries, self.tile_n, self.group_size)
 
     @property
     def head_dim_padded(self) -> int:
@@ -359,7 +376,7 @@ class WgmmaConfig(TensorConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
-        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") else {})
+        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") or self.tile_states else {})
         return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:

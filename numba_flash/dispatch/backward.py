@@ -11,7 +11,19 @@ from ..problem.memory import check_alignments, check_lengths
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
-from .forward import BIAS, MOST_PLANS, NO_ARRAYS, SEED, Given, read_functions, read_options, with_layouts, with_seed
+from .forward import (
+    BIAS,
+    MOST_PLANS,
+    NO_ARRAYS,
+    OF_FUNCTIONS,
+    SEED,
+    Given,
+    block_mask_of,
+    read_functions,
+    read_options,
+    with_layouts,
+    with_seed,
+)
 from .launch import Launch
 from .launch_backward import make_backward_launch
 
@@ -43,7 +55,12 @@ def run(
     own, seed = len(_READ), options[SEED]
     if seed is not None or problem.forward.numbers:
         given = with_seed(given, own, problem.forward, seed)
-    launch.run([*given[:own], *results, *given[own:], *of_aux], work_on)
+    operands = [*given[:own], *results, *given[own:], *of_aux]
+    blocks = None if options[OF_FUNCTIONS] is None else block_mask_of(options[OF_FUNCTIONS])
+    if blocks is None:
+        launch.run(operands, work_on)
+    else:
+        launch.run_with_blocks(operands, work_on, blocks)
     found, daux = (
         [None if array is None else arrays.give(like, array) for array in made] for made in (results, of_aux)
     )
@@ -68,7 +85,9 @@ def prepare(
     if window is not None:
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     given = [q, k, v, o, lse, *more, offsets, do, dlse]
+    blocks = None
     if functions is not None:
+        blocks = block_mask_of(functions)
         functions, aux = read_functions(functions)
         given += aux
     if q.layout.family in checks:
@@ -94,6 +113,8 @@ def prepare(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         found = _plans[key] = plan(*key[:KEY])
+    if blocks is not None:
+        blocks.check(found.problem.forward)
     if optional is not None or dlse is not None or (addresses | lse.pointer) & 7:
         names = [*_READ, *(f"aux[{number}]" for number in range(len(given) - len(_READ)))]
         check_alignments([array for array in given if array is not None], names, given)

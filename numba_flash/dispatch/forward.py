@@ -19,10 +19,13 @@ from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, SEEDED, Operands, Options
 from ..select.forward import Choice, select
 from . import host_copies
+from .block_mask import BlockMask
 from .launch import Launch, make_launch
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
+MASK_MOD = FUNCTIONS.index("mask_mod")
 BIAS, OWN, SEED = Operands._fields.index("bias"), len(Operands._fields), Options._fields.index("seed")
+OF_FUNCTIONS = Options._fields.index("functions")
 _NO_OTHERS: list[Any] = [None] * (len(Operands._fields) - 3)
 NO_ARRAYS: list[Any] = [None] * len(OPTION_ARRAYS)
 NO_AUX: tuple[Any, ...] = ()  # a default, which each call compares with: as an object, in a fifth of the time
@@ -61,7 +64,11 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
         arrays.note_writing(o, lse)
     if seed is not None or problem.numbers:
         given = with_seed(given, OWN, problem, seed)
-    launch.run(given, work_on)
+    blocks = None if options[OF_FUNCTIONS] is None else block_mask_of(options[OF_FUNCTIONS])
+    if blocks is None:
+        launch.run(given, work_on)
+    else:
+        launch.run_with_blocks(given, work_on, blocks)
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
@@ -92,7 +99,9 @@ def prepare(
         window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
     given = [q, k, v, o, lse, *more, offsets]
+    blocks = None
     if functions is not None:
+        blocks = block_mask_of(functions)
         functions, aux = read_functions(functions)
         given += aux
     if q.layout.family in checks:
@@ -115,6 +124,8 @@ def prepare(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         found = _plans[key] = plan(*key[:KEY])
+    if blocks is not None:
+        blocks.check(found.problem)
     if others is not None or addresses & 7:
         check_memory(given, found.problem)
     return given, found
@@ -164,18 +175,33 @@ def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
     return found
 
 
-def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], tuple[Any, ...]]:
-    """The caller's functions as values, and aux."""
+def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The caller's functions as values, and aux. A BlockMask stays one."""
     *functions, aux = given
     if not isinstance(aux, tuple):
         raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
-    return tuple(None if x is None else Function.of(name, x) for name, x in zip(FUNCTIONS, functions, strict=True)), aux
+    found = [
+        x if x is None or type(x) is BlockMask else Function.of(name, x)
+        for name, x in zip(FUNCTIONS, functions, strict=True)
+    ]
+    return tuple(found), aux
+
+
+def without_blocks(functions: tuple[Any, ...]) -> tuple[Function | None, ...]:
+    """With the function of a BlockMask in its place."""
+    return tuple([x.function if type(x) is BlockMask else x for x in functions])
+
+
+def block_mask_of(functions: tuple[Any, ...]) -> BlockMask | None:
+    """The BlockMask that stands in mask_mod's place, or None."""
+    found = functions[MASK_MOD]
+    return found if type(found) is BlockMask else None
 
 
 def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
     """The caller's functions as values, and the arrays that they read."""
     functions, aux = functions_of(given)
-    return functions, [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
+    return without_blocks(functions), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
 
 
 def with_layouts(options: Options, found: list[Layout | None]) -> Options:

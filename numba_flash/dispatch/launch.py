@@ -1,20 +1,24 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, reference
 from ..arrays import Array
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
+from ..config.states_of_tiles import TILE_STATES
+from ..config.tile_states import TileStatesConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
+from ..gpu.stream_numbers import number_of
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
+from ..select import tile_states
 from ..select.arguments import (
     FORWARD_WORKSPACE,
     MASK_BITS,
@@ -23,13 +27,14 @@ from ..select.arguments import (
     forward_values,
     mask_bits_layout,
     mask_bits_words,
-    parameters,
+    parameters_of,
     positions,
     tensor_maps,
     tuple_class,
 )
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
+from .block_mask import BlockMask
 
 Given = Sequence[Array | None]
 
@@ -49,6 +54,10 @@ class Launch:
     def run(self, operands: Given, stream: int) -> None:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
 
+    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+        """The same, with what is kept of its mask_mod's tiles, where the kernel asks for them."""
+        self.run(operands, stream)
+
 
 def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     """The chosen kernel for this problem; its operands come in the order of options.Operands."""
@@ -62,26 +71,33 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     assert config is not None
     maps = tensor_maps(config, problem)
     blocks = grid(config, problem, target)
-    ready = on_gpu(config, target, blocks, forward_values(choice.kernel, problem), maps)
+    ready = on_gpu(config, target, blocks, _values(config, problem), maps)
     made = workspace(config, problem)
     if made:
-        launches = [
-            (first.kernel, on_gpu(first, target, its_blocks, forward_values(first.kernel, problem)))
-            for first, its_blocks in kernels_before(config, problem, target)
-        ]
-        launches.append((choice.kernel, ready))
         every = forward_arrays(problem)
-        steps = [(launch, positions(kernel, every)) for kernel, launch in launches]
+        steps = []
+        for first, its_blocks in kernels_before(config, problem, target):
+            values = _values(first, problem)
+            steps.append(Step.of(first, on_gpu(first, target, its_blocks, values), values, every, FORWARD_WORKSPACE))
+        steps.append(Step(ready, positions(config, every)))
         ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
     return WarnsIfSlow(problem, ready) if target.simulated else ready
 
 
+def _values(config: AnyConfig, problem: Problem) -> Values:
+    return forward_values(config.kernel, problem, config.tile_states, config.states_tile)
+
+
 def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
     """(Config, blocks) of what runs before the kernel itself."""
-    if not (isinstance(config, TensorConfig) and config.has("mask")):
-        return []
-    pieces, _ = mask_bits_layout(problem)
-    return [(MaskBitsConfig(threads=32 if target.simulated else 512), pieces)]
+    threads = 32 if target.simulated else 512
+    before: list[tuple[AnyConfig, int]] = []
+    if isinstance(config, TensorConfig) and config.has("mask"):
+        pieces, _ = mask_bits_layout(problem)
+        before.append((MaskBitsConfig(threads=threads), pieces))
+    if config.tile_states:
+        before.append((TileStatesConfig.before(config, threads), tile_states.words(problem, config.states_tile)))
+    return before
 
 
 def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -89,9 +105,12 @@ def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ..
     if config.kernel == "v1":
         rows, dtype = problem.lse_shape, problem.compute_dtype
         return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
     if isinstance(config, TensorConfig) and config.has("mask"):
-        return {MASK_BITS: ((mask_bits_words(problem),), "uint32")}
-    return {}
+        made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
+    if config.tile_states:
+        made[TILE_STATES] = (tile_states.words(problem, config.states_tile),), "uint32"
+    return made
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
@@ -136,7 +155,7 @@ class _OnGpu(Launch):
 
     def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
         self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
-        taken = parameters(config.kernel, len(config.aux), config.seeded).arrays
+        taken = parameters_of(config).arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
@@ -193,7 +212,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", parameters(config.kernel, len(config.aux), config.seeded).arrays)
+        arrays_of_kernel = tuple_class("arrays", parameters_of(config).arrays)
         taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
         run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
 
@@ -221,32 +240,72 @@ class WarnsIfSlow(Launch):
             )
         self._ready.run(operands, stream)
 
+    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+        self._ready.run_with_blocks(operands, stream, blocks)
+
+
+class Step(NamedTuple):
+    """A kernel of a sequence. makes, key: which array of the workspace follows from a BlockMask alone, and what it
+    depends on beside; None for others."""
+
+    launch: Launch
+    taken: tuple[int, ...]  # where its arrays stand among the operands and, behind them, the workspace
+    makes: int | None = None
+    key: Hashable = None
+
+    @staticmethod
+    def of(
+        config: AnyConfig, launch: Launch, values: Values, names: tuple[str, ...], workspace: tuple[str, ...]
+    ) -> "Step":
+        """names: of all arrays, the workspace last."""
+        taken = positions(config, names)
+        if not isinstance(config, TileStatesConfig) or config.has("mask"):  # a mask is each call's own
+            return Step(launch, taken)
+        return Step(launch, taken, workspace.index(config.tile_states), (config, values))
+
 
 class KernelSequence(Launch):
     """Kernels one behind the other on the same stream, with a workspace between them.
 
-    steps: (a kernel's launch, where its arrays stand among the operands and, behind them, the workspace).
     workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
     """
 
     __slots__ = ("_steps", "_workspace")
 
-    def __init__(
-        self, steps: list[tuple[Launch, tuple[int, ...]]], workspace: list[tuple[tuple[int, ...], str] | None]
-    ) -> None:
+    def __init__(self, steps: list[Step], workspace: list[tuple[tuple[int, ...], str] | None]) -> None:
         self._steps, self._workspace = steps, workspace
 
     def load(self) -> None:
-        for launch, _ in self._steps:
-            launch.load()
+        for step in self._steps:
+            step.launch.load()
 
     def run(self, operands: Given, stream: int) -> None:
         q = operands[0]
         assert q is not None
         made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
         every = (*operands, *made)
-        for launch, taken in self._steps:
+        for launch, taken, *_ in self._steps:
             launch.run([every[number] for number in taken], stream)
+
+    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+        q = operands[0]
+        assert q is not None
+        device = q.layout.device
+        number = 0 if device is None else number_of(device, stream)
+        # What a captured stream makes is there when the graph has run, and never before.
+        keys: dict[int | None, Hashable] = {
+            step.makes: (step.key, device, number) for step in self._steps if step.makes is not None
+        }
+        found = {} if number is None else {place: blocks.find(key) for place, key in keys.items()}
+        made = [found.get(n) or (what and arrays.scratch(q, *what, stream)) for n, what in enumerate(self._workspace)]
+        every = (*operands, *made)
+        for launch, taken, makes, _ in self._steps:
+            if makes is not None and found.get(makes) is not None:
+                continue
+            launch.run([every[n] for n in taken], stream)
+            array = None if makes is None or number is None else made[makes]
+            if array is not None:
+                blocks.keep(keys[makes], array)
 
 
 class OnCpu(Launch):

@@ -10,25 +10,27 @@ from .. import arrays, reference
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
+from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
+from ..select import tile_states
 from ..select.arguments import (
     BACKWARD_WORKSPACE,
     MASK_BITS,
     MASK_BITS_OF_KEYS,
-    PARAMETERS,
+    Values,
     backward_arrays,
     backward_tensor_maps,
     backward_values,
     mask_bits_layout,
     mask_bits_words,
-    positions,
+    parameters_of,
 )
 from ..select.backward import BackwardChoice
-from .launch import Given, KernelSequence, Launch, OnCpu, WarnsIfSlow, heads_first, on_gpu, reference_options
+from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, heads_first, on_gpu, reference_options
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
@@ -48,6 +50,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
     if isinstance(config, MaskBitsConfig):
         return mask_bits_layout(forward, config.of_keys)[0]
+    if isinstance(config, TileStatesConfig):
+        return tile_states.words(forward, config.tile)
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig):
@@ -70,6 +74,8 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
     made = dict(delta=rows, row_shares=rows, lse_delta=((facts,), "float32"))
     made |= {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
     for config in configs:
+        if isinstance(config, TileStatesConfig):
+            made[config.tile_states] = (tile_states.words(problem.forward, config.tile),), "uint32"
         if isinstance(config, WgmmaFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
@@ -79,7 +85,7 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
 
 def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
     """What these kernels allocate beside the gradients."""
-    used = {name for config in configs for name in PARAMETERS[config.kernel].arrays}
+    used = {name for config in configs for name in parameters_of(config).arrays}
     made = workspace(configs, problem).items()
     return sum(math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in made if name in used)
 
@@ -96,20 +102,20 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
     every = backward_arrays(problem.forward)
-    steps = [
-        (
-            on_gpu(
-                config, target, blocks, backward_values(config.kernel, problem), backward_tensor_maps(config, problem)
-            ),
-            positions(config.kernel, every),
-        )
-        for config, blocks in configs
-        if blocks
-    ]
-    used = {number for _, taken in steps for number in taken}
+    steps = []
+    for config, blocks in configs:
+        if blocks:
+            values = _values(config, problem)
+            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem))
+            steps.append(Step.of(config, launch, values, every, BACKWARD_WORKSPACE))
+    used = {number for step in steps for number in step.taken}
     shapes = workspace(choice.configs, problem)
     made = [shapes.get(name) if every.index(name) in used else None for name in BACKWARD_WORKSPACE]
     return KernelSequence(steps, made)
+
+
+def _values(config: BackwardConfig, problem: BackwardProblem) -> Values:
+    return backward_values(config.kernel, problem, config.tile_states, config.states_tile)
 
 
 def _cpu() -> Any:

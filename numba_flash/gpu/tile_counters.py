@@ -7,7 +7,7 @@ own. A launch that is captured in a graph gets one for itself, because a replay 
 import threading
 from typing import Any
 
-from ..machine import context
+from .stream_numbers import number_of
 
 WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; how many are made at a time
 _lock = threading.Lock()
@@ -28,18 +28,11 @@ def counter(device: int, stream: int) -> int:
 
 
 def _counter_of(device: int, stream: int) -> int:
-    from cuda.bindings import driver
-
-    error, status = driver.cuStreamIsCapturing(stream)
-    if error:  # this may be the first that the thread asks of CUDA
-        context.ensure(device)
-        status = _checked(driver.cuStreamIsCapturing(stream))
-    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+    number = number_of(device, stream)
+    if number is None:
         with _lock:
             return _take(device)
-    # Handles come back: that of a stream that was destroyed while its work goes on, and in each thread that of the
-    # thread's own default stream. Numbers do not.
-    key = device, int(_checked(driver.cuStreamGetId(stream)))
+    key = device, number
     with _lock:  # or two threads that work on one stream would take a new counter now and then
         found = _of_stream.pop(key, None)
         if found is None:

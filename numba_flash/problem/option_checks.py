@@ -132,11 +132,16 @@ def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, Function], .
         if array.dtype not in AUX_DTYPES:
             raise TypeError(f"aux[{number}] must be {', '.join(AUX_DTYPES)}, not {array.dtype}")
     for name, function in functions:
-        wrong = function.takes(len(ARGUMENTS[name].split(", ")) + len(aux))
-        if wrong:
-            each = "".join(f", aux[{number}]" for number in range(len(aux)))
-            raise TypeError(f"{name} is called with ({ARGUMENTS[name]}{each}), and of {function.where} {wrong}")
+        check_arguments(name, function, len(aux))
     return tuple(AuxArray(array.dtype, array.shape, element_strides(array)) for array in aux)
+
+
+def check_arguments(name: str, function: Function, aux: int) -> None:
+    """Whether a function takes what it will be called with, beside so many arrays."""
+    wrong = function.takes(len(ARGUMENTS[name].split(", ")) + aux)
+    if wrong:
+        each = "".join(f", aux[{number}]" for number in range(aux))
+        raise TypeError(f"{name} is called with ({ARGUMENTS[name]}{each}), and of {function.where} {wrong}")
 
 
 def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ if _numba_config.ENABLE_CUDASIM:
     from .sim import (
         approx,
         bar,
+        bits,
         cluster,
         cp_async,
         cvt,
@@ -40,6 +41,7 @@ else:
     from . import (
         approx,
         bar,
+        bits,
         cluster,
         cp_async,
         cvt,
@@ -62,6 +64,7 @@ else:
     )
 
 __all__ = [
-    "approx", "bar", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix", "mbarrier",
-    "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote", "wgmma",
+    "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix",
+    "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote",
+    "wgmma",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..config.forward import WgmmaConfig
+from ..config.states_of_tiles import TILE_STATES, TILE_STATES_OF_KEYS, StatesTile
 from ..problem.forward import Problem
 from ..problem.options import (
     ARRAYS,
@@ -30,6 +31,7 @@ from ..problem.options import (
     Option,
 )
 from ..problem.ranges import UNBOUNDED
+from . import tile_states
 from .tensor_maps import TensorMap
 
 if TYPE_CHECKING:
@@ -85,8 +87,13 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
 
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
-FORWARD_WORKSPACE = (*_words("acc_o row_sum row_max"), MASK_BITS)  # the first three of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
+_STATES, _OF_STATES = (TILE_STATES, TILE_STATES_OF_KEYS), _words("mask seqlens_k q_offset")
+FORWARD_WORKSPACE = (
+    *_words("acc_o row_sum row_max"),
+    MASK_BITS,
+    TILE_STATES,
+)  # the first three of v1: O before rounding, l and m
+BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), *_BITS, *_STATES)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 # Where not every weight counts: a number in the place of a pointer; random bits below a size, which say that one does
 # not; how many times the others do.
@@ -110,6 +117,7 @@ PARAMETERS: dict[str, Parameters] = {
     "mma": _TENSOR_FORWARD,
     "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
+    **dict.fromkeys(_STATES, Parameters(_OF_STATES, _OF_STATES, _SIZES)),
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
@@ -129,25 +137,32 @@ PARAMETERS: dict[str, Parameters] = {
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
 # How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
-STRIDES = dict(x=2, y=2) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
+STRIDES = dict(x=2, y=2) | dict.fromkeys(_STATES, 3) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
 SIZES = dict(dbias_shape=4)  # likewise
 
 
 @functools.cache
-def parameters(kernel: str, aux: int = 0, seeded: bool = False) -> Parameters:
-    """PARAMETERS of a kernel, where it computes scores with what a seed takes and `aux` arrays for functions behind the
-    others."""
+def parameters(kernel: str, aux: int = 0, seeded: bool = False, states: str = "") -> Parameters:
+    """PARAMETERS of a kernel, where it computes scores with the states of tiles, what a seed takes and `aux` arrays for
+    functions behind the others."""
     own = PARAMETERS[kernel]
-    if not own.score:
+    if not own.score and kernel not in _STATES:
         return own
     counters = tuple(name for name in own.arrays if name == COUNTERS)
     arrays = tuple(name for name in own.arrays if name != COUNTERS)
+    seeded = seeded and bool(own.score)
+    of_tiles = (states,) if states else ()
     return Parameters(
-        (*arrays, *(SEED,) * seeded, *aux_names(aux), *counters),
-        (*own.strides, *aux_names(aux)),
+        (*arrays, *of_tiles, *(SEED,) * seeded, *aux_names(aux), *counters),
+        (*own.strides, *of_tiles, *aux_names(aux)),
         (*own.sizes, *(DROP_BELOW,) * seeded),
         (*own.score, *(KEPT_COUNT,) * seeded),
     )
+
+
+def parameters_of(config: Any) -> Parameters:
+    """Those of the kernel that is compiled for `config`."""
+    return parameters(config.kernel, len(config.aux), config.seeded, config.tile_states)
 
 
 def aux_names(count: int) -> tuple[str, ...]:
@@ -171,10 +186,10 @@ class Values(NamedTuple):
     tuples: tuple[tuple[Any, ...], ...]
 
     @staticmethod
-    def of(kernel: str, aux: int = 0, seeded: bool = False, **values: dict[str, Any]) -> "Values":
+    def of(kernel: str, aux: int = 0, seeded: bool = False, states: str = "", **values: dict[str, Any]) -> "Values":
         """values: for each of strides, sizes and score a value for each field."""
-        fields = parameters(kernel, aux, seeded)
-        kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(fields, kind))]
+        taken = parameters(kernel, aux, seeded, states)
+        kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(taken, kind))]
         return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
 
     @property
@@ -194,7 +209,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
         counts = [lengths.get(name, usual) for name in names]
         return [("int64", count) if count else "int64" for count in counts]
 
-    p = parameters(config.kernel, len(config.aux), config.seeded)
+    p = parameters_of(config)
     of_aux = {name: aux_sizes(ndim) for name, (_, ndim) in zip(aux_names(len(config.aux)), config.aux, strict=True)}
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
@@ -207,7 +222,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
-    if name in (*_BITS, COUNTERS, "turns"):
+    if name in (*_BITS, *_STATES, COUNTERS, "turns"):
         return "uint32"
     if name == SEED:
         return SEED
@@ -224,8 +239,9 @@ def element_type(config: Any, name: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_values(kernel: str, problem: Problem) -> Values:
-    return Values.of(kernel, len(problem.aux), problem.seeded, **_numbers_of(problem))
+def forward_values(kernel: str, problem: Problem, states: str = "", tile: StatesTile | None = None) -> Values:
+    """states, tile: a Config's tile_states and states_tile, where it has some."""
+    return Values.of(kernel, len(problem.aux), problem.seeded, states, **_numbers_of(problem, tile if states else None))
 
 
 MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
@@ -256,15 +272,17 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
     return pieces * (MASK_PIECE * row_words + MASK_ENDS)
 
 
-def backward_values(kernel: str, problem: "BackwardProblem") -> Values:
-    numbers = _numbers_of(problem.forward)
+def backward_values(
+    kernel: str, problem: "BackwardProblem", states: str = "", tile: StatesTile | None = None
+) -> Values:
+    numbers = _numbers_of(problem.forward, tile if states else None)
     numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
     numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
-    return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, **numbers)
+    return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
 
 
-def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
+def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str, Any]]:
     p = problem
     strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o")}
     for option in ARRAYS:
@@ -272,6 +290,8 @@ def _numbers_of(problem: Problem) -> dict[str, dict[str, Any]]:
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
     strides |= {MASK_BITS: mask_bits_layout(p)[1], MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
+    if tile is not None:
+        strides |= dict.fromkeys(_STATES, tile_states.strides(p, tile))
     for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
         strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
     sizes = {name: getattr(p, name) for name in _SIZES}
@@ -296,10 +316,9 @@ def _behind(problem: Problem) -> tuple[str, ...]:
     return (*(SEED,) * problem.seeded, *aux_names(len(problem.aux)))
 
 
-def positions(kernel: str, names: tuple[str, ...]) -> tuple[int, ...]:
+def positions(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
     """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
-    aux = sum(name.startswith("aux") for name in names)
-    return tuple(names.index(name) for name in parameters(kernel, aux, SEED in names).arrays if name != COUNTERS)
+    return tuple(names.index(name) for name in parameters_of(config).arrays if name != COUNTERS)
 
 
 def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
@@ -134,7 +135,10 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
     for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows)), (DbiasConfig, ("dbias",))):
         own = tuple(name for name in gradients if name in wanted)
         if own:
-            made.append(_fitting(kind, own, problem, target))
+            config = _fitting(kind, own, problem, target)
+            if config.tile_states:
+                made.append(TileStatesConfig.before(config, 32 if target.simulated else 512))
+            made.append(config)
     return (*made, *_head_sums(problem, target, of_blocks=False))
 
 

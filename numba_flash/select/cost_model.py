@@ -33,9 +33,10 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     """Whether any part of a tile of so many queries walks the same tiles of keys as the whole, with the same masked.
 
     That is so where an edge, of causal or of a window, crosses from one tile of keys to the next between query tiles
-    only. A part is half of them, or a quarter and so on, of two queries at least. With a mask nobody knows.
+    only. A part is half of them, or a quarter and so on, of two queries at least. With a mask or a
+    mask_mod nobody knows.
     """
-    if problem.array("mask") is not None:
+    if problem.array("mask") is not None or problem.function("mask_mod") is not None:
         return False
     edges = [problem.q_offset + problem.right] if problem.right is not None else []
     edges += [problem.q_offset - problem.left] if problem.left is not None else []

@@ -229,7 +229,8 @@ def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) ->
 
 def _same_keys(problem: Problem) -> bool:
     """Whether all queries of a batch entry see the same keys, as far as is known."""
-    return problem.left is None and problem.right is None and problem.array("mask") is None
+    masked = problem.array("mask") is not None or problem.function("mask_mod") is not None
+    return problem.left is None and problem.right is None and not masked
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:

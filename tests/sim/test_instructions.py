@@ -19,11 +19,11 @@ from numba_flash.select.tensor_maps import TensorMap
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
 FAMILIES = (
-    "approx bar cluster cp_async cvt elect fence ld_st ldmatrix mbarrier memory minmax mma setmaxnreg shared shfl "
+    "approx bar bits cluster cp_async cvt elect fence ld_st ldmatrix mbarrier memory minmax mma setmaxnreg shared shfl "
     "special stmatrix tma vote wgmma"
 ).split()
 cuda = None  # `numba.cuda`, put here by the fixture: the simulator swaps module globals that are this module
-approx = bar = cluster = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = minmax = mma = None
+approx = bar = bits = cluster = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = minmax = mma = None
 setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
 
 rng = np.random.default_rng(0)
@@ -164,6 +164,15 @@ def test_a_ballot_is_that_of_a_warp():
 
     bits = [sum(1 << lane for lane in range(32) if (32 * warp + lane) % 3 == 0) for warp in range(2)]
     np.testing.assert_array_equal(lanes(kernel, threads=64), np.repeat(np.array(bits, np.uint32), 32))
+
+
+def test_the_highest_bit_of_a_word():
+    def kernel(words, out):
+        out[cuda.threadIdx.x] = bits.highest(words[cuda.threadIdx.x])
+
+    words, out = np.array([0, 1, 2, 3, 0x8000, 0xFFFF, 0x80000000, 0xFFFFFFFF], np.uint32), np.zeros(8, np.int32)
+    launch(kernel, 8, words, out)
+    np.testing.assert_array_equal(out, [-1, 0, 1, 1, 15, 15, 31, 31])
 
 
 @pytest.mark.parametrize("trans", [False, True])

@@ -60,6 +60,7 @@ class Asking:
 
     kernel, dtype, compute_dtype, threads = "asking", "float32", "float32", 64
     tensor_maps, blocks_per_sm, whole_program, cluster, aux, seeded = 3, 2, True, 2, (), False
+    tile_states = ""
 
 
 class Plain(Asking):

@@ -88,7 +88,9 @@ def config(monkeypatch):
     monkeypatch.setattr(launch, "_loaded", launch._loaded.__wrapped__)  # a namespace cannot be a key
     monkeypatch.setitem(PARAMETERS, "one", Parameters(("x", "y"), sizes=("n",)))
     monkeypatch.setitem(PARAMETERS, "counted", Parameters(("x", "y", "counters"), sizes=("n",)))
-    return types.SimpleNamespace(kernel="one", threads=64, shared_bytes=1024, counted=False, aux=(), seeded=False)
+    return types.SimpleNamespace(
+        kernel="one", threads=64, shared_bytes=1024, counted=False, aux=(), seeded=False, tile_states=""
+    )
 
 
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):

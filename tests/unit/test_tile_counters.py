@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from numba_flash.gpu import stream_numbers
 from numba_flash.gpu import tile_counters as counters
 
 ACTIVE, NONE = "active", "none"
@@ -38,7 +39,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(counters, name, {})
     slabs = iter(range(1000, 10**6, 1000))
     monkeypatch.setattr(counters, "SLAB", 4)
-    monkeypatch.setattr(counters.context, "ensure", made.contexts.append)
+    monkeypatch.setattr(stream_numbers.context, "ensure", made.contexts.append)
     monkeypatch.setattr(counters, "_slab", lambda device: [next(slabs) + i for i in range(counters.SLAB)])
     return made
 

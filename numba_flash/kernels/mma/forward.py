@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import counts, fragment_functions, fragments, positions, sum_terms
+from ..score import counts, fragment_functions, fragments, positions, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -99,8 +99,13 @@ def make(config):
     reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
     some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
     functions = fragment_functions.make(config, strips)
-    has_functions, apply_functions = functions.present, functions.apply
-    every_tile = TRUE if has_functions else FALSE  # whether tiles that all rows see whole are masked, too
+    every_tile = TRUE if functions.every_tile else FALSE
+    apply_functions, has_score_mod, walk = (
+        functions.apply,
+        functions.every_tile,
+        tile_walk.make(config, whole_warp=True),
+    )
+    has_states, states_row, states_ends, behind, asks_in = walk.present, walk.row, walk.ends, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
@@ -138,6 +143,11 @@ def make(config):
                         acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
     @inlined
+    def masked_too(asks):
+        """Whether a tile that every row sees whole takes a mask."""
+        return every_tile if has_score_mod or not has_states else asks
+
+    @inlined
     def again(thread):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return special.thread_index() if many_copies else thread
@@ -171,8 +181,9 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
-    def finish_and_mask(j, acc_s, loaded, row, places, tile, arrays, strides, sizes, score, masked):
-        """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen."""
+    def finish_and_mask(j, acc_s, loaded, row, places, tile, asks, arrays, strides, sizes, score, masked):
+        """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen. asks:
+        mask_mod removes some of the tile."""
         if masked:
             # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
             now = special.thread_index()
@@ -187,14 +198,14 @@ def make(config):
                 row.distance[r] = real(position + row.query[r] - j * tile_n - lane_column)
         if has_mask:
             hide(row.mask_bits, row.shown_bits, masked)
-        if has_functions:
+        if has_score_mod or asks:
             now = special.thread_index()
             position, _ = block_state.get(places.q + int32(keys_at))
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5)) * warp_rows
             apply_functions(
-                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, arrays,
-                strides, score,
+                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, asks,
+                arrays, strides, score,
             )  # fmt: skip
         if scores_finished:
             finish_scores(acc_s, row.term, row.distance, loaded, score)
@@ -205,10 +216,10 @@ def make(config):
                 mask_scores(acc_s, row.mask_bits)
 
     @inlined
-    def outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
+    def outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
         k_global, _ = block_state.get(places.q + int32(bases_at))
-        source = k_global + (j - 1) * tile_n * k_bytes
+        source = k_global + (next_j if has_states else j - 1) * tile_n * k_bytes
         wait_all()
         cuda.syncthreads()  # V_j is there, and everyone is done with K_j
         if j > begin:
@@ -228,16 +239,20 @@ def make(config):
 
     @inlined
     def step(
-        j, begin, registers, row, places, tile, bytes_, columns_left, thread, arrays, strides, sizes, score, masked
-    ):
-        """One key tile: S, softmax, O. masked, a constant: some row does not see some key."""
+        j, next_j, begin, registers, row, places, tile, bytes_, columns_left, thread, arrays, strides, sizes, score,
+        asks, masked,
+    ):  # fmt: skip
+        """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a
+        constant or `asks`: some row does not see some key."""
         k_bytes, v_bytes = bytes_
         if reads:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
-        finish_and_mask(j, registers.acc_s, registers.loaded, row, places, tile, arrays, strides, sizes, score, masked)
+        finish_and_mask(
+            j, registers.acc_s, registers.loaded, row, places, tile, asks, arrays, strides, sizes, score, masked
+        )
         scale_log2 = score.scale * log2_e
-        outputs_of_tile(j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2)
+        outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2)
 
     @cuda.jit
     def flash_attention_mma(arrays, strides, sizes, score):
@@ -301,6 +316,10 @@ def make(config):
             begin = max(begin, divide(first_shown, tile_n))
             free = max(free, begin)
             stop = min(int32(stop), divide(end_shown + int32(tile_n - 1), tile_n))
+        states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
+        if has_states:
+            begin, stop = states_ends(states, begin, int32(stop), arrays, strides)
+            free = max(free, begin)
 
         if thread == 0:
             if reads:
@@ -326,17 +345,19 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
+                next_j, asks = behind(states, j, begin, arrays, strides), asks_in(states, j, arrays, strides)
                 step(
-                    j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays, strides,
-                    sizes, score, TRUE,
+                    j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
+                    strides, sizes, score, asks, TRUE,
                 )  # fmt: skip
-                j = int32(j - 1)
+                j = int32(next_j if has_states else j - 1)
             while j >= free and j < cut:
+                next_j, asks = behind(states, j, begin, arrays, strides), asks_in(states, j, arrays, strides)
                 step(
-                    j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays, strides,
-                    sizes, score, every_tile,
+                    j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
+                    strides, sizes, score, asks, masked_too(asks),
                 )  # fmt: skip
-                j = int32(j - 1)
+                j = int32(next_j if has_states else j - 1)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()

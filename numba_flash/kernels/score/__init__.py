@@ -16,7 +16,7 @@ from ..steps import elements
 from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-MASKS = (mask, mask_mod)  # what removes a score; causal, window and lengths are ranges of keys (problem/ranges.py)
+# What removes a score is mask and mask_mod; causal, window and lengths are ranges of keys (problem/ranges.py).
 
 TERMS = (sinks,)  # of a row's sum, beside those of its keys (sum_terms.py)
 OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have a gradient
@@ -38,6 +38,9 @@ class Score(NamedTuple):
     value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
     visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes it
+    visible_in: Callable[
+        ..., Any
+    ]  # (at, asks, arrays, strides) -> the same, in a tile where mask_mod removes some: asks
     count: Callable[..., Any]  # (at, arrays, sizes, score) -> how many times its weight counts in the output
 
 
@@ -51,11 +54,12 @@ def make(config: Any) -> Score:
         if made is not None:
             value = _then(value, made.value)
             with_derivative = _then_with_derivative(with_derivative, made.value, made.with_derivative)
-    for stage in MASKS:
-        made = stage.make(config)
-        if made is not None:
-            visible = _and(visible, made)
-    return Score(value, with_derivative, visible, counts.make(config))
+    shown, shown_by_function = mask.make(config), mask_mod.make(config)
+    visible = visible if shown is None else shown
+    visible_in = _in_any_tile(visible)
+    if shown_by_function is not None:
+        visible, visible_in = _and(visible, shown_by_function), _and_where_asked(visible, shown_by_function)
+    return Score(value, with_derivative, visible, visible_in, counts.make(config))
 
 
 def by_head(config: Any) -> Any:
@@ -114,3 +118,19 @@ def _and(before: Any, other: Any) -> Any:
         return before(at, arrays, strides) and other(at, arrays, strides)
 
     return visible
+
+
+def _and_where_asked(before: Any, other: Any) -> Any:
+    @cuda.jit(device=True)
+    def visible(at, asks, arrays, strides):
+        return before(at, arrays, strides) and (not asks or other(at, arrays, strides))
+
+    return visible
+
+
+def _in_any_tile(visible: Any) -> Any:
+    @cuda.jit(device=True)
+    def in_any(at, asks, arrays, strides):
+        return visible(at, arrays, strides)
+
+    return in_any

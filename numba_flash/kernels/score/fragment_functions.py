@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from numba import int32, int64, uint32
 
-from ..steps.inlined import inlined
+from ..steps.inlined import TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import At, user
 
 
 class FragmentFunctions(NamedTuple):
     present: bool
+    every_tile: bool  # whether there is something to apply also where no mask_mod asks
     apply: Callable[..., Any]  # to a tile
     apply_alone: Callable[
         ..., Any
@@ -43,17 +44,22 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     visible = user.make(config, "mask_mod") if has_mask_mod else all_visible
 
     @inlined
-    def apply_alone(product, at, arrays, strides, score):
+    def applied(product, at, asks, arrays, strides, score):
         seen = True
         if has_mask_mod:
-            seen = visible(at, arrays, strides)
+            if asks:
+                seen = visible(at, arrays, strides)
         if has_score_mod:
             if seen:
                 product = value(product * score.scale, at, arrays, strides)
         return product, seen
 
     @inlined
-    def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
+    def apply_alone(product, at, arrays, strides, score):
+        return applied(product, at, TRUE, arrays, strides, score)
+
+    @inlined
+    def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score):
         pass
 
     def and_block(before: Any, n: int) -> Any:
@@ -61,8 +67,8 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         loop over all that a long function would make, and then the scores would lie in memory."""
 
         @inlined
-        def block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score):
-            before(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
+        def block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
             # Rows inside: the other way round the compiler would keep the positions of all columns.
             for i in range(2):
                 k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
@@ -72,7 +78,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                         row = int32(first + r * 8)
                         query = int32(uint32(row) // uint32(group))
                         at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
-                        acc_s[place], seen = apply_alone(acc_s[place], at, arrays, strides, score)
+                        acc_s[place], seen = applied(acc_s[place], at, asks, arrays, strides, score)
                         if has_mask_mod:
                             if not seen:
                                 mask_bits[word] &= ~bit
@@ -84,9 +90,10 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         every_block = and_block(every_block, n)
 
     @inlined
-    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, arrays, strides, score):
+    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
         """acc_s <- what score_mod makes of scale * acc_s, where a score counts; mask_bits <- what mask_mod leaves.
 
+        asks: whether mask_mod removes something of this tile (tile_walk.py).
         first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
         """
         first = int32(first_row + first_row_of(lane))
@@ -95,6 +102,6 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
         first_key = int32(j * tile_n + first_column_of(lane))
-        every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, arrays, strides, score)
+        every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
 
-    return FragmentFunctions(has_score_mod or has_mask_mod, apply, apply_alone)
+    return FragmentFunctions(has_score_mod or has_mask_mod, has_score_mod, apply, apply_alone)

@@ -15,16 +15,20 @@ from . import make as make_score
 
 @functools.cache
 def make(config: Any) -> Any:
-    """weight(product, row_lse, at, arrays, strides, score) -> (p, the derivative of the score by scale * product)."""
+    """weight(product, row_lse, at, asks, arrays, strides, score) -> (p, derivative of the score by scale * product).
+
+    asks: whether mask_mod removes some of the tile (tile_walk.py).
+    """
     compute = elements.COMPUTE_TYPES[config.dtype]
     minus_inf = compute(-math.inf)
-    _, with_derivative, visible, _ = make_score(config)
+    made = make_score(config)
+    with_derivative, visible = made.with_derivative, made.visible_in
 
     @cuda.jit(device=True)
-    def weight(product, row_lse, at, arrays, strides, score):
+    def weight(product, row_lse, at, asks, arrays, strides, score):
         """p is 0, and not computed, where a mask removes the key or the row sees none (lse -inf)."""
         p, derivative = compute(0), compute(1)
-        if row_lse != minus_inf and visible(at, arrays, strides):
+        if row_lse != minus_inf and visible(at, asks, arrays, strides):
             s, derivative = with_derivative(product, at, arrays, strides, score)
             if s != minus_inf:
                 p = math.exp(s - row_lse)

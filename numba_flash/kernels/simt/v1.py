@@ -39,7 +39,7 @@ def make(config):
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible, count = score.make(config)
+    score_value, _, visible, _, count = score.make(config)
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 

@@ -18,7 +18,7 @@ import math
 from numba import cuda
 
 from ...ptx import shared
-from ..score import At, positions, sum_terms
+from ..score import At, positions, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
@@ -46,7 +46,10 @@ def make(config):
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible, count = make_score(config)  # _: what the backward needs
+    made = make_score(config)
+    score_value, visible, count = made.value, made.visible_in, made.count
+    walk = tile_walk.make(config)
+    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -89,7 +92,11 @@ def make(config):
         bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
         # between begin and end: tiles that every row sees whole, for kernels that gain by it
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        states = states_row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
+            if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+                continue
+            asks = asks_in(states, j, arrays, strides)
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 6: load K_j, V_j
             first_y = j * tile_n
@@ -112,7 +119,7 @@ def make(config):
                         k_index = first_y + y0 + u
                         at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
-                        if first_key <= k_index and k_index < end_key and visible(at, arrays, strides):
+                        if first_key <= k_index and k_index < end_key and visible(at, asks, arrays, strides):
                             s = score_value(s_part[u], at, arrays, strides, score)
                         s_smem[s_k + y0 + u] = s
                         max_tmp = max(max_tmp, s)

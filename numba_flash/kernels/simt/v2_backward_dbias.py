@@ -16,6 +16,7 @@ from ...ptx import shared
 from ..score import positions
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
+from ..steps.inlined import TRUE
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
 
@@ -95,7 +96,7 @@ def make(config):
                         load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
                         cuda.syncthreads()
                         if q_index < seqlen_q:
-                            ds_row(own_row, tiles_of_row, first_y, arrays, strides, sizes, score)
+                            ds_row(own_row, tiles_of_row, first_y, TRUE, arrays, strides, sizes, score)
                             for y in range(width):
                                 part = ds_smem[s_k + y]
                                 if keys_summed:

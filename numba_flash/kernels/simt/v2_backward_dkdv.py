@@ -18,7 +18,7 @@ from numba import cuda
 
 from ...ptx import shared
 from .. import score
-from ..score import At, positions, weights
+from ..score import At, positions, tile_walk, weights
 from ..steps import elements, rows, tiles
 from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
@@ -38,6 +38,8 @@ def make(config):
     load_q = tiles.loader(load, compute(0), tile_m, width, head_dim)
     load_do = tiles.loader(load, compute(0), tile_m, width, head_dim_v)
     keys_and_start, weight, count = positions.make(config), weights.make(config), score.make(config).count
+    walk = tile_walk.make(config)
+    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     at_once = rows.at_once(tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, tile_m, config.dtype, compute)
@@ -50,7 +52,8 @@ def make(config):
         n_tiles = (seqlen_k + tile_n - 1) // tile_n
         b = cuda.blockIdx.x // (heads_kv * n_tiles)
         h_kv = cuda.blockIdx.x // n_tiles % heads_kv
-        first_y = cuda.blockIdx.x % n_tiles * tile_n
+        j = cuda.blockIdx.x % n_tiles
+        first_y = j * tile_n
         group = heads // heads_kv
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
@@ -91,8 +94,12 @@ def make(config):
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
             lse_base = (b * heads + h) * seqlen_q  # and of delta
             for i in range(begin, end):
-                cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 first_row = i * tile_m
+                states = states_row(b, h, first_row, arrays, strides)
+                if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+                    continue
+                asks = asks_in(states, j, arrays, strides)
+                cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
                 load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
                 load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
@@ -106,7 +113,7 @@ def make(config):
                             if first_query <= q_index and q_index < end_query:
                                 at = At(b, h, q_index, k_index, q_index + q_start)
                                 row_lse = arrays.lse[lse_base + q_index]
-                                p, derivative = weight(product, row_lse, at, arrays, strides, score)
+                                p, derivative = weight(product, row_lse, at, asks, arrays, strides, score)
                             product = p
                             if varies:
                                 derivative_smem[s_y + row + u] = derivative

@@ -12,7 +12,7 @@ lengths: threads past the last query take part in loads and barriers and store n
 from numba import cuda
 
 from ...ptx import shared
-from ..score import positions
+from ..score import positions, tile_walk
 from ..steps import ds_rows, elements, rows, tiles
 from ..steps.ds_rows import Row, RowTiles
 from ..steps.plain import key_tiles, row_keys
@@ -34,6 +34,8 @@ def make(config):
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=True)
+    walk = tile_walk.make(config)
+    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     add_k = rows.adder(k_row, tile_n, config.dtype, compute)
 
     @cuda.jit
@@ -76,7 +78,11 @@ def make(config):
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
         bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
         begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        states = states_row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
+            if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+                continue
+            asks = asks_in(states, j, arrays, strides)
             cuda.syncthreads()  # line 4: everyone is done with the tiles before
             first_y = j * tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
@@ -85,7 +91,7 @@ def make(config):
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 5 to 8: dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
-                share += ds_row(own_row, tiles_of_row, first_y, arrays, strides, sizes, score)
+                share += ds_row(own_row, tiles_of_row, first_y, asks, arrays, strides, sizes, score)
                 if write_dq:  # line 9: dQ_i[k, :] += dS[k, :] K_j
                     add_k(dq_k, ds_smem, s_k, k_smem, 0)
 

@@ -50,8 +50,9 @@ def make(config, of_product):
     dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
 
     @inlined
-    def ds_row(row, tiles, first_y, arrays, strides, sizes, score):
-        """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen.
+    def ds_row(row, tiles, first_y, asks, arrays, strides, sizes, score):
+        """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen. asks:
+        whether mask_mod removes some of them.
 
         Returns the sum of dS times the score's derivative by an option's number of the head (Stage.by_head): the
         tile's share of its gradient.
@@ -67,7 +68,7 @@ def make(config, of_product):
                 ds = compute(0)
                 if row.first_key <= k_index and k_index < row.end_key:
                     at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
-                    p, derivative = weight(s_part[u], row.lse, at, arrays, strides, score)
+                    p, derivative = weight(s_part[u], row.lse, at, asks, arrays, strides, score)
                     if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
                         counts = count(at, arrays, sizes, score)
                         dp = dp_part[u] * counts if counts != 0 else compute(0)  # not NaN, where it does not count

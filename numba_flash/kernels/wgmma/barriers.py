@@ -10,7 +10,7 @@ from numba import int32, uint32
 from ..steps.inlined import inlined
 
 # A work tile is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
-WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
+WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH, STATES = (4 * i for i in range(13))
 WORK_TILES = 4
 
 

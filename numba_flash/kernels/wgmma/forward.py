@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragment_functions, fragments, sum_terms
+from ..score import fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -38,13 +38,13 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
-from . import barriers, producer
-from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, STOP, WORK, B, H
+from . import barriers, producer, tile_scores
+from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    tile_n, queries, consumers, q_buffers = config.tile_n, config.queries, config.consumers, config.q_buffers
+    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
     _, k_at, v_at, o_at, row_states_at, _, _ = config.shared_offsets()
@@ -88,12 +88,13 @@ def make(config):
     Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
     set_up, schedule, produce = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words, visible, finish_scores, mask_scores = fragments.tile(config, 1)
+    mask_words, _, finish_scores, mask_scores = fragments.tile(config, 1)
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
-    reads, origin_of, load_reads, hide, some_hidden = read.reads, read.origin, read.load, read.hide, read.some_hidden
-    functions = fragment_functions.make(config)
-    has_functions, apply_functions = functions.present, functions.apply
+    reads, hide = read.reads, read.hide
+    find_visible, load_for_scores, mask_some, apply = tile_scores.make(config)
+    has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
+    has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, 1)
     drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
@@ -201,38 +202,6 @@ def make(config):
         rescale(acc_o, alpha, moved)
 
     @inlined
-    def find_visible(j, work_tile, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
-        first_row, lane = rows_of_lane()
-        keys = word(work_tile + KEYS)
-        visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
-
-    @inlined
-    def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
-        """What the scores of key tile j need from global memory: asked for before their product is."""
-        first_row, lane = rows_of_lane()
-        origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
-        load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
-
-    @inlined
-    def mask_some(acc_s, mask_bits, bits):
-        """acc_s <- -inf where the mask that was given shows no key, in a tile of which all is seen otherwise."""
-        hide(mask_bits, bits, FALSE)
-        if some_hidden(mask_bits):
-            mask_scores(acc_s, mask_bits)
-
-    @inlined
-    def apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score):
-        """The caller's own functions on the scores of key tile j."""
-        first_row, lane = rows_of_lane()
-        tile = tile_of(work_tile)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        apply_functions(
-            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, arrays, strides,
-            score,
-        )  # fmt: skip
-
-    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
@@ -270,6 +239,8 @@ def make(config):
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
             masked = j >= cut or j < free
+            states = word(work_tile + STATES) if has_states else int32(0)
+            asks = asks_in(states, j, arrays, strides)
             # All that needs no score comes before they do.
             start(m, l)
             for i in range(o_count):
@@ -284,15 +255,15 @@ def make(config):
                 mask_bits[i] = uint32(0)
             if reads:
                 load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
-            if scores_finished or has_mask or masked or has_functions:
+            if scores_finished or has_mask or masked or has_score_mod or asks:
                 find_visible(j, work_tile, sizes, mask_bits, distance)
             hide(mask_bits, shown_bits, TRUE)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
-            if scores_finished or has_mask or masked or has_functions:
-                if has_functions:
-                    apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+            if scores_finished or has_mask or masked or has_score_mod or asks:
+                if has_score_mod or asks:
+                    apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                 if scores_finished:
                     finish_scores(acc_s, terms, distance, loaded, score)
                 mask_scores(acc_s, mask_bits)
@@ -306,19 +277,20 @@ def make(config):
                 if keys < (j + 1) * tile_n:
                     zero_tail(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
             taken = int32(taken + 1)
-            j = int32(j - 1)
+            j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
+                    asks = asks_in(states, j, arrays, strides)
                     if reads:
                         load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     find_visible(j, work_tile, sizes, mask_bits, distance)
                     hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
-                    if has_functions:
-                        apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+                    if has_score_mod or asks:
+                        apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     mask_scores(acc_s, mask_bits)
@@ -326,21 +298,22 @@ def make(config):
                     drop_some(j, work_tile, acc_s, arrays, sizes)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
-                    j = int32(j - 1)
+                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
                 while j >= free and j < cut:
+                    asks = asks_in(states, j, arrays, strides)
                     if reads:
                         load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, TRUE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    if scores_finished or has_functions:
+                    if scores_finished or has_score_mod or asks:
                         find_visible(j, work_tile, sizes, mask_bits, distance)
-                    if has_functions:
+                    if has_score_mod or asks:
                         hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
-                    if has_functions:
-                        apply(j, work_tile, acc_s, mask_bits, arrays, strides, sizes, score)
+                    if has_score_mod or asks:
+                        apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
-                    if has_functions:
+                    if has_score_mod or asks:
                         mask_scores(acc_s, mask_bits)
                     elif has_mask:
                         mask_some(acc_s, mask_bits, shown_bits)
@@ -348,7 +321,7 @@ def make(config):
                     drop_some(j, work_tile, acc_s, arrays, sizes)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
-                    j = int32(j - 1)
+                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
 
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
@@ -446,7 +419,7 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce(base)
+                produce(base, arrays, strides)
             if thread == 32:  # of another warp, so that neither waits for the other
                 schedule(base, address(arrays.counters, 0), arrays, strides, sizes)
         else:

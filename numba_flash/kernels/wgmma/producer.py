@@ -6,12 +6,27 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
-from ..score import positions, reads
+from ..score import positions, reads, tile_walk
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
 from . import barriers
-from .barriers import BEGIN, CUT, FIRST_QUERY, FREE, H_KV, KEYS, POS_HIGH, POS_LOW, STOP, WORK, WORK_TILES, B, H
+from .barriers import (
+    BEGIN,
+    CUT,
+    FIRST_QUERY,
+    FREE,
+    H_KV,
+    KEYS,
+    POS_HIGH,
+    POS_LOW,
+    STATES,
+    STOP,
+    WORK,
+    WORK_TILES,
+    B,
+    H,
+)
 
 
 def make(config):
@@ -39,7 +54,8 @@ def make(config):
     atomic_add, exchange = memory.add, memory.exchange
     rank = cluster.rank
     keys_and_start = positions.make(config)
-    has_mask, ends_of = config.has("mask"), reads.make(config, 1).ends
+    has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
+    has_states, states_row, states_ends, behind = walk.present, walk.row, walk.ends, walk.behind
 
     @inlined
     def set_up(base):
@@ -142,6 +158,15 @@ def make(config):
         return int32(load_shared(int32(place)))
 
     @inlined
+    def write_ends(work_tile, begin, stop, sizes):
+        if stop <= begin:  # as in tiles_of
+            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        store_shared(work_tile + BEGIN, uint32(begin))
+        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
+        store_shared(work_tile + STOP, uint32(stop))
+
+    @inlined
     def leave_hidden_out(work_tile, arrays, strides, sizes):
         """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
 
@@ -151,12 +176,17 @@ def make(config):
         first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
         begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
         stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
-        if stop <= begin:  # as in tiles_of
-            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
-            stop = begin + 1
-        store_shared(work_tile + BEGIN, uint32(begin))
-        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
-        store_shared(work_tile + STOP, uint32(stop))
+        write_ends(work_tile, begin, stop, sizes)
+
+    @inlined
+    def leave_empty_out(work_tile, arrays, strides, sizes):
+        """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- what says which are between."""
+        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        states = states_row(b, h, first_query, arrays, strides)
+        begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
+        begin, stop = states_ends(states, begin, stop, arrays, strides)
+        write_ends(work_tile, begin, stop, sizes)
+        store_shared(work_tile + STATES, uint32(states))
 
     @inlined
     def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
@@ -177,6 +207,8 @@ def make(config):
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
             leave_hidden_out(at, arrays, strides, sizes)
+        if has_states:
+            leave_empty_out(at, arrays, strides, sizes)
         arrive(base + TILE_FULL + 8 * tile_place_of(i))
 
     @inlined
@@ -197,7 +229,7 @@ def make(config):
         begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
-        if has_mask:  # not kept in registers until here
+        if has_mask or has_states:  # not kept in registers until here
             work_tile = work_tile_of(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         if q_buffers == 1:
@@ -228,7 +260,7 @@ def make(config):
                 exchange(counter + 4, uint32(0))
 
     @inlined
-    def produce(base):
+    def produce(base, arrays, strides):
         """The producer's one thread: fetch K and V as the consumers will need them."""
         n = int32(0)  # tiles of K and V so far
         i = int32(0)  # query tiles so far
@@ -238,12 +270,18 @@ def make(config):
         while field_of(work_tile + WORK) != 0:
             following = work_tile_of(base, i + 1)
             begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
-            ask_at = min(begin + 1, j)
+            ask_at, behind_j = min(begin + 1, j), j
+            if has_states:
+                states, alone = field_of(work_tile + STATES), j == begin
             while j >= begin:
                 # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
                 # first K take a while.
-                arrive_if(base + ASKED, j == ask_at)
-                source, next_j = work_tile, int32(j - 1)
+                if has_states:
+                    behind_j = behind(states, j, begin, arrays, strides)
+                    arrive_if(base + ASKED, alone or behind_j == begin)
+                else:
+                    arrive_if(base + ASKED, j == ask_at)
+                source, next_j = work_tile, int32(behind_j if has_states else j - 1)
                 if j == begin:
                     wait(base + TILE_FULL + 8 * tile_place_of(i + 1), tile_phase_of(i + 1))
                     source, next_j = following, int32(field_of(following + STOP) - 1)
@@ -251,7 +289,7 @@ def make(config):
                 load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
                 load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
                 n = int32(n + 1)
-                j = int32(j - 1)
+                j = int32(behind_j if has_states else j - 1)
             i = int32(i + 1)
             work_tile = following
 

@@ -1,0 +1,71 @@
+"""Of tiles in which a mask_mod shows nothing, some or all: which kernels ask for them, and what tile_states makes."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..problem.options import Uses
+from .forward import LaunchFacts
+from .states_of_tiles import TILE_STATES, TILE_STATES_OF_KEYS, StatesTile
+
+VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide what is seen
+
+
+@dataclass(frozen=True)
+class TileStatesConfig(LaunchFacts):
+    """Of tile_states, which runs before kernels that leave tiles out.
+
+    dtype: what the function's real numbers are, float32 or float64. tile: that of the kernel behind it. of_keys: it is
+    for a kernel that owns keys.
+    """
+
+    dtype: str
+    tile: StatesTile
+    uses: Uses
+    q_offset_source: str = "number"
+    of_keys: bool = False
+    threads: int = 512
+
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.threads < 32 or self.threads % 32:
+            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+
+    @staticmethod
+    def before(config: Any, threads: int) -> "TileStatesConfig":
+        """Of what runs before the kernel of `config`."""
+        used = tuple((name, given) for name, given in config.uses if name in VISIBLE)
+        of_keys = config.tile_states == TILE_STATES_OF_KEYS
+        return TileStatesConfig(
+            config.compute_dtype, config.states_tile, used, config.q_offset_source, of_keys, threads
+        )
+
+    @property
+    def kernel(self) -> str:
+        return self.tile_states
+
+    @property
+    def tile_states(self) -> str:  # type: ignore[override]
+        return TILE_STATES_OF_KEYS if self.of_keys else TILE_STATES
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        return self.tile
+
+    @property
+    def compute_dtype(self) -> str:
+        return self.dtype
+
+    def has(self, option: str) -> bool:
+        return any(name == option for name, _ in self.uses)
+
+    def dtype_of(self, option: str) -> str | None:
+        return dict(self.uses).get(option)
+
+    def function(self, option: str) -> Any:
+        return dict(self.uses).get(option)
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        return dict(self.uses).get("aux", ())

@@ -1,0 +1,108 @@
+"""In which tiles a mask_mod shows nothing, some or all of what there is to see: found before the kernel that asks.
+
+A tile in which nothing is seen can be left out, and one in which all is seen needs no mask_mod. Scores are not stored:
+a tile has two bits. Only positions are asked about that causal, window, lengths and mask leave, so "all" means all of
+those. Elsewhere the function might read past the end of an array.
+
+A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD tiles of keys: bit i says that
+something is seen in the i-th of them, bit 16 + i that something is and something is not, so that mask_mod has to be
+asked again. Where a tile holds rows of several heads, what is seen for one of them is seen.
+
+    query tile's first word = b * strides[0] + h // heads of a tile * strides[1] + query tile * strides[2]
+
+A warp looks at a tile until it has found both. Launch: grid (words), block (config.threads).
+"""
+
+from numba import cuda, int32, uint32
+
+from ...config.states_of_tiles import STATES_IN_WORD
+from ...ptx import special, vote
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from . import At, mask, positions, tile_walk, user
+
+
+def make(config):
+    queries, tile_n, heads = config.tile
+    warps = config.threads // 32
+    any_lane, thread_index, block_index = vote.any_lane, special.thread_index, special.block_index
+    keys_and_start, states_of = positions.make(config), tile_walk.states_of(config)
+    visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
+    shown_by_mask = mask.make(config)
+
+    @inlined
+    def look_at_row(at, first, end, lane, arrays, strides):
+        """-> (whether some key is seen, whether some is not), of the keys [first, end) of a query, one warp. at: that
+        of the query."""
+        seen, hidden = uint32(0), uint32(0)
+        for key in range(first + lane, end, 32):
+            here = At(at.b, at.h, at.q_index, int32(key), at.q_pos)
+            counts = True
+            if has_mask:
+                counts = shown_by_mask(here, arrays, strides)
+            if counts:
+                if visible(here, arrays, strides):
+                    seen = uint32(1)
+                else:
+                    hidden = uint32(1)
+        return any_lane(seen), any_lane(hidden)
+
+    @inlined
+    def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
+        """The same for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        seen, hidden = uint32(0), uint32(0)
+        member = int32(0)
+        while member < members:
+            query = int32(first_query)
+            while query < end_query:
+                first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
+                first, end = int32(max(first, j * tile_n)), int32(min(end, (j + 1) * tile_n))
+                at = At(b, int32(h + member), query, int32(0), query + q_start)
+                some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
+                seen, hidden = seen | some_seen, hidden | some_hidden
+                query = int32(query + 1)
+                if seen & hidden != 0:  # nothing can change that
+                    query, member = int32(end_query), int32(members)
+            member = int32(member + 1)
+        return seen, hidden
+
+    @cuda.jit
+    def tile_states(arrays, strides, sizes):
+        thread = thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        states, by = states_of(arrays, strides)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+        groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
+        members = int32(heads) if by[1] != 0 else int32(1)  # else all heads see the same
+        row = divide(block_index(), by[2])
+        head_row = divide(row, m_tiles)
+        b = divide(head_row, groups)
+        h = int32((head_row - b * groups) * heads)
+        first_query = int32((row - head_row * m_tiles) * queries)
+        end_query = min(int32(first_query + queries), int32(sizes.seqlen_q))
+        first_tile = int32((block_index() - row * int32(by[2])) * STATES_IN_WORD)
+
+        # the tiles that the kernel visits; of others it asks nothing
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        top_first, top_end = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+
+        found = cuda.shared.array(STATES_IN_WORD, uint32)
+        for place in range(warp, STATES_IN_WORD, warps):
+            j = int32(first_tile + place)
+            seen, hidden = uint32(0), uint32(0)
+            if begin <= j and j < end:
+                seen, hidden = look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes)
+            if lane == 0:
+                found[place] = (seen | (seen & hidden) << uint32(16)) << uint32(place)
+        cuda.syncthreads()
+        if thread == 0:
+            word = uint32(0)
+            for place in range(STATES_IN_WORD):
+                word |= found[place]
+            states[block_index()] = word
+
+    return tile_states

@@ -1,0 +1,134 @@
+"""Which key tiles a query tile walks under a mask_mod, by what tile_states.py has found: from the last to the first,
+without those in which nothing is seen.
+
+Without a mask_mod these functions are those of a walk over all tiles, and leave no code.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32, uint32
+
+from ...config.states_of_tiles import STATES_IN_WORD, TILE_STATES_OF_KEYS
+from ...ptx import bits, shfl
+from ..steps.inlined import FALSE, inlined
+from ..steps.integers import divide
+
+SHIFT = STATES_IN_WORD.bit_length() - 1
+LAST, EVERY = STATES_IN_WORD - 1, (1 << STATES_IN_WORD) - 1
+assert SHIFT == 4, "a word has 16 bits of either kind"
+
+
+@inlined
+def _of_queries(arrays, strides):
+    return arrays.tile_states, strides.tile_states
+
+
+@inlined
+def _of_keys(arrays, strides):
+    return arrays.tile_states_of_keys, strides.tile_states_of_keys
+
+
+def states_of(config: Any) -> Any:
+    """-> states_of(arrays, strides) -> (the states of tiles, their strides)."""
+    return _of_keys if config.tile_states == TILE_STATES_OF_KEYS else _of_queries
+
+
+class TileWalk(NamedTuple):
+    """Device functions. row: where the states of a query tile begin."""
+
+    present: bool
+    row: Callable[..., Any]  # (b, h, first_query, arrays, strides) -> row
+    ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without what is empty at its ends
+    behind: Callable[
+        ..., Any
+    ]  # (row, j, begin, arrays, strides) -> the tile behind j; one before begin if none is left
+    shows: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
+    asks: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
+
+
+@functools.cache
+def make(config: Any, whole_warp: bool = False) -> TileWalk:
+    """whole_warp: all lanes of a warp call these functions together, and the compiler is to know that they agree."""
+    if not config.tile_states:
+        return TileWalk(False, _no_row, _all, _before, _always, _never)
+    queries, _, heads = config.states_tile
+    find, highest, idx_b32 = states_of(config), bits.highest, shfl.idx_b32
+
+    @inlined
+    def row(b, h, first_query, arrays, strides):
+        _, by = find(arrays, strides)
+        return int32(b * by[0] + divide(h, heads) * by[1] + divide(first_query, queries) * by[2])
+
+    @inlined
+    def word_of(row, number, arrays, strides):
+        states, _ = find(arrays, strides)
+        word = uint32(states[row + number])
+        return idx_b32(word, 0) if whole_warp else word
+
+    @inlined
+    def last_up_to(row, j, arrays, strides):
+        """The last tile up to j in which something is seen; there must be one."""
+        number = int32(j >> SHIFT)
+        word = word_of(row, number, arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
+        while word == 0:
+            number = int32(number - 1)
+            word = word_of(row, number, arrays, strides) & uint32(EVERY)
+        return int32((number << SHIFT) + highest(word))
+
+    @inlined
+    def behind(row, j, begin, arrays, strides):
+        found = int32(begin - 1)
+        if j > begin:  # in `begin` something is seen: so it ends there
+            found = last_up_to(row, int32(j - 1), arrays, strides)
+        return found
+
+    @inlined
+    def ends(row, begin, stop, arrays, strides):
+        first, last = int32(stop), int32(begin - 1)
+        number = int32(begin >> SHIFT)
+        while number << SHIFT < stop:
+            word = word_of(row, number, arrays, strides) & uint32(EVERY)  # of tiles outside, none is seen
+            if word != 0:
+                first = min(first, int32((number << SHIFT) + highest(word & (~word + uint32(1)))))
+                last = int32((number << SHIFT) + highest(word))
+            number = int32(number + 1)
+        return first, int32(last + 1)
+
+    @inlined
+    def shows(row, j, arrays, strides):
+        word = word_of(row, int32(j >> SHIFT), arrays, strides)
+        return (word >> uint32(j & LAST)) & uint32(1) != 0
+
+    @inlined
+    def asks(row, j, arrays, strides):
+        word = word_of(row, int32(j >> SHIFT), arrays, strides)
+        return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
+
+    return TileWalk(True, row, ends, behind, shows, asks)
+
+
+@inlined
+def _no_row(b, h, first_query, arrays, strides):
+    return int32(0)
+
+
+@inlined
+def _all(row, begin, stop, arrays, strides):
+    return begin, stop
+
+
+@inlined
+def _before(row, j, begin, arrays, strides):
+    return j - 1
+
+
+@inlined
+def _always(row, j, arrays, strides):
+    return True
+
+
+@inlined
+def _never(row, j, arrays, strides):
+    return FALSE

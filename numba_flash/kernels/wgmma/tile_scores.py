@@ -1,0 +1,51 @@
+"""What a consumer does with the scores of a tile of keys, beside their product: what they need, which of them count,
+and the caller's own functions."""
+
+from numba import int32
+
+from ..score import fragment_functions, fragments, reads
+from ..steps.inlined import FALSE, inlined
+from .barriers import FIRST_QUERY, KEYS, B, H
+from .work_tile import position, rows_of_lane, tile_of, word
+
+
+def make(config):
+    """-> (find_visible, load_for_scores, mask_some, apply), device functions."""
+    queries, read = config.queries, reads.make(config, 1)
+    origin_of, load_reads, hide, some_hidden = read.origin, read.load, read.hide, read.some_hidden
+    _, visible, _, mask_scores = fragments.tile(config, 1)
+    apply_functions = fragment_functions.make(config).apply
+
+    @inlined
+    def find_visible(j, work_tile, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
+        first_row, lane = rows_of_lane()
+        keys = word(work_tile + KEYS)
+        visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
+
+    @inlined
+    def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
+        """What the scores of key tile j need from global memory: asked for before their product is."""
+        first_row, lane = rows_of_lane()
+        origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
+        load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def mask_some(acc_s, mask_bits, bits):
+        """acc_s <- -inf where the mask that was given shows no key, in a tile of which all is seen otherwise."""
+        hide(mask_bits, bits, FALSE)
+        if some_hidden(mask_bits):
+            mask_scores(acc_s, mask_bits)
+
+    @inlined
+    def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
+        """The caller's own functions on the scores of key tile j. asks: mask_mod removes some of them."""
+        first_row, lane = rows_of_lane()
+        tile = tile_of(work_tile)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        apply_functions(
+            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, asks, arrays,
+            strides, score,
+        )  # fmt: skip
+
+    return find_visible, load_for_scores, mask_some, apply

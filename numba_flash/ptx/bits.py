@@ -1,0 +1,12 @@
+"""Bits of a word (PTX ISA 9.7.1.20). Any compute capability, any thread, no ordering."""
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from . import asm
+
+
+@intrinsic
+def highest(typingctx, word):
+    """bfind.u32: the number of the highest bit that is 1, int32; -1 where none is. Stand-in: sim.bits.highest."""
+    return asm.scalars("bfind.u32 $0, $1;", types.int32(types.uint32))

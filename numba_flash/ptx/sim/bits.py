@@ -1,0 +1,7 @@
+"""Twin of ptx.bits."""
+
+import numpy as np
+
+
+def highest(word):
+    return np.int32(int(word).bit_length() - 1)

@@ -1,0 +1,42 @@
+"""The states of tiles under a mask_mod: how many there are, where they lie, and for which entries and heads.
+
+A query tile has a row of words, STATES_IN_WORD tiles of keys in each. Where neither the function nor anything else
+that hides keys differs between batch entries, one entry has states for all; likewise of heads. So there is no more than
+a bit or two for each tile.
+"""
+
+from ..config.states_of_tiles import STATES_IN_WORD, StatesTile
+from ..functions.arguments import reads_argument
+from ..problem.forward import Problem
+
+B, H = 0, 1  # the numbers of these arguments of a mask_mod
+
+
+def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
+    """-> (batch entries, groups of heads, query tiles, words of a query tile) that have states of their own."""
+    by_batch, by_head = _differ(problem)
+    # One tile more than there are, and so one word at least: wgmma walks one past the last where none is seen.
+    words = -(-(problem.seqlen_k // tile.keys + 2) // STATES_IN_WORD)
+    batch, groups = problem.batch if by_batch else 1, problem.heads // tile.heads if by_head else 1
+    return batch, groups, -(-problem.seqlen_q // tile.queries), words
+
+
+def words(problem: Problem, tile: StatesTile) -> int:
+    """How many there are, each made by a block."""
+    batch, groups, tiles, of_tile = counts(problem, tile)
+    return batch * groups * tiles * of_tile
+
+
+def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
+    """(batch entry, group of heads, query tile), in words; 0 where all have the same."""
+    (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
+    return groups * tiles * of_tile * by_batch, tiles * of_tile * by_head, of_tile
+
+
+def _differ(problem: Problem) -> tuple[bool, bool]:
+    """Whether what is seen differs between batch entries, and between heads."""
+    function, mask = problem.function("mask_mod"), problem.array("mask")
+    assert function is not None
+    of_batch, of_head, *_ = mask.strides if mask is not None else (0, 0)
+    lengths = problem.array("seqlens_k") is not None or problem.array("q_offset") is not None
+    return lengths or of_batch != 0 or reads_argument(function, B), of_head != 0 or reads_argument(function, H)

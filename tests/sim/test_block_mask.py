@@ -1,0 +1,235 @@
+"""Which tiles a mask_mod leaves, and that kernels walk those alone."""
+
+import contract
+import contract_backward
+import numpy as np
+import pytest
+from contract import same_bits
+
+import numba_flash
+from numba_flash import mods, reference, testing
+from numba_flash.config.states_of_tiles import STATES_IN_WORD
+from numba_flash.select import rungs
+
+EMPTY, PARTIAL, FULL = range(3)
+KERNELS = ("v2", "mma", "wgmma")
+
+
+def by_head(b, h, q_pos, k_pos):
+    return k_pos <= q_pos - 10 * h
+
+
+def by_entry(b, h, q_pos, k_pos):
+    return k_pos % 64 < 32 * (b + 1)
+
+
+def nothing(b, h, q_pos, k_pos):
+    return k_pos < 0
+
+
+def far_apart(b, h, q_pos, k_pos):
+    return k_pos < 5 or abs(k_pos - 3 * q_pos) < 9
+
+
+def some_queries(b, h, q_pos, k_pos):
+    return q_pos % 3 == 1 and k_pos > 40
+
+
+def of_valid_keys(b, h, q_pos, k_pos, ids):
+    return ids[b, k_pos] > 0
+
+
+def int32(*numbers):
+    return np.array(numbers, np.int32)
+
+
+DOCUMENTS = np.repeat(np.array([[4, 1, 2, 9]] * 2), [34, 3, 29, 14], axis=1)
+IDS = np.tile(np.arange(70) // 20 % 2, (2, 1))  # as long as the longer entry: nothing behind it may be asked about
+# Of every case the sizes, and the options of block_mask.
+CASES = {
+    "documents": (dict(seqlen_q=80, seqlen_k=80), dict(mask_mod=mods.document, aux=(DOCUMENTS,))),
+    "causal documents": (dict(seqlen_q=80, seqlen_k=80), dict(mask_mod=mods.document, aux=(DOCUMENTS,), causal=True)),
+    "sliding window": (dict(seqlen_q=50, seqlen_k=111), dict(mask_mod=mods.sliding_window(20, 3))),
+    "prefix": (dict(seqlen_q=70, seqlen_k=70), dict(mask_mod=mods.prefix_lm, aux=(int32(3, 40),))),
+    "dilated": (dict(seqlen_q=50, seqlen_k=75), dict(mask_mod=mods.dilated(3))),
+    "by head": (dict(seqlen_q=34, seqlen_k=50), dict(mask_mod=by_head)),
+    "a group in a tile": (dict(seqlen_q=9, seqlen_k=100, heads=4, heads_kv=2), dict(mask_mod=by_head)),
+    "by entry": (dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=by_entry)),
+    "nothing": (dict(seqlen_q=40, seqlen_k=70), dict(mask_mod=nothing)),
+    "rows of nothing": (dict(seqlen_q=20, seqlen_k=70, heads=1), dict(mask_mod=some_queries)),
+    "many words": (dict(seqlen_q=20, seqlen_k=600, heads=1), dict(mask_mod=far_apart, q_offset=200)),
+    "offsets": (dict(seqlen_q=20, seqlen_k=70), dict(mask_mod=mods.sliding_window(7), q_offset=int32(30, -9))),
+    "lengths": (dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=of_valid_keys, aux=(IDS,), seqlens_k=int32(70, 31))),
+    "a window beside": (dict(seqlen_q=40, seqlen_k=100), dict(mask_mod=mods.dilated(2), window=(40, 2))),
+}  # fmt: skip
+
+
+OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those that read b
+
+
+@pytest.fixture(scope="session", params=KERNELS)
+def rung(request):
+    tensor = request.param in rungs.TENSOR
+    moved = (testing.rows_padded,) if tensor else ()
+    return contract.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+
+
+@pytest.fixture(scope="session")
+def backward_rung():
+    return contract_backward.Rung("v2")
+
+
+def case_of(rung, name):
+    sizes, options = CASES[name]
+    batch = rung.batch if name not in ("by entry", "offsets", "lengths", "prefix") else 2
+    cut = dict(options)
+    for key, value in options.items():
+        if isinstance(value, np.ndarray):
+            cut[key] = value[:batch]
+        if key == "aux":
+            cut[key] = tuple(x[:batch] for x in value)
+    return rung.problem(**dict(heads=2, heads_kv=1) | sizes, batch=batch, head_dim=16), cut
+
+
+def blocks_of(case, options):
+    (batch, heads, seqlen_q, _), seqlen_k = case.q.shape, case.k.shape[2]
+    options = dict(options)
+    return numba_flash.block_mask(options.pop("mask_mod"), batch, heads, seqlen_q, seqlen_k, **options)
+
+
+def expected_states(case, options, tile, shape):
+    """By asking about every position: (batch entries, groups of heads, query tiles, key tiles)."""
+    (batch, heads, seqlen_q, _), seqlen_k = case.q.shape, case.k.shape[2]
+    function, aux = options["mask_mod"], options.get("aux", ())
+    lengths = options.get("seqlens_k", np.full(batch, seqlen_k))
+    q_offset = options.get("q_offset")
+    q_offset = lengths - seqlen_q if q_offset is None else np.broadcast_to(q_offset, batch)
+    left, right = options.get("window", (None, None))
+    right = 0 if options.get("causal") else right
+    asked = reference.visible_keys(
+        batch, seqlen_q, seqlen_k, left=left, right=right, q_offset=q_offset, seqlens_k=lengths, mask=None
+    )
+    asked = np.broadcast_to(asked, (batch, heads, seqlen_q, seqlen_k))
+    states = np.full(shape, -1)
+    for b, g, i, j in np.ndindex(shape):
+        found = set()
+        for h in range(g * tile.heads, (g + 1) * tile.heads):
+            for q in range(i * tile.queries, min((i + 1) * tile.queries, seqlen_q)):
+                for k in range(j * tile.keys, min((j + 1) * tile.keys, seqlen_k)):
+                    if asked[b, h, q, k]:
+                        found.add(bool(function(b, h, q + int(q_offset[b]), k, *aux)))
+        states[b, g, i, j] = PARTIAL if len(found) == 2 else FULL if True in found else EMPTY
+    return states
+
+
+def kept_states(blocks, seqlen_k):
+    """[(tile, states)] of what a BlockMask has kept."""
+    for ((config, values), *_), array in blocks._kept.items():
+        words, tile = np.asarray(array.owner), config.tile
+        by_batch, by_head, by_tile = values.tuples[0][3]
+        groups = blocks.heads // tile.heads if by_head else 1
+        tiles = -(-blocks.seqlen_q // tile.queries)
+        words = words.reshape(blocks.batch if by_batch else 1, groups, tiles, by_tile)
+        bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+        seen, partial = (
+            x.reshape(*words.shape[:3], -1) for x in (bits[..., :STATES_IN_WORD], bits[..., STATES_IN_WORD:])
+        )
+        count = -(-seqlen_k // tile.keys)
+        assert not seen[..., count:].any() and not (partial & ~seen).any()
+        yield tile, (seen * FULL - partial)[..., :count].astype(int)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_and_results(rung, name):
+    case, options = case_of(rung, name)
+    blocks = blocks_of(case, options)
+    found = rung(case, block_mask=blocks)
+    ((tile, states),) = kept_states(blocks, case.k.shape[2])
+    assert tile.heads > 1 or name != "a group in a tile" or not rung.tensor
+    np.testing.assert_array_equal(states, expected_states(case, options, tile, states.shape))
+    by_batch = options["mask_mod"] in OF_ENTRIES or isinstance(options.get("q_offset"), np.ndarray)
+    assert states.shape[0] == (case.q.shape[0] if by_batch else 1)
+    assert states.shape[1] == (case.q.shape[1] // tile.heads if options["mask_mod"] is by_head else 1)
+    case.options |= options
+    testing.check(case, *found, rung.kernel)
+    if not rung.slow:  # the same by itself, and when it is asked again
+        again = rung(case), rung(testing.Case(case.q, case.k, case.v, dict(block_mask=blocks)))
+        assert all(same_bits(x, y) for other in again for x, y in zip(found, other, strict=True))
+
+
+def with_states(rung, case, options, seen):
+    """What comes out where something, or nothing, is said to be seen in all tiles, and mask_mod to decide in none."""
+    blocks = blocks_of(case, options)
+    rung(case, block_mask=blocks)
+    (((config, _), *_),) = blocks._kept
+    (array,) = blocks._kept.values()
+    np.asarray(array.owner)[...] = seen * ((1 << -(-case.k.shape[2] // config.tile.keys)) - 1)
+    return rung(case, block_mask=blocks)
+
+
+def test_what_is_empty_is_left_out(rung):
+    case, options = case_of(rung, "dilated")
+    o, lse = with_states(rung, case, options, seen=False)
+    assert not o.any() and (lse == -np.inf).all()
+
+
+def test_what_is_full_is_not_asked_about(rung):
+    case, options = case_of(rung, "dilated")
+    o, lse = with_states(rung, case, options, seen=True)
+    plain_o, plain_lse = rung(case)
+    assert same_bits(o, plain_o) and same_bits(lse, plain_lse)
+
+
+# With everything else that tiles may need: a tile that is full for mask_mod may be partial for the mask.
+@pytest.mark.parametrize("beside", ["mask", "score_mod", "bias", "softcap", "sinks"])
+def test_beside_other_options(rung, beside):
+    case, options = case_of(rung, "causal documents")
+    generator = np.random.default_rng(1)
+    given = dict(
+        mask=generator.random((80, 80)) < 0.6, score_mod=lambda s, b, h, i, j, ids: s + (i - j) / 50, softcap=2.0,
+        bias=generator.standard_normal((80, 80)).astype(np.float32), sinks=np.array([0.5, -1], np.float32),
+    )  # fmt: skip
+    if beside == "mask":
+        given["mask"][:, 15:33] = given["mask"][20:40] = False
+        given["mask"][50:, 33:66] = True
+    case.options |= options | {beside: given[beside]}
+    rung.check(case)
+
+
+def test_what_lies_in_tiles_that_are_left_out_is_never_read(rung):
+    case, options = case_of(rung, "sliding window")
+    clean = rung(case, **options)
+    case.k[:, :, :32] = case.v[:, :, :32] = np.nan  # the first query stands at 61 and sees 41
+    found = rung(case, **options)
+    assert all(same_bits(x, y) for x, y in zip(found, clean, strict=True))
+
+
+# Gradients by blocks that own queries and by those that own keys.
+@pytest.mark.parametrize("name", ["by head", "by entry", "rows of nothing", "lengths", "offsets"])
+def test_gradients(backward_rung, name):
+    case, options = case_of(contract.Rung("v2"), name)
+    case.options |= options
+    do, o, lse, dlse = contract_backward.incoming(case)
+    backward_rung.check(case, (do, o, lse, dlse))
+    blocks = blocks_of(case, options)
+    operands = (do, case.q, case.k, case.v, o, lse)
+    by_itself = numba_flash.attention_backward(*operands, dlse=dlse, **options, kernel="v2")
+    for _ in range(2):
+        found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel="v2")
+        assert all(same_bits(x, y) for x, y in zip(found[:3], by_itself[:3], strict=True))
+    kept = list(kept_states(blocks, case.k.shape[2]))
+    assert len(kept) == 2
+    for tile, states in kept:
+        np.testing.assert_array_equal(states, expected_states(case, options, tile, states.shape))
+
+
+def test_gradients_leave_out_what_is_empty():
+    case, options = case_of(contract.Rung("v2"), "dilated")
+    case.options |= options
+    blocks = blocks_of(case, options)
+    do, o, lse, _ = contract_backward.incoming(case)
+    operands = (do, case.q, case.k, case.v, o, lse)
+    assert all(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel="v2")[:3])
+    for array in blocks._kept.values():
+        np.asarray(array.owner)[...] = 0
+    assert not any(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel="v2")[:3])
