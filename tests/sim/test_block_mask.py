@@ -59,7 +59,9 @@ CASES = {
     "rows of nothing": (dict(seqlen_q=20, seqlen_k=70, heads=1), dict(mask_mod=some_queries)),
     "many words": (dict(seqlen_q=20, seqlen_k=600, heads=1), dict(mask_mod=far_apart, q_offset=200)),
     "offsets": (dict(seqlen_q=20, seqlen_k=70), dict(mask_mod=mods.sliding_window(7), q_offset=int32(30, -9))),
-    "lengths": (dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=of_valid_keys, aux=(IDS,), seqlens_k=int32(70, 31))),
+    "lengths": (
+        dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=of_valid_keys, aux=(IDS,), seqlens_k=int32(70, 31)),
+    ),
     "a window beside": (dict(seqlen_q=40, seqlen_k=100), dict(mask_mod=mods.dilated(2), window=(40, 2))),
 }  # fmt: skip
 
