@@ -12,6 +12,7 @@ pytest.importorskip("jax.experimental.buffer_callback", reason="needs a JAX with
 import jax.numpy as jnp  # noqa: E402
 
 import numba_flash  # noqa: E402
+from numba_flash import mods  # noqa: E402
 
 Q, K, V, O = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4), (2, 4, 5, 4)  # grouped heads, lengths and head_dims apart
 OFFSET = 1  # of the first query: seqlen_k - seqlen_q
@@ -171,3 +172,12 @@ def test_forward_mode_of_aux_is_refused():
         jax.jvp(lambda x: ours(q, k, v, (x, ids))[0], (slopes,), (slopes,))
     stopped = jax.grad(lambda x: ours(q * x[0], k, v, (jax.lax.stop_gradient(x), ids))[0].sum())(slopes)
     assert stopped[0] != 0 and (stopped[1:] == 0).all()
+
+
+def test_a_block_mask_is_its_mask_mod():
+    documents = jnp.repeat(jnp.arange(3), 4)[None]
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 12, 8), dtype=np.float32))
+    blocks = numba_flash.block_mask(mods.document, 1, 2, 12, 12, aux=(documents,), causal=True)
+    expected = numba_flash.attention(q, q, q, mask_mod=mods.document, aux=(documents,), causal=True)
+    assert np.array_equal(jax.jit(lambda q: numba_flash.attention(q, q, q, block_mask=blocks))(q), expected)
+    assert jax.grad(lambda q: numba_flash.attention(q, q, q, block_mask=blocks).sum())(q).shape == q.shape

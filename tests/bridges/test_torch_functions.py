@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch import func  # noqa: E402
 
 import numba_flash  # noqa: E402
+from numba_flash import mods  # noqa: E402
 
 Q, K, V = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)  # grouped heads, lengths and head_dims apart
 OFFSET = 1  # of the first query: seqlen_k - seqlen_q
@@ -211,3 +212,16 @@ def test_gradients_of_aux_under_func():
         return *of_one(q[0], k, v[0], slopes), *shared, *func.vmap(of_one, in_dims=(0, None, 0, 0))(q, k, v, several)
 
     close(*map(everything, pair_of("aux")))
+
+
+def test_a_block_mask_is_its_mask_mod():
+    documents = torch.repeat_interleave(torch.arange(3), 4).expand(2, 12).contiguous()
+    q, k, v = (torch.randn(2, 2, 12, 8, requires_grad=True) for _ in range(3))
+    blocks = numba_flash.block_mask(mods.document, 2, 2, 12, 12, aux=(documents,), causal=True)
+    of_blocks = numba_flash.attention(q, k, v, block_mask=blocks)
+    expected = numba_flash.attention(q, k, v, mask_mod=mods.document, aux=(documents,), causal=True)
+    assert torch.equal(of_blocks, expected)
+    found, other = (torch.autograd.grad(o.sum(), (q, k, v)) for o in (of_blocks, expected))
+    assert all(torch.equal(x, y) for x, y in zip(found, other, strict=True))
+    compiled = torch.compile(lambda q: numba_flash.attention(q, k, v, block_mask=blocks), backend="eager")
+    assert torch.equal(compiled(q), expected)

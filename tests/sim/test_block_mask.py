@@ -1,5 +1,7 @@
 """Which tiles a mask_mod leaves, and that kernels walk those alone."""
 
+import dataclasses
+
 import contract
 import contract_backward
 import numpy as np
@@ -8,7 +10,10 @@ from contract import same_bits
 
 import numba_flash
 from numba_flash import mods, reference, testing
+from numba_flash.api import forward as api
 from numba_flash.config.states_of_tiles import STATES_IN_WORD
+from numba_flash.dispatch import forward as dispatch
+from numba_flash.machine.target import Target
 from numba_flash.select import rungs
 
 EMPTY, PARTIAL, FULL = range(3)
@@ -59,7 +64,9 @@ CASES = {
     "rows of nothing": (dict(seqlen_q=20, seqlen_k=70, heads=1), dict(mask_mod=some_queries)),
     "many words": (dict(seqlen_q=20, seqlen_k=600, heads=1), dict(mask_mod=far_apart, q_offset=200)),
     "offsets": (dict(seqlen_q=20, seqlen_k=70), dict(mask_mod=mods.sliding_window(7), q_offset=int32(30, -9))),
-    "lengths": (dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=of_valid_keys, aux=(IDS,), seqlens_k=int32(70, 31))),
+    "lengths": (
+        dict(seqlen_q=20, seqlen_k=100, heads=1), dict(mask_mod=of_valid_keys, aux=(IDS,), seqlens_k=int32(70, 31)),
+    ),
     "a window beside": (dict(seqlen_q=40, seqlen_k=100), dict(mask_mod=mods.dilated(2), window=(40, 2))),
 }  # fmt: skip
 
@@ -178,6 +185,24 @@ def test_what_is_full_is_not_asked_about(rung):
     o, lse = with_states(rung, case, options, seen=True)
     plain_o, plain_lse = rung(case)
     assert same_bits(o, plain_o) and same_bits(lse, plain_lse)
+
+
+def with_gaps(b, h, q_pos, k_pos):
+    return q_pos // 128 != 1 and (k_pos // 32) % 2 == 0 and abs(k_pos - q_pos) < 90
+
+
+# A block of wgmma takes query tile after query tile, of which one sees nothing, one a single tile of keys: its producer
+# and its consumers skip the same ones, and the next query tile is asked for once.
+@pytest.mark.slow
+def test_a_block_takes_several_query_tiles(monkeypatch, nothing_remembered):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=1)
+    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
+    own = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    case = own.problem(400, 300, batch=1, heads=1, head_dim=16, q_offset=0, mask_mod=with_gaps)
+    arguments = dict(case.options, kernel="wgmma")
+    plan = api.prepare_call(case.q, case.k, case.v, arguments)[1]
+    assert plan.choice.config.consumers == 2
+    own.check(case)
 
 
 # With everything else that tiles may need: a tile that is full for mask_mod may be partial for the mask.

@@ -23,8 +23,8 @@ FAMILIES = (
     "special stmatrix tma vote wgmma"
 ).split()
 cuda = None  # `numba.cuda`, put here by the fixture: the simulator swaps module globals that are this module
-approx = bar = bits = cluster = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = minmax = mma = None
-setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
+approx = bar = bits = cluster = cp_async = cvt = elect = fence = ld_st = ldmatrix = mbarrier = memory = None
+minmax = mma = setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
 
 rng = np.random.default_rng(0)
 BASE = 1024  # where dynamic shared memory begins

@@ -16,7 +16,9 @@ from ..steps import elements
 from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-# What removes a score is mask and mask_mod; causal, window and lengths are ranges of keys (problem/ranges.py).
+# What removes a score, beside mask_mod, which is not asked in every tile (tile_walk.py). causal, window and lengths are
+# ranges of keys (problem/ranges.py).
+MASKS = (mask,)
 
 TERMS = (sinks,)  # of a row's sum, beside those of its keys (sum_terms.py)
 OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have a gradient
@@ -54,11 +56,13 @@ def make(config: Any) -> Score:
         if made is not None:
             value = _then(value, made.value)
             with_derivative = _then_with_derivative(with_derivative, made.value, made.with_derivative)
-    shown, shown_by_function = mask.make(config), mask_mod.make(config)
-    visible = visible if shown is None else shown
-    visible_in = _in_any_tile(visible)
-    if shown_by_function is not None:
-        visible, visible_in = _and(visible, shown_by_function), _and_where_asked(visible, shown_by_function)
+    for stage in MASKS:
+        made = stage.make(config)
+        if made is not None:
+            visible = _and(visible, made)
+    visible_in, own = _in_any_tile(visible), mask_mod.make(config)
+    if own is not None:
+        visible, visible_in = _and(visible, own), _and_where_asked(visible, own)
     return Score(value, with_derivative, visible, visible_in, counts.make(config))
 
 
