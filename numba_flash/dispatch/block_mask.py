@@ -43,9 +43,18 @@ class BlockMask:
     _lock: Any
 
     def __init__(
-        self, mask_mod: Any, batch: Any, heads: Any, seqlen_q: Any, seqlen_k: Any, aux: Any, causal: Any, window: Any,
-        q_offset: Any, seqlens_k: Any,
-    ) -> None:  # fmt: skip
+        self,
+        mask_mod: Any,
+        batch: Any,
+        heads: Any,
+        seqlen_q: Any,
+        seqlen_k: Any,
+        aux: Any,
+        causal: Any,
+        window: Any,
+        q_offset: Any,
+        seqlens_k: Any,
+    ) -> None:
         extents = dict(zip(EXTENTS, (batch, heads, seqlen_q, seqlen_k), strict=True))
         for name, extent in extents.items():
             if not isinstance(extent, int) or isinstance(extent, bool):

@@ -55,8 +55,11 @@ def make(config):
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
     row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks, lse_delta.BLOCK_WORDS, lse_delta.place, lse_delta.MINUS_DELTA
-    )  # fmt: skip
+        lse_delta.row_blocks,
+        lse_delta.BLOCK_WORDS,
+        lse_delta.place,
+        lse_delta.MINUS_DELTA,
+    )
     inf = float32(math.inf)
 
     @inlined
@@ -176,9 +179,18 @@ def make(config):
         tile_query, _ = block_state.get(q_smem + int32(tile_at))
         query = int32(tile_query + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
         apply_functions(
-            registers.acc_s, registers.acc_dp, registers.shown_bits, b, h, query, tile_pos - tile_query, key, arrays,
-            strides, score,
-        )  # fmt: skip
+            registers.acc_s,
+            registers.acc_dp,
+            registers.shown_bits,
+            b,
+            h,
+            query,
+            tile_pos - tile_query,
+            key,
+            arrays,
+            strides,
+            score,
+        )
 
     @inlined
     def places_of(j, strides, q_smem):

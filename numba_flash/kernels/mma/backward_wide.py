@@ -39,9 +39,16 @@ class View(NamedTuple):
 def products(config, first_columns, second_columns):
     """Products of scores over first_columns, and of P or dS with a tile of second_columns."""
     view = View(
-        config.dtype, config.own_rows, config.other_rows, config.warp_rows, first_columns,
-        second_columns // config.column_groups, config.column_groups, config.large_f64, config.shared_offsets()[4],
-    )  # fmt: skip
+        config.dtype,
+        config.own_rows,
+        config.other_rows,
+        config.warp_rows,
+        first_columns,
+        second_columns // config.column_groups,
+        config.column_groups,
+        config.large_f64,
+        config.shared_offsets()[4],
+    )
     return PRODUCTS[config.dtype].make(view)
 
 

@@ -44,8 +44,19 @@ def make(config):
         tile = tile_of(work_tile)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         apply_functions(
-            acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, asks, arrays,
-            strides, score,
-        )  # fmt: skip
+            acc_s,
+            mask_bits,
+            j,
+            tile.b,
+            tile.h,
+            first_row,
+            lane,
+            position(work_tile),
+            queries_left,
+            asks,
+            arrays,
+            strides,
+            score,
+        )
 
     return find_visible, load_for_scores, mask_some, apply
