@@ -72,6 +72,8 @@ FAILING: dict[str, str] = {
 DEPENDS = {
     "mma_float32-128-64x32-rich": "spills 4 bytes on sm_120a with 13.5, none on the others",
     "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
+    "mma_dkdv_float32-256-16x16": "spills 32 bytes on sm_120a with 13.5, none on the others",
+    "mma_dq_float32-256-64x32-rich": "spills 8 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
     "mma_dq-128-128x32x1": "spills 20 bytes on sm_90a with 13.5, none with 13.0",
     "mma_dkdv-256-32x64x1-reading-dk": "spills 8 bytes on sm_90a with 13.0, none with 13.5",
