@@ -96,7 +96,7 @@ def make(config):
         for j in range(begin, end):
             if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
                 continue
-            asks = asks_in(states, j, arrays, strides)
+            asks = asks_in(states, j, arrays, strides)  # whether mask_mod hides some of it
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 6: load K_j, V_j
             first_y = j * tile_n
