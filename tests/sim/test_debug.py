@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import numba_flash
+from numba_flash import mods
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
@@ -34,10 +35,11 @@ FIRST_LINES = {
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
-    **dict.fromkeys(("mma_dkdv", "mma_dq"), "_smem = aligned(shared.address("),
+    **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"), "_smem = aligned(shared.address("),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     "wgmma_round": "tile_at = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
+    **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -85,9 +87,10 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel, seqlen=24, **options):
+def differentiate(kernel, seqlen=24, wide=False, **options):
     """All kernels of a backward; those on tensor cores have fewer gradients."""
-    arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", (q, k, v) if kernel == "v2" else half, strict=True)}
+    given = (q, k, v) if kernel == "v2" or wide else half
+    arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", given, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
     wanted = ("dq", "dk", "dv")
     if kernel == "v2":
@@ -185,6 +188,12 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask=all_seen, kernel="mma")
         elif kernel == "mask_bits_of_keys":
             differentiate("mma", mask=all_seen)
+        elif kernel == "tile_states":
+            numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
+        elif kernel == "tile_states_of_keys":
+            differentiate("v2", mask_mod=mods.causal)
+        elif kernel.endswith("_wide"):
+            differentiate("mma", wide=True)
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel in ("wgmma_fused", "wgmma_round"):

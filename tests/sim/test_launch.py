@@ -9,11 +9,15 @@ import pytest
 from contract import problem
 
 import numba_flash
-from numba_flash import testing
+from numba_flash import mods, testing
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
+from numba_flash.config.states_of_tiles import StatesTile
+from numba_flash.config.tile_states import TileStatesConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig
+from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
@@ -77,6 +81,7 @@ def test_canary_errors_come_out_with_thread_and_block():
 
 
 def test_every_kernel_can_be_made():
+    tile, used = StatesTile(16, 16, 1), uses(mask_mod=Function.of("mask_mod", mods.causal))
     configs = [
         *[SimtConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
         MmaConfig("mma", "float16", 8, 8, 16, 16),
@@ -89,12 +94,15 @@ def test_every_kernel_can_be_made():
         *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
+        WideDkdvConfig("mma_dkdv_wide", "float32", 8, 8, 16, 16),
+        WideDqConfig("mma_dq_wide", "float32", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
+        *[TileStatesConfig("float32", tile, used, of_keys=of_keys) for of_keys in (False, True)],
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)
