@@ -144,7 +144,12 @@ def note_writing(*written: Array | None) -> None:
     """Before arrays of the caller's are written: torch then notices it where autograd saved what stood there."""
     for array in written:
         if array is not None and array.layout.family == "torch":
-            sys.modules["torch"].autograd.graph.increment_version(array.owner)
+            _increment_version()(array.owner)
+
+
+@functools.cache
+def _increment_version() -> Callable[[Any], None]:
+    return sys.modules["torch"].autograd.graph.increment_version
 
 
 def give(like: Array, array: Array) -> Any:

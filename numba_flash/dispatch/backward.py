@@ -7,7 +7,7 @@ from .. import arrays
 from ..arrays import Layout
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.memory import check_alignments, check_lengths
+from ..problem.memory import check_alignments, check_lengths, named
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
@@ -116,9 +116,8 @@ def prepare(
     if blocks is not None:
         blocks.check(found.problem.forward)
     if optional is not None or dlse is not None or (addresses | lse.pointer) & 7:
-        names = [*_READ, *(f"aux[{number}]" for number in range(len(given) - len(_READ)))]
-        check_alignments([array for array in given if array is not None], names, given)
-        if found.problem.forward.array("seqlens_k") is not None:
+        check_alignments([array for array in given if array is not None], lambda: named(_READ, given))
+        if given[_SEQLENS_K] is not None:
             check_lengths(given[_SEQLENS_K], found.problem.forward)
     return given, found
 

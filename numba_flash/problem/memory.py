@@ -1,6 +1,6 @@
 """What cannot be told from shapes: where arrays lie, whether they share memory, and lengths in host memory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,31 +13,37 @@ from .strides import check_strides
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
 ]  # as callers know them
+O, LSE, SEQLENS_K = (Operands._fields.index(name) for name in ("o", "lse", "seqlens_k"))
 
 
 def check_memory(given: list[Any], problem: Problem) -> None:
     """What cannot be told from shapes: where the arrays lie, and lengths in host memory.
 
-    given: an Array or None for each field of Operands. Calls that have more than q, k and v come here, so it hurries.
+    given: an Array or None for each field of Operands, and behind them those of aux. Calls that have more than q, k and
+    v come here, so it hurries.
     """
-    _, _, _, o, lse, *_ = given
     arrays = [array for array in given if array is not None]
-    names = [*OPERAND_NAMES, *(f"aux[{number}]" for number in range(len(problem.aux)))]
-    check_alignments(arrays, names, given)
-    for written in (o, lse):
+    check_alignments(arrays, lambda: named(OPERAND_NAMES, given))
+    for written in (given[O], given[LSE]):
         if written is not None and _anything_near(written, arrays):
-            check_overlap("out", written, zip(names, given, strict=True))
-    if problem.array("seqlens_k") is not None:
-        check_lengths(given[Operands._fields.index("seqlens_k")], problem)
+            check_overlap("out", written, named(OPERAND_NAMES, given))
+    if given[SEQLENS_K] is not None:
+        check_lengths(given[SEQLENS_K], problem)
 
 
-def check_alignments(arrays: list[Array], names: Iterable[str], given: Iterable[Array | None]) -> None:
-    """arrays: those of `given` that are there. Nearly always none of them is to be looked at by itself."""
+def named(names: Sequence[str], given: list[Any]) -> Iterable[tuple[str, Array | None]]:
+    """Operands with their names, and behind them those of aux."""
+    of_aux = [f"aux[{number}]" for number in range(len(given) - len(names))]
+    return zip([*names, *of_aux], given, strict=True)
+
+
+def check_alignments(arrays: list[Array], named: Callable[[], Iterable[tuple[str, Array | None]]]) -> None:
+    """arrays: those that are there; `named` gives all with their names. Nearly always none is to be looked at alone."""
     addresses = 0
     for array in arrays:
         addresses |= array.pointer
     if addresses & 7:  # no element is larger than 8 bytes
-        for name, one in zip(names, given, strict=True):
+        for name, one in named():
             if one is not None:
                 check_alignment(name, one)
 

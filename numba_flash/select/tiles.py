@@ -220,12 +220,14 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_dkdv_float64": (
         WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
         WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
@@ -235,6 +237,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_dq_float64": (
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
@@ -242,6 +245,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "wgmma_dkdv": (
         WgmmaDkdv(64, True, 128, 128, stages_a=2, stages_b=2),

@@ -60,6 +60,11 @@ TILES = {
         tiles.MmaDkdv(128, False, 16, 32, 16, False, 0, column_groups=1, stages=2),
         tiles.MmaDkdv(256, False, 16, 32, 16, False, 0, column_groups=1, stages=2, apart=True),
     ),
+    **{
+        f"mma_{kernel}_{dtype}": (tiles.WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=0),)
+        for kernel in ("dkdv", "dq")
+        for dtype in ("float32", "float64")
+    },
     "mma_dq": (tiles.MmaDq(256, False, 32, 16, 16, False, 0, column_groups=1, stages=2),),
 }
 

@@ -100,11 +100,8 @@ def make(config):
     some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
-    apply_functions, has_score_mod, walk = (
-        functions.apply,
-        functions.every_tile,
-        tile_walk.make(config, whole_warp=True),
-    )
+    has_functions, apply_functions, has_score_mod = functions.present, functions.apply, functions.every_tile
+    walk = tile_walk.make(config, whole_warp=True)
     has_states, states_row, states_ends, behind, asks_in = walk.present, walk.row, walk.ends, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
@@ -181,6 +178,19 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
+    def apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score):
+        """The caller's own functions on S."""
+        if has_functions:
+            now = special.thread_index()
+            position, _ = block_state.get(places.q + int32(keys_at))
+            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+            first_row = (now >> int32(5)) * warp_rows
+            apply_functions(
+                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, asks,
+                arrays, strides, score,
+            )  # fmt: skip
+
+    @inlined
     def finish_and_mask(j, acc_s, loaded, row, places, tile, asks, arrays, strides, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen. asks:
         mask_mod removes some of the tile."""
@@ -199,14 +209,7 @@ def make(config):
         if has_mask:
             hide(row.mask_bits, row.shown_bits, masked)
         if has_score_mod or asks:
-            now = special.thread_index()
-            position, _ = block_state.get(places.q + int32(keys_at))
-            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-            first_row = (now >> int32(5)) * warp_rows
-            apply_functions(
-                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, asks,
-                arrays, strides, score,
-            )  # fmt: skip
+            apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score)
         if scores_finished:
             finish_scores(acc_s, row.term, row.distance, loaded, score)
         if masked:

@@ -85,8 +85,8 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
         return block
 
-    every_block = nothing
-    for n in range(blocks):
+    every_block, present = nothing, has_score_mod or has_mask_mod
+    for n in range(blocks if present else 0):  # a kernel without functions would compile each for nothing
         every_block = and_block(every_block, n)
 
     @inlined
@@ -104,4 +104,4 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         first_key = int32(j * tile_n + first_column_of(lane))
         every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
 
-    return FragmentFunctions(has_score_mod or has_mask_mod, has_score_mod, apply, apply_alone)
+    return FragmentFunctions(present, has_score_mod, apply, apply_alone)

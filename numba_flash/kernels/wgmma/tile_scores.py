@@ -14,7 +14,8 @@ def make(config):
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_reads, hide, some_hidden = read.origin, read.load, read.hide, read.some_hidden
     _, visible, _, mask_scores = fragments.tile(config, 1)
-    apply_functions = fragment_functions.make(config).apply
+    functions = fragment_functions.make(config)
+    has_functions, apply_functions = functions.present, functions.apply
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -40,23 +41,13 @@ def make(config):
     @inlined
     def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
         """The caller's own functions on the scores of key tile j. asks: mask_mod removes some of them."""
-        first_row, lane = rows_of_lane()
-        tile = tile_of(work_tile)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        apply_functions(
-            acc_s,
-            mask_bits,
-            j,
-            tile.b,
-            tile.h,
-            first_row,
-            lane,
-            position(work_tile),
-            queries_left,
-            asks,
-            arrays,
-            strides,
-            score,
-        )
+        if has_functions:
+            first_row, lane = rows_of_lane()
+            tile = tile_of(work_tile)
+            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+            apply_functions(
+                acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, asks, arrays,
+                strides, score,
+            )  # fmt: skip
 
     return find_visible, load_for_scores, mask_some, apply

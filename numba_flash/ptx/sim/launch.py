@@ -147,24 +147,56 @@ def _run(
 
 @contextlib.contextmanager
 def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator[None]:
-    """Blocks that take turns, and the module `cuda` swapped once a module rather than at every call of a function."""
+    """Blocks that take turns, and device functions that are called like any other function.
+
+    Numba swaps `cuda` in a function's module at every call of it. Here that is done once a function, and NumPy's number
+    types are swapped in with it: a call of Numba's gives the same number and takes ten times as long.
+    """
     from .scheduler import Turns
 
-    cuda, swapped = toolchain.cuda(), {}
+    cuda, seen, undo = toolchain.cuda(), set(), contextlib.ExitStack()
+    instead: dict[int, Any] = _numbers().copy()
 
     def swap(function: Any, simulated: Any) -> contextlib.AbstractContextManager:
+        instead[id(cuda)] = simulated
         names = function.__globals__
-        if id(names) not in swapped:
-            swapped[id(names)] = names, [name for name, value in names.items() if value is cuda]
-            names.update(dict.fromkeys(swapped[id(names)][1], simulated))
+        if id(names) not in seen:
+            seen.add(id(names))
+            before = {name: value for name, value in names.items() if id(value) in instead}
+            names.update({name: instead[id(value)] for name, value in before.items()})
+            undo.callback(names.update, before)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty: its function is not made yet
+                value = cell.cell_contents
+                if id(value) in instead:
+                    cell.cell_contents = instead[id(value)]
+                    undo.callback(setattr, cell, "cell_contents", value)
         return nothing
 
-    nothing = contextlib.nullcontext()
-    before = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module
+    def call(kernel: Any, *arguments: Any) -> Any:
+        if kernel not in seen:
+            simulated = numba_kernel._get_kernel_context()
+            if simulated is None:
+                return launch(kernel, *arguments)
+            seen.add(kernel)
+            swap(kernel.fn, simulated)
+        return kernel.fn(*arguments)
+
+    nothing, kernels = contextlib.nullcontext(), numba_kernel.FakeCUDAKernel
+    blocks, swapping, launch = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__
     numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Turns, memory, cluster), swap
+    kernels.__call__ = call
     try:
         yield
     finally:
-        numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = before
-        for names, those in swapped.values():
-            names.update(dict.fromkeys(those, cuda))
+        numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__ = blocks, swapping, launch
+        undo.close()
+
+
+@functools.cache
+def _numbers() -> dict[int, Any]:
+    """By the id of one of Numba's types of numbers: NumPy's."""
+    from numba import types
+
+    named = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
+    return {id(getattr(types, name)): getattr(np, name) for name in named}
