@@ -154,9 +154,9 @@ def check_one_kernel(kernel, options, tools):
     same bits again and again."""
     if kernel != "wgmma":
         return "it has none"
-    every, cases, number = tools.groups(kernel, options.small), {}, 0
+    every, cases, number = tools.groups_with(kernel, options), {}, 0
     while len(cases) < options.problems // 6 and number < 10 * options.problems:
-        group = number % len(every)
+        group = every[number % len(every)]
         case = tools.random_case(kernel, options.small, group, number // len(every))
         if max(case.q.shape[3], case.v.shape[3]) <= 128 and not {"softcap", "alibi_slopes"} & set(case.options):
             cases[f"one kernel, {group}:{number // len(every)}"] = case

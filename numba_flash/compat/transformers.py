@@ -78,6 +78,11 @@ class Visible:
     def contiguous(self) -> "Visible":  # generate() asks this of masks that it makes ahead
         return self
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A model that makes its mask longer asks first whether it is a tensor (DeepSeek V4)."""
+        return torch.Tensor
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_read(args), **_read(kwargs or {}))
