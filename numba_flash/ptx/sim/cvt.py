@@ -2,15 +2,21 @@
 
 import numpy as np
 
-from .registers import check_float, packed
+from .registers import ELEMENTS, check_float
 
 
 def pack_f16x2(low, high):
-    return packed(check_float(low), check_float(high), "f16")
+    return _packed(low, high, ELEMENTS["f16"])
 
 
 def pack_bf16x2(low, high):
-    return packed(check_float(low), check_float(high), "bf16")
+    return _packed(low, high, ELEMENTS["bf16"])
+
+
+def _packed(low, high, kind):
+    """registers.packed of two numbers, most of which come here."""
+    pair = np.array((check_float(low), check_float(high)), np.float32)
+    return pair.astype(kind).view(np.uint32)[0]
 
 
 def low_f16(two):
