@@ -94,17 +94,27 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     if options.functions is not None:
         computed = _outside_of_the_graph if torch.compiler.is_compiling() else _run_with_functions
         return computed(q, k, v, options, return_lse, kernel)
-    tensors, call = _taken_apart(q, k, v, options, kernel)
-    if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)):
-        o, lse = _operation(call, tensors)
+    if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        o, lse = _operation(*_taken_apart(q, k, v, options, kernel))
     elif torch._C._are_functorch_transforms_active():  # before all tracers: what it calls comes here again
+        tensors, call = _taken_apart(q, k, v, options, kernel)
         o, lse = _Transformed.apply(call, *tensors)
     elif torch._C._get_tracing_state() is not None or recording.recording_mode() is not None:
-        o, lse = _operation(call, tensors)
-    elif return_lse:
-        o, lse = _record_both(call, *tensors)
+        o, lse = _operation(*_taken_apart(q, k, v, options, kernel))
     else:
-        return _record(call, *tensors)
+        if options.arrays is None and not isinstance(options.q_offset, Tensor):  # autograd is told of three tensors
+            tensors, call = (q, k, v), Call(options, kernel)
+        else:
+            tensors, call = _taken_apart(q, k, v, options, kernel)
+            if not PLAIN.issuperset(map(type, tensors)):
+                return _result(return_lse, *_operation(tensors, call))
+        if not return_lse:
+            return _record(call, *tensors)
+        o, lse = _record_both(call, *tensors)
+    return _result(return_lse, o, lse)
+
+
+def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
     return AttentionOutput(o, lse) if return_lse else o
 
 
@@ -150,6 +160,8 @@ def _taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple
 
 def _put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     """-> q, k, v and the options with their tensors."""
+    if len(tensors) == 3:
+        return (*tensors, call.options)
     q, k, v, *arrays_given, offsets = tensors[: len(ARRAYS)]
     causal, window, q_offset, numbers, _, functions, layout, seed = call.options
     q_offset = q_offset if offsets is None else offsets
@@ -157,7 +169,7 @@ def _put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout, seed)
 
 
-def _operation(call: Call, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
     """By torch's dispatcher, where everything that traces sees it. It costs 75 us."""
     for name, x in zip(ARRAYS, tensors, strict=True):
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
@@ -248,9 +260,10 @@ def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 @functools.cache
 def _wanted(needs: tuple[bool, ...]) -> tuple[str, ...]:
-    """The gradients to compute. needs: of ARRAYS, and behind them of aux."""
+    """The gradients to compute. needs: of q, k and v alone, or of ARRAYS, and behind them of aux."""
     of_aux = [daux_name(number) for number, needed in enumerate(needs[len(ARRAYS) :]) if needed]
-    return (*[name for name, argument in GRADIENT_OF.items() if needs[argument]], *of_aux)
+    of_arrays = [name for name, argument in GRADIENT_OF.items() if argument < len(needs) and needs[argument]]
+    return (*of_arrays, *of_aux)
 
 
 def _no_tangents(ctx: Any, *unused: Any) -> None:
@@ -262,7 +275,8 @@ def _no_second_gradients(ctx: Any, *unused: Any) -> None:
 
 
 class _Recorded(torch.autograd.Function):
-    """For eager calls. Its arguments are a Call and the tensors; results are o alone, or o and lse."""
+    """For eager calls. Its arguments are a Call and the tensors: q, k and v where the Call has all else, or those of
+    ARRAYS and aux. Results are o alone, or o and lse."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
@@ -278,6 +292,9 @@ class _Recorded(torch.autograd.Function):
         try:
             found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
         except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
+            if len(tensors) == 3:
+                q, k, v = tensors
+                tensors, call = _taken_apart(q, k, v, call.options, call.kernel)
             if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
                 named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
             else:
@@ -286,7 +303,8 @@ class _Recorded(torch.autograd.Function):
             daux = tuple(by_name.pop(daux_name(number), None) for number in aux)
             found = AttentionGradients(**by_name, daux=daux)
         of_aux = found.daux or (None,) * len(aux)
-        return (None, *[None if n is None else found[n] for n in FOUND_AT], *of_aux)  # of the call and of the tensors
+        # of the call and of the tensors
+        return (None, *[None if n is None else found[n] for n in FOUND_AT[: len(tensors)]], *of_aux)
 
     jvp = staticmethod(_no_tangents)
 

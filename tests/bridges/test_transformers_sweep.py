@@ -37,6 +37,7 @@ SAMPLE = dict(
     doge="makes its mask smaller itself",
     mixtral="experts",
     deepseek_v2="latent keys, values of another size",
+    deepseek_v4="compressed keys, for which it makes its mask longer; sinks",
     lfm2="attention and convolutions in turn",
     opt="learned positions from the mask",
     gpt_oss="attention sinks, a window in every other layer",

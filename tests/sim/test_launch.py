@@ -168,13 +168,34 @@ def test_a_write_through_a_pointer_is_seen_in_the_array():
 def test_numbas_own_way_of_running_a_block_is_put_back(ends_well):
     from numba.cuda.simulator import kernel
 
-    before = kernel.BlockManager
+    before = kernel.BlockManager, kernel.swapped_cuda_module, kernel.FakeCUDAKernel.__call__
     if ends_well:
         numba_flash.attention(**problem(2, 2, batch=1).arguments(), kernel="v2")
     else:
         with pytest.raises(ZeroDivisionError):
             launch.run(lambda: toolchain.cuda().jit(lambda: 1 / 0), 1, 1, 0, (), ())
-    assert kernel.BlockManager is before
+    assert before == (kernel.BlockManager, kernel.swapped_cuda_module, kernel.FakeCUDAKernel.__call__)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_numbas_number_types_are_numpys_during_a_launch_and_put_back(ends_well, monkeypatch):
+    """Of Numba's a kernel would make a number in ten times the time."""
+    from numba import float64, types
+
+    monkeypatch.setitem(globals(), "int16", types.int16)
+    inside, real = [], float64
+
+    def kernel():
+        inside.append((int16, real, type(int16(3)), type(real(3))))  # noqa: F821 - put there above
+        assert ends_well
+
+    if ends_well:
+        launch.run(lambda: toolchain.cuda().jit(kernel), 1, 1, 0, (), ())
+    else:
+        with pytest.raises(AssertionError):
+            launch.run(lambda: toolchain.cuda().jit(kernel), 1, 1, 0, (), ())
+    assert inside == [(np.int16, np.float64, np.int16, np.float64)]
+    assert globals()["int16"] is types.int16 and real is float64
 
 
 def test_scalars_have_the_types_of_the_compiled_kernel():

@@ -208,3 +208,21 @@ def test_the_disk_cache_knows_the_function():
 
     assert gpu._key(config(2.0), "sm_90a") == gpu._key(config(2.0), "sm_90a")
     assert gpu._key(config(2.0), "sm_90a") != gpu._key(config(3.0), "sm_90a")
+
+
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+def test_kernels_without_functions_compile_no_code_for_them(kernel, monkeypatch):
+    """A tile's functions are written out block by block of 8 keys, which takes seconds to compile."""
+    from numba_flash.kernels.score import fragment_functions
+
+    made = []
+    inlined = fragment_functions.inlined
+    monkeypatch.setattr(
+        fragment_functions, "inlined", lambda function: made.append(function.__name__) or inlined(function)
+    )
+    mask_mod = Function.of("mask_mod", lambda b, h, q_pos, k_pos: q_pos > k_pos)
+    for own, has_blocks in (({}, 0), (dict(mask_mod=mask_mod), 1)):
+        made.clear()
+        config = select.config_of(kernel, problem(**own), HOPPER)
+        fragment_functions.make.__wrapped__(config)
+        assert made.count("block") == has_blocks * config.tile_n // 8
