@@ -78,11 +78,6 @@ class Visible:
     def contiguous(self) -> "Visible":  # generate() asks this of masks that it makes ahead
         return self
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """A model that makes its mask longer asks first whether it is a tensor (DeepSeek V4)."""
-        return torch.Tensor
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_read(args), **_read(kwargs or {}))
@@ -91,6 +86,14 @@ class Visible:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.whole(), name)
+
+
+class EagerVisible(Visible):
+    """A tensor to isinstance: DeepSeek V4 asks before it makes its mask longer. torch.compile takes it for one then."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Tensor
 
 
 def _read(arguments: Any) -> Any:
@@ -237,9 +240,10 @@ def visible(
         allow_is_bidirectional_skip=False,
     )  # fmt: skip
     shape = (batch_size, 1, q_length, kv_length)
-    described = functools.partial(Visible, functools.partial(masking_utils.eager_mask, **given), shape)
-    window = _window(mask_function, local_size)
     tracing = torch.compiler.is_compiling()
+    kind = Visible if tracing else EagerVisible
+    described = functools.partial(kind, functools.partial(masking_utils.eager_mask, **given), shape)
+    window = _window(mask_function, local_size)
     if window is None and not tracing:
         return described(dict(mask=masking_utils.sdpa_mask(**given)))
     offset = q_offset - kv_offset  # the position of query 0 among these keys
