@@ -126,10 +126,14 @@ class Ready(NamedTuple):
     functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
     of_aux: OfAux | None
     seeded: bool
+    behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
         those of aux."""
+        if self.behind is not None:
+            self._start((*pointers[: at.AUX], *self.behind))
+            return
         behind = pointers[at.AUX :]
         if self.of_aux is not None:
             count = len(self.functions[0].places)
@@ -138,13 +142,15 @@ class Ready(NamedTuple):
         if self.of_aux is not None:
             sums = np.zeros((at.PARTS, self.of_aux.elements))
             aux[-1] = host_pointer(sums)
-        pointers = (*pointers[: at.AUX], host_pointer(aux), seed)
+        self._start((*pointers[: at.AUX], host_pointer(aux), seed))
+        if self.of_aux is not None:
+            self.of_aux.write(sums, results)
+
+    def _start(self, pointers: tuple[int, ...]) -> None:
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
             self._run(interrupt.NEVER, pointers)
-        if self.of_aux is not None:
-            self.of_aux.write(sums, results)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         shared = np.zeros(self.shared, np.int64)
@@ -200,8 +206,9 @@ def ready(problem: BackwardProblem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers, shared = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
-    own = tuple(functions)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, of_aux, problem.forward.seeded)
+    own, has_seed = tuple(functions), problem.forward.seeded
+    behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0)
+    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, of_aux, has_seed, behind)
 
 
 def warm_up(problem: BackwardProblem) -> None:

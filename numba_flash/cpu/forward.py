@@ -104,14 +104,18 @@ class Ready(NamedTuple):
     nothing: bool
     functions: OwnFunctions
     seeded: bool
+    behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
         them those of aux."""
         if self.nothing:
             return
-        aux, seed = seeded(self.functions, pointers[slot.AUX :], self.seeded)
-        pointers = (*pointers[: slot.AUX], host_pointer(aux), seed)
+        behind = self.behind
+        if behind is None:
+            aux, seed = seeded(self.functions, pointers[slot.AUX :], self.seeded)
+            behind = host_pointer(aux), seed
+        pointers = (*pointers[: slot.AUX], *behind)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
@@ -138,7 +142,9 @@ def ready(problem: Problem) -> Ready:
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    return Ready(numbers, numbers.ctypes.data, _kernel(double).address, serial, long, nothing, functions, p.seeded)
+    behind = None if p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0)
+    address, kernel = numbers.ctypes.data, _kernel(double).address
+    return Ready(numbers, address, kernel, serial, long, nothing, functions, p.seeded, behind)
 
 
 def warm_up(problem: Problem) -> None:

@@ -14,6 +14,7 @@ import pytest
 import numba_flash
 from numba_flash import testing
 from numba_flash.cpu import cache, functions
+from numba_flash.functions.compiled.number_types import BASES, Table
 from numba_flash.functions.function import Function
 from numba_flash.testing import Case
 
@@ -163,6 +164,14 @@ def test_code_of_one_function_is_not_that_of_another():
                 kept = compiled._cache
                 names.add(kept._cache_file.path(kept._index_key(compiled._sig, compiled._library.codegen)))
     assert len(names) == 8
+
+
+def test_float16_tables_after_a_gpu_kernel_with_such_a_table(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path))  # empty, so that the function is compiled here
+    of_gpu = Table("float16", numba.types.float16, 1, BASES["float32"])  # Numba keeps one type of each name
+    function = Function.of("score_mod", lambda score, b, h, i, j, x: score + x[j])
+    assert functions.make("score_mod", function, "float32", (("float16", 1),), False, True).address
+    assert of_gpu.element == numba.types.float16
 
 
 def test_a_second_process_takes_it_from_the_cache(tmp_path):

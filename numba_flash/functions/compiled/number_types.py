@@ -43,7 +43,8 @@ class Table(types.Type):
 
     def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False):
         self.dtype, self.element, self.ndim, self.base, self.recorded = dtype, element, ndim, base, recorded
-        super().__init__(name=f"table({dtype}, {ndim}, {base}{', recorded' * recorded})")
+        # Types of equal names are one type to Numba. float16 lies in memory as uint16 on a CPU and as float16 on a GPU.
+        super().__init__(name=f"table({dtype} as {element}, {ndim}, {base}{', recorded' * recorded})")
 
 
 @register_model(Number)
