@@ -13,7 +13,7 @@ from . import plan as slot
 from .backward_panel import GRADIENTS, PanelKeys, PanelTiles, keys_of, panel_gradients, take_rows, take_statistics
 from .elements import INT, gather, length_and_offset, row_address
 from .kernel import inlined
-from .panel import scale_panel, scores, sign_and_units, take_places, tiles_of
+from .panel import scale_panel, scores, shown_keys, sign_and_units, take_places, tiles_of
 from .vectors.build import call_function, fetch_add, lanes, load, size_of, store
 
 
@@ -66,6 +66,9 @@ def run_tile(task, sums, frame, scratch, zero):
         for panel in range((rows + across - 1) // across):
             panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
             first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
+            first, last, asks = shown_keys(
+                p, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan, pointers, zero
+            )
             if last <= first:
                 continue
             skip, keys = first - key0, last - first
@@ -74,7 +77,7 @@ def run_tile(task, sums, frame, scratch, zero):
             q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
             of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
             tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
-            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
+            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
             panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
             scores(p, k_panel, head_dim * size, q_panel, head_dim, keys, 0, zero)  # once more, before score_mod
             scale_panel(p, keys, across, plan, zero)

@@ -33,12 +33,26 @@ from .backward_panel import (
     take_statistics,
     wait_for,
 )
-from .elements import INT, copy_out, fill, gather, length_and_offset, row_address
+from .elements import INT, compiled, copy_out, fill, gather, length_and_offset, row_address
 from .kernel import inlined
-from .panel import PACKED, pack, row_keys, sign_and_units, tiles_of, values, values_guarded
+from .panel import PACKED, pack, row_keys, shown_keys, sign_and_units, tiles_of, values, values_guarded
 from .vectors.backward import store_release
-from .vectors.build import fetch_add, lanes, load, size_of
+from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite
+
+
+@compiled
+def keep(to, first, last, is_cut, asks):
+    store(to, 0, first)
+    store(to, 1, last)
+    store(to, 2, np.int64(is_cut))
+    store(to, 3, np.int64(asks))
+
+
+@compiled
+def kept(at):
+    """What `keep` left there."""
+    return load(at, 0, INT), load(at, 1, INT), load(at, 2, INT) != 0, load(at, 3, INT) != 0
 
 
 @inlined
@@ -84,7 +98,8 @@ def run_task(task, frame, scratch, zero):
     row_numbers = ones + across * size
     places = row_numbers + 2 * across * size
     slopes = places + 2 * across * 8
-    k = slopes + panel_bytes
+    seen = slopes + panel_bytes  # of each panel the first key, the end, and the results of keys_of and shown_keys
+    k = seen + 4 * 8 * (tile_m // across)
     v = k + tile_n * head_dim * size
     packed = v + tile_n * head_dim_v * size
     row = packed + tile_n * head_dim * size
@@ -115,16 +130,26 @@ def run_task(task, frame, scratch, zero):
         key0, key_end = max(key_tile * tile_n, all_first), min((key_tile + 1) * tile_n, all_end)
         if load(load(frame, at.STOP, INT), 0, INT):
             panels, key_end = INT, key0  # nobody waits for the result any more, but other threads do for their turn
-        gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
-        gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
-        k_guarded = not all_finite(k, head_dim * size, head_dim, key_end - key0, zero)
-        if wants_dq:
-            pack(packed, k, head_dim * size, key_end - key0, head_dim, zero)
-        whole = True
+        whole, some = True, False
         for panel in range(panels):
             panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
             first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
-            whole = whole and first == key0 and last == key_end
+            first, last, asks = shown_keys(
+                p + panel * panel_bytes, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan,
+                pointers, zero,
+            )  # fmt: skip
+            whole, some = whole and first == key0 and last == key_end, some or first < last
+            keep(seen + 32 * panel, first, last, is_cut, asks)
+        k_guarded = False
+        if some:
+            gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
+            gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
+            k_guarded = not all_finite(k, head_dim * size, head_dim, key_end - key0, zero)
+            if wants_dq:
+                pack(packed, k, head_dim * size, key_end - key0, head_dim, zero)
+        for panel in range(panels):
+            panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
+            first, last, is_cut, asks = kept(seen + 32 * panel)
             if last <= first:
                 continue
             skip, keys = first - key0, last - first
@@ -137,7 +162,7 @@ def run_task(task, frame, scratch, zero):
             tiles_here = PanelTiles(
                 p_panel, ds_panel, slopes, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows
             )
-            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
+            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
             panel_gradients(tiles_here, where, scale_log2, what, plan, pointers, zero)
             if wants_dq and k_guarded:
                 k_first = k + skip * head_dim * size
@@ -153,10 +178,7 @@ def run_task(task, frame, scratch, zero):
             wait_for(done + key_tile * 8, turn - 1, load(frame, at.GIVE_WAY, INT))
         at_once = max(panels, 1) if whole else 1  # panels that see the same keys
         for panel in range(0, panels, at_once):
-            panel_rows = min(at_once * across, rows - panel * across)
-            first, last, _ = keys_of(
-                row0 + panel * across, panel_rows, group, offset, left, right, valid, key0, key_end
-            )
+            first, last, _, _ = kept(seen + 32 * panel)
             if last <= first:
                 continue
             here = panel * panel_bytes + (first - key0) * across * size

@@ -128,6 +128,7 @@ class PanelKeys(NamedTuple):
     first: int
     keys: int
     is_cut: bool  # whether one of the rows does not see all of them
+    asks: bool  # whether mask_mod hides some of them
     kv_head: int
     b: int
     valid: int
@@ -142,14 +143,14 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     and the cap.
     """
     p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
-    row0, rows, first, keys, is_cut, kv_head, b, valid, offset = where
+    row0, rows, first, keys, is_cut, asks, kv_head, b, valid, offset = where
     size, across = size_of(zero), lanes(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
         own = (p, own_slopes, row_numbers, places)
-        composed(own, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        composed(own, asks, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if is_cut:
         group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
         left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)

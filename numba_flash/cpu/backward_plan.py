@@ -94,7 +94,8 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 2 * lanes * 8
+    scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
+    scratch += (2 * lanes + 4 * (tile_m // lanes)) * 8
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
 
 

@@ -23,7 +23,7 @@ from .backward_panel import (
 )
 from .elements import INT, compiled, fill, gather, length_and_offset, put, row_address
 from .kernel import inlined
-from .panel import sign_and_units, tiles_of
+from .panel import shown_keys, sign_and_units, tiles_of
 from .vectors.build import fetch_add, lanes, load, size_of, store
 
 
@@ -151,6 +151,9 @@ def run_task(task, frame, scratch, zero):
             for panel in range((rows + across - 1) // across):
                 panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
                 first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
+                first, last, asks = shown_keys(
+                    p, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan, pointers, zero
+                )
                 if last <= first:
                     continue
                 skip, keys = first - key0, last - first
@@ -159,7 +162,7 @@ def run_task(task, frame, scratch, zero):
                 q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
                 of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
                 tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
-                where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, kv_head, b, valid, offset)
+                where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
                 panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
                 add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)
     row0 = tile0 * tile_rows

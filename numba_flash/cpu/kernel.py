@@ -31,6 +31,7 @@ from .panel import (
     removes,
     row_keys,
     scores,
+    shown_keys,
     sign_and_units,
     tiles_of,
     values,
@@ -105,23 +106,30 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             break  # nobody waits for the result any more
         key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
-        if copy_k:
-            gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
-            k = k_copy
-        if copy_v:
-            gather(v_copy, v, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
-            v = v_copy
-        if packs:
-            pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
+        is_ready = False
         for panel in range(panels):
             first_row = row0 + panel * width
             last_row = min(first_row + width, row0 + rows) - 1
             first_first, first_end = row_keys(first_row // group + offset, left, right, valid)
             last_first, last_end = row_keys(last_row // group + offset, left, right, valid)
             # Keys [first, end) are seen by some row of the panel, [free, cut) by all of them.
-            first, end = max(key0, first_first), min(key_end, last_end)
+            rows_of_panel = last_row + 1 - first_row
+            first, end, asks = shown_keys(
+                s, places, max(key0, first_first), min(key_end, last_end), first_row, rows_of_panel, width, kv_head,
+                b, offset, plan, pointers, zero,
+            )  # fmt: skip
             if end <= first:
                 continue
+            if not is_ready:  # a tile of which nobody sees anything is not read
+                is_ready = True
+                if copy_k:
+                    gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
+                    k = k_copy
+                if copy_v:
+                    gather(v_copy, v, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
+                    v = v_copy
+                if packs:
+                    pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
             free = max(first, min(last_first, end))
             cut = max(free, min(first_end, end))
             keys = end - first
@@ -136,11 +144,11 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 zero,
             )
             if featured:
-                rows_of_panel = last_row + 1 - first_row
                 own = (s, INT, row_numbers, places)
-                composed(own, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
+                composed(
+                    own, asks, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero
+                )
             if free > first or cut < end:
-                rows_of_panel = last_row + 1 - first_row
                 hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
@@ -159,7 +167,6 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             else:
                 softmax_panel(s, keys, scale_log2, row_m, row_l, alpha, zero)
             if seeded:
-                rows_of_panel = last_row + 1 - first_row
                 count(s, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
             panel_o = o + panel * head_dim_v * width * size
             if guarded:

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..problem import ranges
 from . import plan as slot
-from .elements import INT, compiled, get, row_address
+from .elements import INT, compiled, fill, get, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, lanes, load, size_of, store
-from .vectors.panel import pack_rows, score_rows, value_rows
+from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
 from .vectors.row import dot_rows, value_columns
 from .vectors.scores import (
     cap_scores,
@@ -176,11 +176,35 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+    """-> (first, end, whether mask_mod hides some of the rest), of a panel of `rows` rows and the keys [first, end).
+
+    The keys at either end that mask_mod hides from all rows are left out. It is asked about all keys for that, which
+    costs less than their products. s, places: room.
+    """
+    mask_mod = load(plan, slot.MASK_MOD, INT)
+    if not mask_mod or end <= first:
+        return first, end, False
+    row, aux = width * size_of(zero), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
+    take_places(places, first_row, rows, width, kv_head, offset, plan)
+    fill(s, (end - first) * width, zero)
+    call_function(mask_mod, (s, INT, end - first, first, places, b, np.int64(width == 1), aux))
+    if largest(s, (end - first) * width, zero) != 0:
+        return first, first, False
+    begin, stop = first, end
+    while largest(s + (begin - first) * row, width, zero) != 0:
+        begin += 1
+    while largest(s + (stop - 1 - first) * row, width, zero) != 0:
+        stop -= 1
+    return begin, stop, not all_finite(s + (begin - first) * row, INT, (stop - begin) * width, 1, zero)
+
+
+@compiled
+def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
     tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, room for two of each
-    row; places, for two int64 numbers.
+    row; places, for two int64 numbers. asks: whether mask_mod hides some of them.
     """
     s, slopes, row_numbers, places = tiles
     kind, count = type(zero), scale_panel(s, keys, width, plan, zero)
@@ -199,7 +223,7 @@ def composed(tiles, keys, key0, first_row, rows, width, kv_head, b, offset, plan
         else:
             cap_scores_slopes(s, slopes, count, cap, zero)
     added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
-    if mask_mod:
+    if mask_mod and asks:
         call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
 
 

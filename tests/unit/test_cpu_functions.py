@@ -6,14 +6,20 @@ import shutil
 import subprocess
 import sys
 
+import contract
+import contract_backward
 import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from machines import problem
 
 import numba_flash
-from numba_flash import testing
-from numba_flash.cpu import cache, functions
+from numba_flash import mods, testing
+from numba_flash.cpu import cache, functions, panel
+from numba_flash.cpu import forward as cpu_forward
+from numba_flash.cpu import plan as slot
+from numba_flash.cpu.vectors import build
 from numba_flash.functions.compiled.number_types import BASES, Table
 from numba_flash.functions.function import Function
 from numba_flash.testing import Case
@@ -191,3 +197,48 @@ def test_a_second_process_takes_it_from_the_cache(tmp_path):
         outputs.append(run.stdout)
         written.append([path.stat().st_mtime_ns for path in tmp_path.glob("cpu/score_mod-*.nbc")])
     assert outputs[0] == outputs[1] and written[0] == written[1] and len(written[0]) == 1
+
+
+# What mask_mod shows of the keys of a panel; "row": a row alone, whose keys lie along the vector.
+@pytest.mark.parametrize("width", ["panel", "row"])
+@pytest.mark.parametrize("name", ["nothing", "all", "between", "gaps", "one key"])
+def test_keys_that_mask_mod_hides_at_the_ends_are_left_out(name, width):
+    shown = {
+        "nothing": lambda b, h, i, j: j < 0,
+        "all": lambda b, h, i, j: i >= 0,
+        "between": lambda b, h, i, j: 13 <= j < 20,
+        "gaps": lambda b, h, i, j: i < j < i + 40 and j % 7 != 0,
+        "one key": lambda b, h, i, j: j == 11 + i,
+    }[name]
+    own = Function.of("mask_mod", shown)
+    plan = cpu_forward.ready(problem(8, dtype="float32", seqlen=40, seqlen_k=90, heads=1, q_offset=0, mask_mod=own))
+    first, end = 10, 77
+    rows = 1 if width == "row" else 5
+    across = 1 if width == "row" else build.Shape(numba.float32).lanes
+    s, places = np.ones(across * (end - first), np.float32), np.zeros(2 * across, np.int64)
+    pointers = np.zeros(slot.ALL_POINTERS, np.int64)
+
+    @numba.njit
+    def of_panel(s, places, plan, pointers):
+        return panel.shown_keys(s, places, first, end, 3, rows, across, 0, 0, 0, plan, pointers, np.float32(0))
+
+    seen = np.array([[bool(shown(0, 0, i, j)) for j in range(first, end)] for i in range(3, 3 + rows)])
+    columns = np.flatnonzero(seen.any(0))
+    begin, stop = (first + columns[0], first + columns[-1] + 1) if len(columns) else (first, first)
+    hides = not seen[:, begin - first : stop - first].all()
+    addresses = s.ctypes.data, places.ctypes.data, plan.numbers.ctypes.data, pointers.ctypes.data
+    assert of_panel(*addresses) == (begin, stop, hides)
+
+
+# Packed sequences, of which a panel sees few keys, with what else a panel may need.
+@pytest.mark.parametrize("beside", ["nothing", "causal", "score_mod", "mask", "dropout", "bias", "cap"])
+def test_documents_in_both_directions(beside):
+    generator = np.random.default_rng(5)
+    options = dict(
+        nothing={}, causal=dict(causal=True), score_mod=dict(score_mod=lambda s, b, h, i, j, ids: s * (1 + ids[b, j])),
+        mask=dict(mask=generator.random((110, 110)) < 0.7), dropout=dict(dropout_p=0.2, seed=3),
+        bias=dict(bias=generator.standard_normal((110, 110)).astype(np.float32)), cap=dict(softcap=2.0),
+    )[beside]  # fmt: skip
+    options |= dict(mask_mod=mods.document, aux=(np.repeat(np.array([[3, 1, 2, 7]]), [30, 3, 50, 27], axis=1),))
+    contract_backward.Rung("cpu").check(contract.problem(110, 110, batch=1, head_dim=8), **options)
+    contract.Rung("cpu").check(contract.problem(110, 110, batch=1, head_dim=8), **options)

@@ -218,6 +218,29 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
         shape.store(b, shape.fma(b, shape.load(b, l, x), rescale, total), l, x)
 
 
+@vector_function("ii", "x")
+def largest(b, shape, x, count):
+    """The maximum of x (count,), contiguous; -inf of nothing."""
+    x, whole = shape.pointer(b, x), b.and_(count, I64(-shape.width))
+    lowest = ir.Constant(shape.scalar, float("-inf"))
+
+    def scalars(i, best):
+        value = b.load(b.gep(x, [i]))
+        return [b.select(b.fcmp_ordered(">", value, best[0]), value, best[0])]
+
+    (vector,) = loop(
+        b,
+        I64(0),
+        whole,
+        I64(shape.width),
+        [shape.const(float("-inf"))],
+        lambda i, best: [shape.max(b, shape.load(b, x, i), best[0])],
+    )
+    of_vectors = shape.across(b, "fmax", vector)
+    (scalar,) = loop(b, whole, count, I64(1), [lowest], scalars)
+    return b.select(b.fcmp_ordered(">", scalar, of_vectors), scalar, of_vectors)
+
+
 @vector_function("iiii", "i")
 def all_finite(b, shape, x, stride, width, rows):
     """1 when every element of x (rows, width), contiguous along width, is finite, else 0."""
