@@ -302,6 +302,23 @@ class MmaConfig(TensorConfig):
         return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged
 
 
+def check_registers(registers: tuple[int, int], consumers: int) -> None:
+    """That the warpgroups of a block ask for no more registers than the block was launched with.
+
+    registers: a thread's, of the producer and of the consumers. setmaxnreg waits until the block has as many to give
+    away (PTX ISA 9.7.19.5). A multiprocessor has 65536, and a launch gives every thread the same multiple of 8. What is
+    left over belongs to no block: on some H200 machines a block got it all the same, on others it waits forever.
+    """
+    producer, consumer = registers
+    warpgroups = 1 + consumers
+    launched = min(65536 // (128 * warpgroups) // 8 * 8, 256)
+    if producer + consumers * consumer > launched * warpgroups:
+        raise ValueError(
+            f"a producer of {producer} and {consumers} consumers of {consumer} registers a thread need more than the "
+            f"{launched} that each of {warpgroups} warpgroups is launched with"
+        )
+
+
 @dataclass(frozen=True)
 class WgmmaConfig(TensorConfig):
     """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
@@ -349,6 +366,7 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         if self.v_parts > 1 or self.head_dim_padded > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        check_registers(self.registers, self.consumers)
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
@@ -375,7 +393,7 @@ class WgmmaConfig(TensorConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers; together what a multiprocessor has."""
+        """A thread's, of the producer and of the consumers; together at most what the block is launched with."""
         registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") or self.tile_states else {})
         return registers[self.consumers]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..problem.options import BY_NAME
-from .forward import Config, tile_bytes
+from .forward import Config, check_registers, tile_bytes
 
 
 class SharedPlan(NamedTuple):
@@ -78,6 +78,7 @@ class WgmmaBackwardConfig(Config):
         unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores or name in ("bias", "mask")]
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
+        check_registers(self.registers, self.consumers)
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
 
     @property
@@ -239,8 +240,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """All that there are: the threads that add have more to keep in mind than a producer's others."""
-        return 32, 240
+        """The threads that add keep more in mind than a producer's others."""
+        return 40, 232
 
     @property
     def head_dim_padded(self) -> int:

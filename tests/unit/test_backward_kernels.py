@@ -1,5 +1,6 @@
 """Backward kernels as compiled, without a GPU; what select makes of a problem of gradients; what Configs say."""
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -12,6 +13,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.forward import WgmmaConfig, check_registers
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.functions.function import Function
@@ -432,3 +434,26 @@ def test_what_the_hopper_backward_refuses(options, words):
 def test_a_config_checks_itself(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+@pytest.mark.parametrize(
+    ("registers", "consumers", "enough"),
+    [((24, 240), 2, True), ((40, 232), 2, True), ((32, 240), 2, False), ((32, 160), 3, True), ((40, 160), 3, False)],
+)
+def test_warpgroups_share_the_registers_that_a_block_is_launched_with(registers, consumers, enough):
+    # 32 and twice 240 are the 65536 of a multiprocessor, but a launch gives 384 threads 168 each: it waits forever.
+    with contextlib.nullcontext() if enough else pytest.raises(ValueError, match="more than the 1[26]8 that each"):
+        check_registers(registers, consumers)
+
+
+def test_wgmma_configs_check_their_registers(monkeypatch):
+    monkeypatch.setattr(WgmmaDkdvConfig, "REGISTERS", {2: (32, 240)})
+    monkeypatch.setattr(WgmmaConfig, "REGISTERS", {2: (32, 240)})
+    monkeypatch.setattr(WgmmaFusedConfig, "registers", (32, 240))
+    for make in (
+        lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 128),
+        lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128),
+        lambda: WgmmaConfig("wgmma", "float16", 64, 64, 128, 128),
+    ):
+        with pytest.raises(ValueError, match="more than the 168"):
+            make()
