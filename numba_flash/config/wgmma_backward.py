@@ -173,10 +173,14 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    lse_first, delta_first: S and dP begin with -lse / scale and -delta instead of 0, so that nothing has to wait for
+    these afterwards. For scores that no option changes; lse_first for a scale that is not 0.
     """
 
     of_dk: bool = True
     of_dv: bool = True
+    lse_first: bool = False
+    delta_first: bool = False
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
@@ -225,18 +229,25 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 class WgmmaFusedConfig(WgmmaDkdvConfig):
     """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
-    Two warpgroups share dQ: each has a panel of 64 columns of the tile's 64 queries.
+    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
     """
 
+    shared_alignment: ClassVar[int] = 1024
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
 
     def __post_init__(self) -> None:
-        if (self.tile_m, self.tile_n) != (64, 128):
-            raise ValueError(f"tiles are of 64 queries and 128 keys, not {self.tile_m} and {self.tile_n}")
-        if max(self.head_dim, self.head_dim_v) > 128:
-            raise ValueError(f"head_dim must be at most 128, not {self.head_dim} and {self.head_dim_v}")
+        if self.tile_m not in (64, 128) or self.tile_n != 128:
+            raise ValueError(f"tiles are of 64 or 128 queries and 128 keys, not {self.tile_m} and {self.tile_n}")
+        widest = 64 * self.dq_panels
+        if max(self.head_dim, self.head_dim_v) > widest:
+            raise ValueError(
+                f"head_dim must be at most {widest} with tiles of {self.tile_m} queries, not {self.head_dim} and "
+                f"{self.head_dim_v}"
+            )
         super().__post_init__()
+        # Where the tiles begin is said to the assembler, because nothing is left for a gap (compiled.to_ptx).
+        object.__setattr__(self, "shared_bytes", self.shared_plan().end)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -244,9 +255,13 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return 40, 232
 
     @property
+    def dq_panels(self) -> int:
+        """Panels of 64 columns of dQ: the warpgroups own one each, or half of the rows of the only one."""
+        return 128 // self.tile_m
+
+    @property
     def head_dim_padded(self) -> int:
-        """Two panels for two warpgroups."""
-        return 128
+        return 64 * self.dq_panels
 
     @property
     def ds_bytes(self) -> int:

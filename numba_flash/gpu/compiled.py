@@ -169,6 +169,8 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     ptx = ptx.replace(mangled[1], entry_name(config))
     if config.whole_program and cc in PTX_VERSIONS:
         ptx = re.sub(r"^\.version \d+\.\d+", f".version {PTX_VERSIONS[cc]}", ptx, count=1, flags=re.M)
+    if config.shared_alignment:
+        ptx = re.sub(r"^(\.extern \.shared) \.align \d+", rf"\1 .align {config.shared_alignment}", ptx, flags=re.M)
     return _with_tensor_maps(_in_clusters(ptx, config), config)
 
 

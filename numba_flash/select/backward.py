@@ -238,15 +238,25 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
-    if target.simulated or max(forward.head_dim, forward.head_dim_v) <= 96 or forward.seqlen_k > forward.seqlen_q:
+    widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
+    # Tiles have columns for 64 or 128. Up to 64 they have 128 queries, too many where a mask cuts tiles.
+    filled = 96 < widest or (48 < widest <= 64 and every_key)
+    if target.simulated or not filled or forward.seqlen_k > forward.seqlen_q:
         return False
     return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 
 
+ONLY_FUSED = ("stages_a", "stages_b", "lse_first", "delta_first")  # what a wgmma_round has not
+
+
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    features = _features(problem) | columns(rows_for("wgmma_fused", target)[0])
+    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
+    row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
+    features = _features(problem) | columns(row)
+    of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
+    if problem.forward.number("scale") == 0:  # S cannot begin with -lse / scale
+        features |= dict(lse_first=False)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
-    of_round = {name: value for name, value in features.items() if not name.startswith("stages")}
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
     return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)
 

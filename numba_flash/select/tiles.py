@@ -125,6 +125,8 @@ class WgmmaFused(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
+    lse_first: bool
+    delta_first: bool
     gpu: str = MEASURED
 
 
@@ -268,7 +270,11 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
-    "wgmma_fused": (WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),),  # backward.gains_by_one_kernel: for what
+    # backward.gains_by_one_kernel: for what
+    "wgmma_fused": (
+        WgmmaFused(64, 128, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
+        WgmmaFused(128, 64, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
+    ),
 }
 
 # What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is

@@ -21,7 +21,8 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments
+from numba_flash.select import arguments, tiles
+from numba_flash.select import backward as backward_selection
 from numba_flash.select.backward import mma_configs, select_backward, v2_configs, wgmma_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
@@ -346,11 +347,14 @@ def test_blocks_are_halved_where_they_are_few():
 
 
 def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
-    config = WgmmaFusedConfig("wgmma_fused", "float16", 100, 40, 64, 128, stages_a=3, stages_b=2)
-    plan = config.shared_plan()
-    assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes <= HOPPER.shared_bytes
-    assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
-    assert plan.dq - plan.ds == 2 * 64 * 128 * 2 and plan.lse_delta - plan.dq == 2 * 2 * 64 * 64 * 4
+    for tile_m, head_dim, stages in ((64, 100, 3), (128, 60, 2)):
+        config = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
+        plan = config.shared_plan()
+        # It begins at a multiple of ALIGNMENT, as the assembler is told. Nothing is left for a gap in front.
+        assert list(plan) == sorted(plan) and plan.end == config.shared_bytes <= HOPPER.shared_bytes
+        assert config.shared_alignment == config.ALIGNMENT
+        assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
+        assert plan.dq - plan.ds == 2 * tile_m * 128 * 2 and plan.lse_delta - plan.dq == 2 * 2 * 64 * 64 * 4
     assert config.barriers().end <= plan.end
 
 
@@ -367,8 +371,29 @@ def test_when_one_kernel_takes_all_gradients():
     one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
     assert kernels() == kernels(head_dim=112) == kernels(seqlen_k=77) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
+    assert kernels(head_dim=64) == kernels(head_dim=56) == one and kernels(head_dim=48) == two
+    assert kernels(head_dim=64, causal=True) == kernels(head_dim=64, window=(99, 99)) == two
+    assert kernels(causal=True) == one
     assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
     assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
+
+
+def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):
+    rows = [row._replace(lse_first=True, delta_first=True) for row in tiles.TABLES["wgmma_fused"]]
+    monkeypatch.setitem(tiles.TABLES, "wgmma_fused", tuple(rows))
+    monkeypatch.setattr(backward_selection, "gains_by_one_kernel", lambda *_: True)
+    wgmma_configs.cache_clear()
+    try:
+        for scale, lse_first in ((0.3, True), (0.0, False)):
+            _, fused, _ = wgmma_configs(problem(64, dtype="float16", scale=scale), HOPPER)
+            assert (fused.lse_first, fused.delta_first) == (lse_first, True)
+    finally:
+        wgmma_configs.cache_clear()
+
+
+def test_where_shared_memory_begins_is_said_to_the_assembler():
+    fused = WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128)
+    assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(fused, (9, 0))
 
 
 # One each of what TMA and the table do not take.
@@ -427,8 +452,9 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, uses=uses(mask="bool")), "takes no mask"),
         (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 128, 128), "64 queries and 128 keys, not 128"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128, not 128 and 136"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
     ],
 )
 def test_a_config_checks_itself(make, word):

@@ -262,17 +262,16 @@ def backward_gates():
                     if kind is WgmmaDkdvConfig:
                         halved = columns | dict(tile_n=64, stages_b=2)
                         yield f"{name}-{'dk' * dk}{'dv' * dv}-halved", kind(**features, **halved, **gradients)
-    plain = dict(dtype="float16", head_dim=128, head_dim_v=128)
-    of_64 = tiles.columns(tiles.rows_for("wgmma_fused", HOPPER)[0])
-    for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
-        fused = WgmmaFusedConfig(**features, **of_64, kernel="wgmma_fused")
-        yield f"wgmma_fused-128-{name}", fused
-        yield (
-            f"wgmma_round-128-{name}",
-            WgmmaRoundConfig(
-                **features, kernel="wgmma_round", tile_m=64, tile_n=128, head_dim_padded=fused.head_dim_padded
-            ),
-        )
+    for row in tiles.rows_for("wgmma_fused", HOPPER):
+        plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+        for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
+            fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
+            yield f"wgmma_fused-{row.head_dim}-{name}", fused
+            if name == "plain":  # as docs/adding_a_tile_row.md says, what fits
+                ahead = dict(lse_first=True, delta_first=row.head_dim == 64)
+                yield f"wgmma_fused-{row.head_dim}-ahead", dataclasses.replace(fused, **ahead)
+            features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
+            yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
     yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):

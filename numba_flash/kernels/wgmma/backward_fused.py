@@ -15,9 +15,9 @@ head in ascending order, many heads abreast. So who waits does so for a block th
 walk over the queries in the same order, blocks of a head follow each other like runners in a line.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
-they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK; of dQ it
-computes half of the columns, from the dS of both. S of the next tile and dQ of this one are issued behind dV and dK,
-and dP when half of the next exponentials are done:
+they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
+computes half of the columns, or half of the rows of a tile of 128 queries, from the dS of both. S of the next tile and
+dQ of this one are issued behind dV and dK, and dP when half of the next exponentials are done:
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
@@ -54,6 +54,8 @@ def make(config):
     ds_steps = tuple(((y % 4) * 32 + (y // 4) * ds_panel) >> 4 for y in range(tile_n // 16))
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
     multiply_ds_k = wgmma.product_shared(dq_columns, kind, ds_steps, row_steps, 1)
+    # How far apart the warpgroups' parts are: by columns of K, or by rows of dS.
+    own_columns, own_queries = (k_panel, 0) if config.dq_panels == 2 else (0, 64 * 128)
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(k_panel, 1024, 128)
     commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
@@ -76,6 +78,7 @@ def make(config):
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
+    preload_s, preload_dp = keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
@@ -179,8 +182,8 @@ def make(config):
     def issue_dq(base, acc_dq, me, n):
         """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
         wait(base + at.ds_full, n & 1)
-        ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes)
-        multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * k_panel), 0)
+        ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes + me * own_queries)
+        multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * own_columns), 0)
         commit()
 
     @inlined
@@ -243,11 +246,12 @@ def make(config):
         pin_dk(acc_dk)
         pin_dv(acc_dv)
         pin_dq(acc_dq)
+        preload_s(base, acc_s, n, score)
         issue_s(base, acc_s, k_desc, n)
+        masked = i >= word(base, CUT) or i < word(base, FREE)
         wait_all()
         pin_s(acc_s)
         while n < steps:
-            masked = i >= word(base, CUT) or i < word(base, FREE)
             lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
             if has_row_term:
                 term = term_of(base, member, arrays, strides)
@@ -262,6 +266,7 @@ def make(config):
             if n > 0:
                 store_dq(base, acc_dq, me, int32(n - 1))
             stage_b = b_stage_of(n)
+            preload_dp(base, acc_dp, n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
             issue_dp(base, acc_dp, v_desc, n)
             if masked:
@@ -279,6 +284,7 @@ def make(config):
                     acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
                 )
             store_ds(base, ds_frag, n)
+            preload_s(base, acc_s, int32(n + 1), score)
             issue_dv(base, acc_dv, p_frag, n)
             issue_dk(base, acc_dk, ds_frag, n)
             issue_s(base, acc_s, k_desc, int32(n + 1))
@@ -289,12 +295,13 @@ def make(config):
             pin_dk(acc_dk)
             release_q(base, n)
             issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
-            wait_but_one()
-            pin_s(acc_s)
             n = int32(n + 1)
             i = int32(i - 1)
             if i < begin:
                 i, member = int32(word(base, STOP) - 1), int32(member + 1)
+            masked = i >= word(base, CUT) or i < word(base, FREE)
+            wait_but_one()
+            pin_s(acc_s)
         wait_all()
         pin_dq(acc_dq)
         if n > 0:

@@ -10,6 +10,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
+from ..score.stage import LOG2_E
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
@@ -28,6 +29,8 @@ class KeyBlock(NamedTuple):
     of_word: Any
     produce_a: Any
     produce_b: Any
+    preload_s: Any
+    preload_dp: Any
     issue_s: Any
     issue_dp: Any
     issue_dv: Any
@@ -57,6 +60,7 @@ def make(config):
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes = config.lse_delta_bytes
     blocks, varies = tile_m // 8, config.derivative_varies
+    lse_first, delta_first = config.lse_first, config.delta_first
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -80,7 +84,9 @@ def make(config):
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
     commit = wgmma.commit_group
+    to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to what is there
 
+    log2_e = float32(LOG2_E)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
@@ -163,18 +169,48 @@ def make(config):
                 i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
 
     @inlined
+    def preload(acc, place, factor):
+        """acc (tile_m / 8, 4) <- factor * a number of each query, which are its columns."""
+        four = cuda.local.array(4, uint32)
+        for pair in range(blocks // 2):
+            load_v4(four, 0, place + pair * 128)
+            for half in range(2):
+                for x in range(2):
+                    start = factor * four[half * 2 + x].view(np.float32)
+                    for r in range(2):
+                        acc[4 * (2 * pair + half) + 2 * r + x] = start
+
+    @inlined
+    def preload_s(base, acc_s, n, score):
+        """acc_s <- what S^T of the n-th query tile, once that has come, is to be added to: -lse / scale, so that P is
+        2^(scale_log2 * sum). The numbers are read while other products run, and no exponential has to wait for them."""
+        if lse_first:
+            stage = a_stage_of(n)
+            wait(base + at.a_full + 8 * stage, a_phase_of(n))
+            place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
+            preload(acc_s, place, float32(-1) / (score.scale * log2_e))
+
+    @inlined
+    def preload_dp(base, acc_dp, n):
+        """acc_dp <- -delta, to which dP^T is to be added."""
+        if delta_first:
+            stage = a_stage_of(n)
+            place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
+            preload(acc_dp, place + 64, float32(1))
+
+    @inlined
     def issue_s(base, acc_s, k_desc, n):
         """S^T of the n-th query tile, once it has come."""
         stage = a_stage_of(n)
         wait(base + at.a_full + 8 * stage, a_phase_of(n))
-        multiply_k_q(acc_s, k_desc, describe_rows(base + plan.stream_a + stage * a_bytes), 0)
+        multiply_k_q(acc_s, k_desc, describe_rows(base + plan.stream_a + stage * a_bytes), to_lse)
         commit()
 
     @inlined
     def issue_dp(base, acc_dp, v_desc, n):
         """dP^T of the n-th query tile; its dO has come."""
         stage = b_stage_of(n)
-        multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + stage * b_bytes), 0)
+        multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + stage * b_bytes), to_delta)
         commit()
 
     @inlined
@@ -228,13 +264,14 @@ def make(config):
             p = cuda.local.array(2, float32)
             place = lse_and_delta + ((thread_index() & int32(3)) << 4)
             for pair in range(first, end):
-                load_v4(four, 0, place + pair * 128)
+                if not lse_first:
+                    load_v4(four, 0, place + pair * 128)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
                         for x in range(2):
                             i = 4 * n + 2 * r + x
-                            lse_log2 = four[half * 2 + x].view(np.float32)
+                            lse_log2 = float32(0) if lse_first else four[half * 2 + x].view(np.float32)
                             away = distance[r] - float32(n * 8 + x)
                             p[x], _ = weight(acc_s[i], term, away, score, lse_log2)
                             if masked and not is_seen(mask_bits, r, n, x):
@@ -257,13 +294,14 @@ def make(config):
             if varies:
                 lse = cuda.local.array(4, uint32)
                 load_v4(lse, 0, place + pair * 128)
-            load_v4(four, 0, place + pair * 128 + 64)
+            if not delta_first:
+                load_v4(four, 0, place + pair * 128 + 64)
             for half in range(2):
                 n = 2 * pair + half
                 for r in range(2):
                     for x in range(2):
                         i = 4 * n + 2 * r + x
-                        minus_delta = four[half * 2 + x].view(np.float32)
+                        minus_delta = float32(0) if delta_first else four[half * 2 + x].view(np.float32)
                         if varies:
                             away = distance[r] - float32(n * 8 + x)
                             lse_log2 = lse[half * 2 + x].view(np.float32)
@@ -320,6 +358,7 @@ def make(config):
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
     return KeyBlock(
-        set_up_state, of_word, produce_a, produce_b, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do,
-        rows_of_lane, weights_of, to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
+        set_up_state, of_word, produce_a, produce_b, preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk,
+        release_q, release_do, rows_of_lane, weights_of, to_score_gradients, find_visible, term_of, has_row_term,
+        mask_words, write_gradients,
     )  # fmt: skip
