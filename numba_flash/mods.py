@@ -71,19 +71,21 @@ def softcap(cap: float) -> Any:
 def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: bool = True) -> Any:
     """-> score_mod: T5's bias by distance (Raffel et al., 2020). It reads the table (buckets, heads) of the model.
 
-    Half of the buckets are for one distance each, the others for ranges that grow up to `farthest`.
+    Half of the buckets are for one distance each, the others for ranges that grow up to `farthest`. The distances in
+    these are those of Transformers' float32, whatever the precision of log is here.
     """
     own = buckets // 2 if bidirectional else buckets
     exact = own // 2
-    per_octave = (own - exact) / math.log(farthest / exact)
+    per_e_fold = (own - exact) / math.log(farthest / exact)
+    past_rounding = 1e-5  # more than a rounded log is off, less than a step of one distance makes
 
     def biased(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any) -> Any:
         distance = abs(q_pos - k_pos) if bidirectional else max(q_pos - k_pos, 0)
-        bucket = distance
-        if distance >= exact:
-            bucket = min(exact + int(math.log(distance / exact) * per_octave), own - 1)
-        if bidirectional and k_pos > q_pos:
-            bucket = bucket + own
+        # For near ones, too, so that there is no jump: then compilers make vectors of it.
+        far = exact + int(math.log(max(distance, exact) / exact) * per_e_fold + past_rounding)
+        bucket = distance if distance < exact else min(far, own - 1)
+        if bidirectional:
+            bucket = bucket + own if k_pos > q_pos else bucket
         return score + table[bucket, h]
 
     return biased

@@ -1,5 +1,7 @@
 """The ready functions, beside masks and biases made with NumPy, and compiled."""
 
+import math
+
 import numpy as np
 import pytest
 from contract import problem
@@ -69,6 +71,36 @@ def test_biases(which):
     function, aux, bias = BIASES[which]
     case = problem()
     assert both_close(by(case, score_mod=function, aux=aux), by(case, bias=bias.astype(np.float32)))
+
+
+def buckets_of_transformers(distances, buckets, farthest, bidirectional):
+    """In float32, as its models run, of key - query."""
+    own = buckets // 2 if bidirectional else buckets
+    size = np.abs(distances) if bidirectional else -np.minimum(distances, 0)
+    exact = own // 2
+    octaves = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(farthest / exact)
+    )
+    large = exact + (octaves * np.float32(own - exact)).astype(int)
+    bucket = np.where(size < exact, size, np.minimum(large, own - 1))
+    return bucket + own * ((distances > 0) & bidirectional)
+
+
+# At a distance of 64 of 128 the logarithm is a whole number of buckets, or in float64 just below one.
+@pytest.mark.parametrize("real", [float, np.float32])
+@pytest.mark.parametrize(
+    ("buckets", "farthest", "bidirectional"),
+    [(32, 128, True), (32, 128, False), (16, 64, True), (64, 256, True), (32, 20, False), (256, 4096, True)],
+)
+def test_every_distance_is_in_the_bucket_that_transformers_puts_it_in(
+    buckets, farthest, bidirectional, real, monkeypatch
+):
+    monkeypatch.setattr(math, "log", lambda x, log=math.log: real(log(real(x))))
+    distances = np.arange(-farthest - 9, farthest + 9)
+    function = mods.relative_position(buckets, farthest, bidirectional)
+    table = np.arange(buckets)[:, None]
+    found = [function(0, 0, 0, 0, int(k_pos), table) for k_pos in distances]
+    assert found == buckets_of_transformers(distances, buckets, farthest, bidirectional).tolist()
 
 
 def test_softcap():
