@@ -10,6 +10,7 @@ import numpy as np
 
 from ...arrays import Array, host_view
 from ...machine import toolchain
+from . import now
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
@@ -55,9 +56,9 @@ class Pointer:
 
     def store(self, position: int, count: int) -> None:
         """The running thread stores so many elements, from the position-th from the lowest on."""
-        turns = getattr(threading.current_thread(), "turns", None)
-        if turns is None:  # in Numba's own simulator
+        if now.thread is None:  # in Numba's own simulator
             return
+        turns = now.thread.turns
         for stored in range(position, position + count):
             other = self._stored_by.setdefault(stored, turns.first_block)
             if other != turns.first_block:
@@ -137,11 +138,12 @@ def _run(
 
     @toolchain.cuda().jit
     def quiet(*arguments: Any) -> None:
-        # Infinities are the kernels' business. NumPy's error state belongs to a thread, so each sets its own.
+        # Infinities are the kernels' business. NumPy's error state belongs to a thread or, since 2.0, to a context,
+        # which a greenlet has of its own: so each sets its own, and the launch has the same for those that share one.
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
-    with _instead_of_numbas(numba_kernel, memory, cluster):
+    with _instead_of_numbas(numba_kernel, memory, cluster), np.errstate(all="ignore"):
         quiet[blocks, threads, 0, shared_bytes](*arguments)
 
 
@@ -152,6 +154,8 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     Numba swaps `cuda` in a function's module at every call of it. Here that is done once a function, and NumPy's number
     types are swapped in with it: a call of Numba's gives the same number and takes ten times as long.
     """
+    from numba.cuda.simulator import kernelapi
+
     from .scheduler import Turns
 
     cuda, seen, undo = toolchain.cuda(), set(), contextlib.ExitStack()
@@ -186,11 +190,19 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     blocks, swapping, launch = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__
     numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Turns, memory, cluster), swap
     kernels.__call__ = call
+    kernelapi.threading = _Running()  # asked for the thread whose threadIdx a kernel reads
     try:
         yield
     finally:
+        kernelapi.threading = threading
         numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__ = blocks, swapping, launch
         undo.close()
+
+
+class _Running:
+    @staticmethod
+    def current_thread() -> Any:
+        return now.thread
 
 
 @functools.cache
