@@ -114,6 +114,7 @@ def test_gradients_are_those_of_the_plain_formula(name, kernel):
     close(jax.jit(found)(q, k, v, aux), expected(q, k, v, aux))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_vmap(name):
     """b is the entry of each call's own batch; aux is mapped over or shared."""

@@ -161,6 +161,7 @@ def test_opcheck(layout, dtype, device):
         torch.library.opcheck(bridge.backward, ("dq dv", *arguments, layout, "auto"))
 
 
+@pytest.mark.slow
 @ITS_OWN
 def test_opcheck_with_every_array(device):
     q, k, v, bias, slopes, sinks = tensors(Q, K, V, (1, 4, 1, 6), (4,), (4,), device=device, dtype=torch.float32)

@@ -234,6 +234,7 @@ COUNTS = {  # in each dtype
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("strides", ["", ", other strides"])
 def test_function(samples, dtype, strides):
@@ -246,6 +247,7 @@ def test_function(samples, dtype, strides):
     check_counts(name, tally(name, dtype, [OfFunction(op, sample) for sample in given]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_function_of_many_heads(samples, dtype):
     op = samples[0]["nn.functional.multi_head_attention_forward"]
@@ -256,6 +258,7 @@ def test_function_of_many_heads(samples, dtype):
     check_counts("multi_head_attention_forward", tally("multi_head_attention_forward", dtype, programs))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(

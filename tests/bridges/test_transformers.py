@@ -337,6 +337,7 @@ def losses(model, implementation, dtype, steps=200, turned=False):
     return torch.tensor(curve, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_training_follows_the_loss_of_eager_attention(device):
     """As far from exact training as that with eager attention is, at most twice."""
     model = gemma2().to(device)

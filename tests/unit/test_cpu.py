@@ -238,6 +238,7 @@ def run(code, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no resource module")
 def test_memory_does_not_grow_with_the_square_of_the_length():
     result = run(
@@ -258,6 +259,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length():
 
 
 # Numba's own thread pool aborts the process when it is launched twice at once.
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["workqueue", "default"])
 def test_python_threads_may_call_at_once(layer):
     result = run(
@@ -413,6 +415,7 @@ print(numba.threading_layer(), os.waitpid(child, 0)[1])
 
 
 # After a call of ours, and where the parent's own program had started Numba's threads.
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("whose", ["ours", "its own"])
 def test_a_forked_process_computes_too(whose):

@@ -193,6 +193,7 @@ def run(code, **environment):
 
 
 # One head alone: every task adds to the sums of the one before it, and more threads than cores make them wait.
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["workqueue", "default"])
 def test_tasks_take_turns_on_many_threads(layer):
     result = run(
@@ -287,6 +288,7 @@ def test_infinite_bias_removes_a_key():
 # Memory.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no resource module")
 def test_memory_does_not_grow_with_the_square_of_the_length():
     result = run(
@@ -309,6 +311,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length():
 # Threads.
 
 
+@pytest.mark.slow
 def test_python_threads_may_call_at_once():
     result = run(
         "import threading, numpy as np, numba_flash\n"

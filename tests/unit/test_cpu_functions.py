@@ -121,6 +121,7 @@ def test_a_row_has_the_bits_that_it_has_in_other_tiles():
     assert np.array_equal(part, whole[:, :, 7:33])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_gradients_of_aux_of_every_dtype(threads):
     """Rounded once, with the same bits on any number of threads, and also where an array has no elements."""
@@ -180,6 +181,7 @@ def test_float16_tables_after_a_gpu_kernel_with_such_a_table(monkeypatch, tmp_pa
     assert of_gpu.element == numba.types.float16
 
 
+@pytest.mark.slow
 def test_a_second_process_takes_it_from_the_cache(tmp_path):
     numba_flash.attention(*(np.ones((1, 1, 9, 4), np.float32),) * 3, kernel="cpu")
     shutil.copytree(cache.entries_folder(), tmp_path / "cpu", ignore=shutil.ignore_patterns("score_mod-*"))

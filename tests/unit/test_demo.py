@@ -171,6 +171,7 @@ def test_a_short_end_goes_to_the_passage_before_it_but_not_over_a_heading():
     assert [p.line for p in passages.split(f"{long}\nthe end\n", "f")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_second_run_reads_only_what_is_new_and_answers_the_same(folder, remembered, monkeypatch, capsys):
     said = passages.project_passages()[:40]
     monkeypatch.setattr(story, "project_passages", lambda: said)

@@ -60,6 +60,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize("what", ["forward", "one task", "backward", "sums"])
 def test_ctrl_c_ends_a_long_call_within_half_a_second(what):

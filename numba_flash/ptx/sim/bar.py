@@ -1,7 +1,8 @@
 """Twins of ptx.bar."""
 
 from .errors import InstructionError, name
-from .warp import current, together
+from .now import current
+from .warp import together
 
 
 class Barrier:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .errors import InstructionError
-from .warp import current
+from .now import current
 
 ADDRESS_BITS = 24
 

@@ -3,7 +3,7 @@
 import functools
 
 from .errors import InstructionError
-from .warp import current
+from .now import current
 
 
 def copy16(target, source, count):

@@ -3,7 +3,6 @@
 import contextlib
 import linecache
 import os
-import sys
 import threading
 
 import numba.cuda
@@ -39,8 +38,7 @@ def name(thread):
 
 def place(thread):
     """file:line of the kernel where a thread stands, and its text."""
-    frame = sys._getframe() if thread is threading.current_thread() else sys._current_frames().get(thread.ident)
-    frames = []
+    frame, frames = thread.frame(), []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

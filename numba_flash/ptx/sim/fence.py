@@ -1,6 +1,6 @@
 """Twins of ptx.fence: what this thread did before is marked as in order."""
 
-from .warp import current
+from .now import current
 
 
 def proxy_async():

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...arrays import Array, host_view
 from ...machine import toolchain
+from . import now
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 
@@ -55,9 +56,9 @@ class Pointer:
 
     def store(self, position: int, count: int) -> None:
         """The running thread stores so many elements, from the position-th from the lowest on."""
-        turns = getattr(threading.current_thread(), "turns", None)
-        if turns is None:  # in Numba's own simulator
+        if now.thread is None:  # in Numba's own simulator
             return
+        turns = now.thread.turns
         for stored in range(position, position + count):
             other = self._stored_by.setdefault(stored, turns.first_block)
             if other != turns.first_block:
@@ -137,11 +138,12 @@ def _run(
 
     @toolchain.cuda().jit
     def quiet(*arguments: Any) -> None:
-        # Infinities are the kernels' business. NumPy's error state belongs to a thread, so each sets its own.
+        # Infinities are the kernels' business. NumPy's error state belongs to a thread or, since 2.0, to a context,
+        # which a greenlet has of its own: so each sets its own, and the launch has the same for those that share one.
         with np.errstate(all="ignore"):
             kernel(*arguments)  # inside a launch the simulator takes it for a device function
 
-    with _instead_of_numbas(numba_kernel, memory, cluster):
+    with _instead_of_numbas(numba_kernel, memory, cluster), np.errstate(all="ignore"):
         quiet[blocks, threads, 0, shared_bytes](*arguments)
 
 
@@ -149,48 +151,71 @@ def _run(
 def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator[None]:
     """Blocks that take turns, and device functions that are called like any other function.
 
-    Numba swaps `cuda` in a function's module at every call of it. Here that is done once a function, and NumPy's number
-    types are swapped in with it: a call of Numba's gives the same number and takes ten times as long.
+    Numba swaps `cuda` in a function's module at every call of it. Here that is done once a function and launch. NumPy's
+    number types are swapped in with it (a call of Numba's gives the same number and takes ten times as long), and for a
+    device function the plain one that it is made of, which Python calls without a detour.
     """
+    from numba.cuda.simulator import kernelapi
+
     from .scheduler import Turns
 
     cuda, seen, undo = toolchain.cuda(), set(), contextlib.ExitStack()
-    instead: dict[int, Any] = _numbers().copy()
+    numbers = _numbers()
+    kernels = numba_kernel.FakeCUDAKernel
 
     def swap(function: Any, simulated: Any) -> contextlib.AbstractContextManager:
-        instead[id(cuda)] = simulated
+        """In what a function sees: its module and what it closes over."""
         names = function.__globals__
         if id(names) not in seen:
             seen.add(id(names))
-            before = {name: value for name, value in names.items() if id(value) in instead}
-            names.update({name: instead[id(value)] for name, value in before.items()})
+            before = {name: value for name, value in names.items() if instead(value, simulated) is not value}
             undo.callback(names.update, before)
+            names.update({name: instead(value, simulated) for name, value in before.items()})
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: its function is not made yet
                 value = cell.cell_contents
-                if id(value) in instead:
-                    cell.cell_contents = instead[id(value)]
+                other = instead(value, simulated)
+                if other is not value:
                     undo.callback(setattr, cell, "cell_contents", value)
+                    cell.cell_contents = other
         return nothing
 
+    def instead(value: Any, simulated: Any) -> Any:
+        if value is cuda:
+            return simulated
+        if isinstance(value, kernels):
+            if value not in seen:
+                seen.add(value)
+                swap(value.fn, simulated)
+            return value.fn
+        return numbers.get(id(value), value)
+
     def call(kernel: Any, *arguments: Any) -> Any:
+        """One that is not swapped for its function, such as the member of a tuple."""
         if kernel not in seen:
             simulated = numba_kernel._get_kernel_context()
             if simulated is None:
                 return launch(kernel, *arguments)
-            seen.add(kernel)
-            swap(kernel.fn, simulated)
+            instead(kernel, simulated)
         return kernel.fn(*arguments)
 
-    nothing, kernels = contextlib.nullcontext(), numba_kernel.FakeCUDAKernel
+    nothing = contextlib.nullcontext()
     blocks, swapping, launch = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__
     numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Turns, memory, cluster), swap
     kernels.__call__ = call
+    kernelapi.threading = _Running()  # asked for the thread whose threadIdx a kernel reads
     try:
         yield
     finally:
+        kernelapi.threading = threading
         numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__ = blocks, swapping, launch
         undo.close()
+
+
+class _Running:
+    @staticmethod
+    def current_thread() -> Any:
+        return now.thread
 
 
 @functools.cache

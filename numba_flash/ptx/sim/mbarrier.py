@@ -2,7 +2,7 @@
 
 from .cluster import there
 from .errors import InstructionError, name
-from .warp import current
+from .now import current
 
 MOST = 2**20 - 1  # arrivals, and bytes at a time
 

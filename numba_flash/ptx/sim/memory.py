@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from .now import current
 from .registers import u32
-from .warp import current
 
 
 def address(pointer, index):

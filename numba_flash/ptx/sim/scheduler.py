@@ -1,20 +1,20 @@
 """The threads of a block, or of a cluster's blocks, take turns: one runs until it has to wait, and then hands on.
 
-Numba's own simulator starts all threads, lets Python switch between them and asks them in a loop whether
-they wait. Here a thread that waits wakes up only when there is something for it (12 us a switch); the
-order is the same in every run; and when nobody can go on, that is known at once and without a time limit,
-however long a debugger stops. Copies under way arrive as late as they can: when nobody can go on without them.
+Numba's own simulator starts all threads, lets Python switch between them and asks them in a loop whether they wait.
+Here a thread that waits wakes up only when there is something for it; the order is the same in every run; and when
+nobody can go on, that is known at once and without a time limit, however long a debugger stops. Copies under way arrive
+as late as they can: when nobody can go on without them.
 """
 
 from collections import deque
-from threading import Lock
 
 from numba.cuda.simulator import kernel as numba_kernel
 
 from .block import Block
 from .errors import Abandoned, InstructionError, name, place, place_of_error
+from .now import current
 from .order import Order
-from .warp import current
+from .thread import kind
 
 POLLS = 300_000  # how often a thread may look at memory in which nothing can change any more
 
@@ -39,8 +39,6 @@ class Turns(numba_kernel.BlockManager):
         self.memory, self.cluster, self.dimensions, self.grid = memory, cluster, block_dim, grid_dim
         self.over, self.error = False, None
         self.ready, self.transfers = deque(), deque()
-        self._done = Lock()
-        self._done.acquire()
         self._polls = 0
         self._at_barrier = []
 
@@ -58,23 +56,14 @@ class Turns(numba_kernel.BlockManager):
         shared_bytes = module._shared._dynshared_size
         module._shared = SharedOfBlock(shared_bytes)
         self.order = Order(self.cluster * self.size)
+        threads_of = kind()
         self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]
         for block in self.blocks:
-            block.start(body, (block_index[0] + block.rank, *block_index[1:]))
-        self.threads = threads = [thread for block in self.blocks for thread in block.threads]
-        self.alive = len(threads)
-        self.ready.extend(threads)
-        for thread in threads:
-            thread.start()
-        try:
-            self.ready.popleft().turn.release()
-            self._done.acquire()
-        except BaseException:  # Ctrl-C
-            self.over = True
-            raise
-        finally:
-            for thread in threads:
-                thread.join(timeout=None if self.error is None and not self.over else 10)
+            block.make_threads(threads_of, body, (block_index[0] + block.rank, *block_index[1:]))
+        self.threads = [thread for block in self.blocks for thread in block.threads]
+        self.alive = len(self.threads)
+        self.ready.extend(self.threads)
+        threads_of.run_all(self.threads, self.ready.popleft())
         if self.error is not None:
             raise self.error
         for block in self.blocks:
@@ -89,8 +78,7 @@ class Turns(numba_kernel.BlockManager):
         thread.waits_for = what
         following = self._next()
         if following is not thread:
-            following.turn.release()
-            thread.turn.acquire()
+            thread.hand_on(following)
         thread.waits_for = None
         if self.over:
             raise Abandoned
@@ -150,12 +138,12 @@ class Turns(numba_kernel.BlockManager):
     # Ends.
 
     def leave(self, thread):
+        """A thread has ended. -> who runs next, or None after the last one."""
         thread.ended = True
         thread.block.alive -= 1
         self.alive -= 1
         if not self.alive:
-            self._done.release()
-            return
+            return None
         self._polls = 0
         if not self.over:
             error = thread.block.left(thread)
@@ -163,7 +151,7 @@ class Turns(numba_kernel.BlockManager):
                 self.fail(error, thread)
             elif self._at_barrier and len(self._at_barrier) == self.alive:
                 self._at_barrier = self.open_barrier(self._at_barrier)
-        self._next().turn.release()
+        return self._next()
 
     def fail(self, error, thread=None):
         """The first error is the launch's; all threads that are left end, `thread` by itself."""

@@ -3,7 +3,8 @@
 import functools
 
 from .errors import InstructionError
-from .warp import current, together
+from .now import current
+from .warp import together
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .warp import current
+from .now import current
 
 
 def pointer(array, offset):

@@ -3,6 +3,8 @@
 For every 4 bytes: whether a copy is under way to them, whether an instruction that runs on its own still
 reads them, who wrote them last and who has read them since (by an instruction here, not by index), and whether
 the writer has fenced them for the asynchronous proxy. An access that would be luck on a GPU raises.
+
+np.count_nonzero asks for any in a third of the time that x.any() takes.
 """
 
 import sys
@@ -87,7 +89,7 @@ class SharedMemory:
 
         threads: a number or several. asynchronous: through the asynchronous proxy (wgmma, a TMA store).
         """
-        if self.copying[words].any():
+        if np.count_nonzero(self.copying[words]):
             raise InstructionError(
                 f"{self._first(words, self.copying[words])} is read before it arrived: wait for the copy"
             )
@@ -95,7 +97,7 @@ class SharedMemory:
         writer = self.writer[words]
         since = (self.fenced if asynchronous else self.written)[words]
         late = known[writer] < since
-        if late.any():
+        if np.count_nonzero(late):
             where, by = self._first(words, late), self._by(writer[late].flat[0])
             if asynchronous and (since[late] == NEVER).any():
                 raise InstructionError(
@@ -135,7 +137,7 @@ class SharedMemory:
         count = 4 * len(values)
         words = self.words(address, count, count)
         data = self.data[address : address + count].view(np.uint32)
-        if not ((data == values).all() and self._stored_by_others(words, thread.number)):
+        if np.count_nonzero(data != values) or not self._stored_by_others(words, thread.number):
             self.write(words, thread)
             data[:] = values
 
@@ -144,13 +146,13 @@ class SharedMemory:
 
         Two warpgroups may each set the same rows to zero, fence, and go on with a barrier of their own.
         """
-        if self.copying[words].any():
+        if np.count_nonzero(self.copying[words]):
             return False
         writers, epochs = self.writer[words], self.written[words]
         unseen = self.order.known[thread, writers] < epochs
-        if unseen.any():
+        if np.count_nonzero(unseen):
             np.maximum.at(self.order.known[thread], writers[unseen], epochs[unseen])
-        return unseen.any() or self.reading[words].any()
+        return bool(np.count_nonzero(unseen) or np.count_nonzero(self.reading[words]))
 
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
@@ -184,20 +186,21 @@ class SharedMemory:
 
     def _free(self, words, thread):
         """This thread may have these words written over, or an error says who still needs them."""
-        if self.copying[words].any():
+        if np.count_nonzero(self.copying[words]):
             raise InstructionError(
                 f"{self._first(words, self.copying[words])} is written while a copy to it is under way"
             )
-        if self.reading[words].any():
+        if np.count_nonzero(self.reading[words]):
             where = self._first(words, self.reading[words] > 0)
             raise InstructionError(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
         numbers = self.readers[:, words]
-        if not numbers.any():
+        if not np.count_nonzero(numbers):
             return
+        known = self.order.known[thread]
         for number in set(numbers.ravel().tolist()) - {0}:
             readers, epochs = self._reads[number]
             # Lanes that read together were all done when the first of them came to a barrier.
-            if not (self.order.known[thread, readers] >= epochs).any():
+            if not np.count_nonzero(known[readers] >= epochs):
                 first = readers[0] - self._first_thread
                 who = f"thread {first}" if len(readers) == 1 else f"warp {first // 32}"
                 where = self._first(words, (numbers == number).any(axis=0))

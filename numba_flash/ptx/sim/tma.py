@@ -13,7 +13,7 @@ from .. import fragments
 from .errors import InstructionError
 from .global_memory import MAPS
 from .mbarrier import find
-from .warp import current
+from .now import current
 
 Store = namedtuple("Store", "tensor box coordinates values words")
 Landing = namedtuple("Landing", "target values words adds")

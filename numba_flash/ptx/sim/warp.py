@@ -1,10 +1,10 @@
 """Warps and warpgroups come together: all lanes hand in what they have, the last to come computes for all."""
 
 import sys
-import threading
 from collections import deque
 
 from .errors import InstructionError, name, place
+from .now import current
 
 
 class Group:
@@ -24,14 +24,6 @@ class Group:
             return None
         text = f"leaves the kernel, but {_who(self.came)} waits in {self.instruction[0]} at {place(self.came[0])}"
         return InstructionError(f"{text}; all of a {self.kind} must come there", thread)
-
-
-def current():
-    """The simulated thread that is running."""
-    thread = threading.current_thread()
-    if not hasattr(thread, "warpgroup"):
-        raise RuntimeError("the simulator's instructions run in kernels that sim.launch.run launches")
-    return thread
 
 
 def together(instruction, compute, given, group="warp"):

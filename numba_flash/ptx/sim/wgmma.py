@@ -10,8 +10,9 @@ import numpy as np
 
 from .. import fragments
 from .errors import InstructionError, place
+from .now import current
 from .registers import RUNNING, check, halves, table
-from .warp import current, same, together
+from .warp import same, together
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # by bits 62 and 63 of a descriptor
 _A = table(fragments.a_element, 8)

@@ -1,0 +1,10 @@
+"""The simulated thread that is running. There is one at most: launches come one at a time, and threads take turns."""
+
+thread = None
+
+
+def current():
+    """In an instruction, which has one."""
+    if thread is None:
+        raise RuntimeError("the simulator's instructions run in kernels that sim.launch.run launches")
+    return thread
