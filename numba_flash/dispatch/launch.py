@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -292,11 +293,12 @@ class KernelSequence(Launch):
     workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
     """
 
-    __slots__ = ("_bytes", "_offsets", "_steps", "_workspace", "by_addresses")
+    __slots__ = ("_bytes", "_offsets", "_starts", "_steps", "_workspace", "by_addresses")
 
     def __init__(self, steps: list[Step], workspace: list[tuple[tuple[int, ...], str] | None]) -> None:
         self._steps, self._workspace = steps, workspace
         self.by_addresses = all(step.launch.by_addresses for step in steps)
+        self._starts = [(step.launch, _taking(step.taken)) for step in steps]
         # Where each array of the workspace stands in one piece of memory, which is made in the time of one of them.
         self._offsets: list[int | None] = []
         self._bytes = 0
@@ -315,8 +317,8 @@ class KernelSequence(Launch):
         memory = arrays.scratch(like, (self._bytes,), "uint8", stream) if self._bytes else like
         first = memory.pointer
         every = (*addresses, *[0 if offset is None else first + offset for offset in self._offsets])
-        for launch, taken, *_ in self._steps:
-            launch.start(tuple([every[number] for number in taken]), like, stream)
+        for launch, take in self._starts:
+            launch.start(take(every), like, stream)
 
     def run(self, operands: Given, stream: int) -> None:
         if self.by_addresses:
@@ -348,6 +350,13 @@ class KernelSequence(Launch):
             array = None if makes is None or number is None else made[makes]
             if array is not None:
                 blocks.keep(keys[makes], array)
+
+
+def _taking(places: tuple[int, ...]) -> Callable[[Addresses], Addresses]:
+    """all addresses -> those at these places"""
+    if len(places) == 1:  # of which itemgetter would make no tuple
+        return lambda every: (every[places[0]],)
+    return operator.itemgetter(*places)
 
 
 class OnCpu(_ByAddresses):

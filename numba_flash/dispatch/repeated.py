@@ -72,9 +72,9 @@ class Forward(NamedTuple):
         """layout: of q; o, lse: their shapes and dtypes."""
         family = arrays.one_go[type(q)]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
-        return Forward(
-            launch.shortest(), *makers, family.address, _Device.of(family, layout), Options(*options), kernel
-        )
+        given = Options(*options)
+        given = given._replace(window=given.window and window_sides(given.window))  # a list might be changed
+        return Forward(launch.shortest(), *makers, family.address, _Device.of(family, layout), given, kernel)
 
     def run(self, q: Any, addresses: Addresses) -> tuple[Any, Any]:
         """o, and lse or None."""
