@@ -23,7 +23,7 @@ NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
 def key_of_options(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The part of a key that says what is asked for; None where options have arrays, functions or a seed."""
     causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
-    if not option_arrays is functions is seed is None:
+    if not option_arrays is functions is seed is None or not (q_offset is None or isinstance(q_offset, int)):
         return None
     if window is not None:
         window = window_sides(window)

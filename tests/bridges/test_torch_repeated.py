@@ -176,6 +176,27 @@ def test_of_options_each_type_is_its_own(known):
             numba_flash.attention(q, k, v, **(right | wrong))
 
 
+ARRAYS = {
+    "q_offset": torch.tensor([0, 2], dtype=torch.int32), "seqlens_k": torch.tensor([4, 9], dtype=torch.int32),
+    "mask": torch.ones(10, 10, dtype=torch.bool), "bias": torch.ones(4, 1, 1), "alibi_slopes": torch.ones(4),
+    "sinks": torch.ones(4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_as_option_is_read_each_time(name, known, prepared):
+    """The same object again and again, as the layers of a model hand it over, but with other numbers in it."""
+    q, k, v = known
+    array = ARRAYS[name].clone()
+    for _ in range(3):
+        array[0] = array[1]
+        found = [numba_flash.attention(q, k, v, **{name: array}) for _ in range(2)]
+        expected = numba_flash.attention(*(x.numpy() for x in known), **{name: array.numpy()})
+        for o in found:
+            np.testing.assert_array_equal(o.numpy(), expected)
+    assert len(prepared) == 3 * 3
+
+
 def test_where_torch_records_a_known_call_is_recorded(known):
     q, k, v = known
     expected = numba_flash.attention(q, k, v)
