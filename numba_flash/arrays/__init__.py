@@ -21,9 +21,11 @@ from .making import empty_for as empty_for
 from .making import give as give
 from .making import note_writing as note_writing
 from .making import scratch as scratch
+from .one_go import OneGo as OneGo
 from .reading import checks as checks
 from .reading import differentiated as differentiated
 from .reading import jax_addresses as jax_addresses
+from .reading import one_go as one_go
 from .reading import read as read
 from .recording import NeedsBridge as NeedsBridge
 from .streams import stream_of as stream_of

@@ -130,6 +130,16 @@ def contiguous_layout(family: str, device: int | None, shape: tuple[int, ...], d
     return LAYOUTS_OF[family][device, shape, strides, 1, numpy_dtype(dtype), False]
 
 
+@functools.lru_cache(maxsize=20_000)
+def contiguous_like(layout: Layout, shape: tuple[int, ...], dtype: str) -> Layout:
+    """The layout of what `making.empty` makes; the same one where it is the same, which `torch_maker` looks at."""
+    if layout.contiguous and layout.shape == shape and layout.dtype == dtype and not layout.readonly:
+        return layout
+    unit = ITEM_SIZE[dtype] if layout.family == "torch" else 1  # what the family counts its strides in
+    strides = strides_of_contiguous(shape, ITEM_SIZE[dtype] // unit)
+    return Layout(layout.family, layout.device, shape, strides, unit, dtype, False)
+
+
 def strides_of_contiguous(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
     strides = [unit]
     for extent in shape[:0:-1]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .layout import CUPY_LAYOUTS, LAYOUTS_OF, NUMPY_LAYOUTS, TORCH_LAYOUTS, Array, host_pointer, strides_of_contiguous
+from .one_go import OneGo, of_torch
 from .recording import NeedsBridge, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
 
@@ -162,6 +163,8 @@ checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 # type of q -> whether its library differentiates a call with these q, k and v. `read` finds out too, by an exception
 # that takes 3 to 8 us.
 differentiated: dict[type, Callable[[Any, Any, Any], bool]] = {}
+# type of an array -> how a call like one before reads it.
+one_go: dict[type, OneGo] = {}
 
 
 def read(name: str, x: Any) -> Array:
@@ -190,6 +193,8 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
         if type(x).__torch_dispatch__ is not plain:
             return _torch_dispatching
         differentiated[type(x)] = torch_differentiates()
+        if type(x) in (sys.modules["torch"].Tensor, sys.modules["torch"].nn.Parameter):  # not a subclass
+            one_go[type(x)] = of_torch()
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         return _jax

@@ -46,7 +46,7 @@ def torch_differentiates() -> Callable[[Any, Any, Any], bool]:
 
     def differentiates(q: Any, k: Any, v: Any) -> bool:
         try:
-            return (q.requires_grad or k.requires_grad or v.requires_grad) and is_grad_enabled()
+            return is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         except AttributeError:  # k or v is something else, and will be refused
             return False
 

@@ -20,6 +20,7 @@ from ..dispatch import backward as gradients
 from ..dispatch import forward as dispatch
 from ..dispatch.block_mask import in_options
 from ..dispatch.forward import AttentionOutput
+from ..dispatch.repeated import Forward
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, NUMBERS, OPTION_ARRAYS, AttentionGradients, Options, daux_name
@@ -114,6 +115,13 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     return _result(return_lse, o, lse)
 
 
+def run_again(known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
+    """`run` of a call like one before, as `dispatch.forward.find` found it."""
+    if return_lse:
+        return run(q, k, v, known.options, return_lse, None, None, known.kernel)
+    return _record_again(known, addresses, q, k, v)
+
+
 def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
     return AttentionOutput(o, lse) if return_lse else o
 
@@ -142,11 +150,12 @@ def _outside_of_the_graph(*arguments: Any) -> Any:
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
 # It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
-dispatch.run._torchdynamo_disable = True  # type: ignore[attr-defined]
+run_again._torchdynamo_disable = True  # type: ignore[attr-defined]
 _frames = torch._C._dynamo.eval_frame
 if hasattr(_frames, "_FrameExecStrategy"):  # else it traces there what it can, and warns
     _skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # also what it calls
-    _frames.set_code_exec_strategy(dispatch.run.__code__, _skip)
+    for _function in (*dispatch.NOT_TO_BE_TRACED, run_again):
+        _frames.set_code_exec_strategy(_function.__code__, _skip)
 
 
 def _taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
@@ -244,13 +253,18 @@ def _gradients_now(
     call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> AttentionGradients:
     """Of tensors for which torch records nothing now."""
-    if do is None:
-        do = torch.zeros_like(o)
-    elif do.stride(-1) != 1:  # of sum().backward(): one number as a whole array, whose rows no tensor core could fetch
-        do = do.contiguous()
+    do = torch.zeros_like(o) if do is None else _fetchable(do)
     q, k, v, options = _put_together(call, tensors)
-    kernel = call.kernel if call.kernel in rungs.WITH_BACKWARD else "auto"
-    return gradients.run(do, q, k, v, o, lse, dlse, wanted, options, True, None, kernel)
+    return gradients.run(do, q, k, v, o, lse, dlse, wanted, options, True, None, _of_backward(call.kernel))
+
+
+def _fetchable(do: Tensor) -> Tensor:
+    """Of sum().backward() it is one number as a whole array, whose rows no tensor core could fetch."""
+    return do if do.stride(-1) == 1 else do.contiguous()
+
+
+def _of_backward(kernel: str) -> str:
+    return kernel if kernel in rungs.WITH_BACKWARD else "auto"
 
 
 def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -274,6 +288,28 @@ def _no_second_gradients(ctx: Any, *unused: Any) -> None:
     raise NotImplementedError(NO_SECOND_GRADIENTS)
 
 
+def _gradients_of(
+    call: Call, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+) -> tuple[Tensor | None, ...]:
+    """Of the tensors of an eager call. needs: whose gradients are wanted."""
+    wanted, aux = _wanted(needs), range(len(tensors) - len(ARRAYS))
+    try:
+        found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
+    except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
+        if len(tensors) == 3:
+            q, k, v = tensors
+            tensors, call = _taken_apart(q, k, v, call.options, call.kernel)
+        if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
+            named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
+        else:
+            named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
+        by_name = dict(zip(wanted, named, strict=True))
+        daux = tuple(by_name.pop(daux_name(number), None) for number in aux)
+        found = AttentionGradients(**by_name, daux=daux)
+    of_aux = found.daux or (None,) * len(aux)
+    return (*[None if n is None else found[n] for n in FOUND_AT[: len(needs)]], *of_aux)
+
+
 class _Recorded(torch.autograd.Function):
     """For eager calls. Its arguments are a Call and the tensors: q, k and v where the Call has all else, or those of
     ARRAYS and aux. Results are o alone, or o and lse."""
@@ -288,25 +324,33 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         o, lse, *tensors = ctx.saved_tensors
-        call, wanted, aux = ctx.call, _wanted(ctx.needs_input_grad[1:]), range(len(tensors) - len(ARRAYS))
-        try:
-            found = _gradients_now(call, wanted, do, dlse, o, lse, tensors)
-        except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
-            if len(tensors) == 3:
-                q, k, v = tensors
-                tensors, call = _taken_apart(q, k, v, call.options, call.kernel)
-            if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
-                named = _TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
-            else:
-                named = _gradients_operation(call, wanted, do, dlse, o, lse, tensors)
-            by_name = dict(zip(wanted, named, strict=True))
-            daux = tuple(by_name.pop(daux_name(number), None) for number in aux)
-            found = AttentionGradients(**by_name, daux=daux)
-        of_aux = found.daux or (None,) * len(aux)
-        # of the call and of the tensors
-        return (None, *[None if n is None else found[n] for n in FOUND_AT[: len(tensors)]], *of_aux)
+        return (None, *_gradients_of(ctx.call, ctx.needs_input_grad[1:], do, dlse, o, lse, tensors))
 
     jvp = staticmethod(_no_tangents)
+
+
+class _RecordedAgain(_Recorded):
+    """For an eager call like one before, of which dispatch knows what it does; the result is o alone."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
+        o, lse = known.run(q, addresses)
+        ctx.save_for_backward(o, lse, q, k, v)
+        ctx.known = known
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        o, lse, q, k, v = ctx.saved_tensors
+        known, needs, do = ctx.known, ctx.needs_input_grad[2:], _fetchable(do)
+        kernel = _of_backward(known.kernel)
+        found = gradients.find(do, q, k, v, o, lse, _wanted(needs), known.options, True, kernel)
+        if found is not None:
+            _, inputs, incoming, again = found
+            if again is not None:
+                return (None, None, *again.run(q, inputs, incoming))
+        call = Call(known.options, known.kernel)
+        return (None, None, *_gradients_of(call, needs, do, None, o, lse, (q, k, v)))
 
 
 class _RecordedBoth(_Recorded):
@@ -323,6 +367,7 @@ class _RecordedBoth(_Recorded):
 
 # The inherited method, past Function's own: that looks for transforms, as `attention` has done, in 4 us.
 _record = super(torch.autograd.Function, _Recorded).apply
+_record_again = super(torch.autograd.Function, _RecordedAgain).apply
 _record_both = super(torch.autograd.Function, _RecordedBoth).apply
 
 

@@ -9,6 +9,7 @@ vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_d
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numba
@@ -26,7 +27,7 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached
 from .elements import INT
-from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, seeded
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded
 from .functions import OfAux, OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
@@ -59,11 +60,15 @@ def begin(one, frame):
 
 @cached
 @njit(nogil=True, error_model="numpy")
-def run_serial(launch, shared, stop, pointers):
+def run_serial(launch, stop, pointers):
     """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, and behind
     them that of what functions read."""
-    memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8, np.int64)
+    shared_numbers = load(launch, at.SHARED, INT)
+    memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8 + shared_numbers, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
+    shared = scratch + load(launch, at.SCRATCH, INT)
+    for n in range(shared_numbers):
+        store(shared, n, INT)
     frame = set_up(launch, shared, stop, pointers)
     for n in range(load(launch, at.PASSES, INT)):
         kernel, phase = begin(launch + (at.FIRST_PASS + n * at.PASS_NUMBERS) * 8, frame)
@@ -119,7 +124,6 @@ class Ready(NamedTuple):
 
     numbers: np.ndarray  # what run_serial and run_parallel are told
     address: int
-    shared: int  # int64 numbers of memory that the tasks share, all 0 to begin with
     serial: bool
     long: bool
     plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
@@ -127,10 +131,14 @@ class Ready(NamedTuple):
     of_aux: OfAux | None
     seeded: bool
     behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
+    at_once: Callable[..., None] | None  # as forward.Ready's
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
         those of aux."""
+        if self.at_once is not None:
+            self.at_once(self.address, interrupt.NEVER, pointers + self.behind)
+            return
         if self.behind is not None:
             self._start((*pointers[: at.AUX], *self.behind))
             return
@@ -153,10 +161,10 @@ class Ready(NamedTuple):
             self._run(interrupt.NEVER, pointers)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
-        shared = np.zeros(self.shared, np.int64)
         if self.serial or forked.threads_lost:
-            run_serial(self.address, host_pointer(shared), stop, pointers)
+            run_serial(self.address, stop, pointers)
             return
+        shared = np.zeros(self.numbers[at.SHARED], np.int64)
         with forked.launch_lock:
             run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, pointers)
 
@@ -204,16 +212,19 @@ def ready(problem: BackwardProblem) -> Ready:
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    numbers, shared = at.make_launch(plan, passes, _give_way())
+    numbers = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
     own, has_seed = tuple(functions), problem.forward.seeded
     behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0)
-    return Ready(numbers, numbers.ctypes.data, shared, serial, long, plans, own, of_aux, has_seed, behind)
+    at_once = None
+    if serial and not (long or p.aux) and behind is not None:
+        at_once = entry_of(run_serial, (numba.int64, numba.int64, POINTERS))
+    return Ready(numbers, numbers.ctypes.data, serial, long, plans, own, of_aux, has_seed, behind, at_once)
 
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((*(numba.int64,) * 3, POINTERS))
+        run_serial.compile((numba.int64, numba.int64, POINTERS))
     else:
         run_parallel.compile((*(numba.int64,) * 4, POINTERS))

@@ -40,7 +40,8 @@ COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POIN
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 
 # What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
-ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, PASSES, FIRST_PASS = range(6)
+# SHARED: how many int64 numbers of memory its tasks share, all 0 to begin with.
+ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, SHARED, PASSES, FIRST_PASS = range(7)
 PASS_KERNEL, PASS_PLAN, PASS_PHASE, PASS_NUMBERS = range(4)
 
 # Keys of a tile: the scores of a panel and their gradients nearly stay in the first-level cache.
@@ -153,17 +154,17 @@ def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np
     return numbers, -(-scratch // 64) * 64
 
 
-def make_launch(plan: Plan, passes: list[tuple[int, np.ndarray, int, int]], give_way: int) -> tuple[np.ndarray, int]:
-    """The numbers of a launch, and how many int64 numbers of memory its tasks share.
+def make_launch(plan: Plan, passes: list[tuple[int, np.ndarray, int, int]], give_way: int) -> np.ndarray:
+    """The numbers of a launch.
 
     passes: for each the kernel's address, its plan, its phase and a thread's bytes of scratch memory.
     """
     numbers = np.zeros(FIRST_PASS + PASS_NUMBERS * len(passes), np.int64)
     done, sums_k, sums_v = (-(-n // 64) * 64 for n in (8 * plan.units * plan.key_tiles, *plan.sums_bytes))
     scratch = max((scratch_bytes for *_, scratch_bytes in passes), default=0)
-    numbers[:FIRST_PASS] = give_way, done, sums_k, scratch, len(passes)
+    shared = 64 + FRAME_NUMBERS * 8 + 64 + done + sums_k + sums_v  # the counter has a line of its own
+    numbers[:FIRST_PASS] = give_way, done, sums_k, scratch, shared // 8, len(passes)
     for n, (kernel, of_pass, phase, _) in enumerate(passes):
         begin = FIRST_PASS + n * PASS_NUMBERS
         numbers[begin : begin + PASS_NUMBERS] = kernel, of_pass.ctypes.data, phase
-    shared = 64 + FRAME_NUMBERS * 8 + 64 + done + sums_k + sums_v  # the counter has a line of its own
-    return numbers, shared // 8
+    return numbers

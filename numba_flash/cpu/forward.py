@@ -8,6 +8,7 @@ is told of a problem in plan.py; where compiled code is kept in cache.py.
 # mypy: ignore-errors
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numba
@@ -85,6 +86,12 @@ def _kernel(double):
     return c_function(function, "void(int64, int64, int64)", announcement)
 
 
+def entry_of(function, types):
+    """`function` as compiled for these types. Its dispatcher looks at each argument to find it, in 0.2 us."""
+    function.compile(types)
+    return function.get_overload(types)
+
+
 def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> tuple[np.ndarray, int]:
     """What functions read, and the seed as a signed number: of what stands behind a caller's arrays."""
     if not has_seed:
@@ -105,10 +112,14 @@ class Ready(NamedTuple):
     functions: OwnFunctions
     seeded: bool
     behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
+    at_once: Callable[..., None] | None  # `run_serial` past Numba's dispatcher, where nothing else is to be done
 
     def run(self, pointers: tuple[int, ...]) -> None:
         """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
         them those of aux."""
+        if self.at_once is not None:
+            self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + self.behind)
+            return
         if self.nothing:
             return
         behind = self.behind
@@ -144,7 +155,9 @@ def ready(problem: Problem) -> Ready:
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     behind = None if p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0)
     address, kernel = numbers.ctypes.data, _kernel(double).address
-    return Ready(numbers, address, kernel, serial, long, nothing, functions, p.seeded, behind)
+    alone = serial and not (nothing or long or p.aux) and behind is not None
+    at_once = entry_of(run_serial, (*(numba.int64,) * 3, POINTERS)) if alone else None
+    return Ready(numbers, address, kernel, serial, long, nothing, functions, p.seeded, behind, at_once)
 
 
 def warm_up(problem: Problem) -> None:

@@ -24,8 +24,9 @@ from .. import arrays
 from ..api.forward import prepare_call
 from ..arrays import host_view
 from ..config.forward import SimtConfig
+from ..dispatch.for_reference import heads_first
 from ..dispatch.forward import LSE, O
-from ..dispatch.launch import heads_first, make_launch
+from ..dispatch.launch import make_launch
 from ..machine.target import Target
 from ..problem.forward import Problem
 from .places import Follow, Index3, check_simulated, find_line, make_of, watching

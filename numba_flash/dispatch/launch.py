@@ -1,6 +1,8 @@
 """From a choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from ..gpu.launcher import Launcher, packed
 from ..gpu.stream_numbers import number_of
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
+from ..problem.options import Operands
 from ..select import tile_states
 from ..select.arguments import (
     FORWARD_WORKSPACE,
@@ -35,8 +37,10 @@ from ..select.arguments import (
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
 from .block_mask import BlockMask
+from .for_reference import heads_first, reference_options
 
 Given = Sequence[Array | None]
+Addresses = tuple[int, ...]
 
 
 class Launch:
@@ -47,12 +51,22 @@ class Launch:
     """
 
     __slots__ = ()
+    by_addresses = False  # whether `start` is there
 
     def load(self) -> object:
         """Compile and load what `run` needs."""
 
     def run(self, operands: Given, stream: int) -> None:
         """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
+
+    def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
+        """The same for those of whose operands only the addresses are needed, 0 for None. like: the first of them, for
+        device memory, beside which more of it is made."""
+        raise NotImplementedError
+
+    def shortest(self) -> Callable[..., None]:
+        """What `start` comes down to from the second time on."""
+        return self.start
 
     def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
         """The same, with what is kept of its mask_mod's tiles, where the kernel asks for them."""
@@ -140,7 +154,19 @@ def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps:
     return _OnGpu(config, target, blocks, values, maps)
 
 
-class _OnGpu(Launch):
+class _ByAddresses(Launch):
+    __slots__ = ()
+    by_addresses = True
+
+    def run(self, operands: Given, stream: int) -> None:
+        self.start(addresses_of(operands), operands[0], stream)
+
+
+def addresses_of(operands: Given) -> Addresses:
+    return tuple([0 if array is None else array.pointer for array in operands])
+
+
+class _OnGpu(_ByAddresses):
     __slots__ = (
         "_blocks",
         "_config",
@@ -169,20 +195,15 @@ class _OnGpu(Launch):
         self._launcher = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
         return self._launcher
 
-    def run(self, operands: Given, stream: int) -> None:
+    def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         launcher = self._launcher or self.load()
-        given = [array.pointer for array in operands if array is not None]  # which are None never changes
         if self._counted:
-            given.append(tile_counters.counter(self._target.device, stream))
-        key = tuple(given)
-        parameters = self._prepared.get(key)
+            addresses += (tile_counters.counter(self._target.device, stream),)
+        parameters = self._prepared.get(addresses)
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            addresses = tuple([0 if array is None else array.pointer for array in operands])
-            if self._counted:
-                addresses += key[-1:]
-            parameters = self._prepared[key] = launcher.parameters(addresses, self._maps, self._constants)
+            parameters = self._prepared[addresses] = launcher.parameters(addresses, self._maps, self._constants)
         launcher.launch(parameters, stream, self._blocks)
 
 
@@ -264,23 +285,47 @@ class Step(NamedTuple):
         return Step(launch, taken, workspace.index(config.tile_states), (config, values))
 
 
+WORKSPACE_ALIGNMENT = 256  # of an array; what CUDA's own allocations have
+
+
 class KernelSequence(Launch):
     """Kernels one behind the other on the same stream, with a workspace between them.
 
     workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
     """
 
-    __slots__ = ("_steps", "_workspace")
+    __slots__ = ("_bytes", "_offsets", "_starts", "_steps", "_workspace", "by_addresses")
 
     def __init__(self, steps: list[Step], workspace: list[tuple[tuple[int, ...], str] | None]) -> None:
         self._steps, self._workspace = steps, workspace
+        self.by_addresses = all(step.launch.by_addresses for step in steps)
+        self._starts = [(step.launch, _taking(step.taken)) for step in steps]
+        # Where each array of the workspace stands in one piece of memory, which is made in the time of one of them.
+        self._offsets: list[int | None] = []
+        self._bytes = 0
+        for what in workspace:
+            self._offsets.append(None if what is None else self._bytes)
+            if what is not None:
+                size = math.prod(what[0]) * arrays.ITEM_SIZE[what[1]]
+                self._bytes += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
     def load(self) -> None:
         for step in self._steps:
             step.launch.load()
 
+    def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
+        assert like is not None
+        memory = arrays.scratch(like, (self._bytes,), "uint8", stream) if self._bytes else like
+        first = memory.pointer
+        every = (*addresses, *[0 if offset is None else first + offset for offset in self._offsets])
+        for launch, take in self._starts:
+            launch.start(take(every), like, stream)
+
     def run(self, operands: Given, stream: int) -> None:
-        q = operands[0]
+        if self.by_addresses:
+            self.start(addresses_of(operands), operands[0], stream)
+            return
+        q = operands[0]  # the simulator takes the arrays themselves
         assert q is not None
         made = [what and arrays.scratch(q, *what, stream) for what in self._workspace]
         every = (*operands, *made)
@@ -308,7 +353,14 @@ class KernelSequence(Launch):
                 blocks.keep(keys[makes], array)
 
 
-class OnCpu(Launch):
+def _taking(places: tuple[int, ...]) -> Callable[[Addresses], Addresses]:
+    """all addresses -> those at these places"""
+    if len(places) == 1:  # of which itemgetter would make no tuple
+        return lambda every: (every[places[0]],)
+    return operator.itemgetter(*places)
+
+
+class OnCpu(_ByAddresses):
     """code: imports the module of cpu/ that computes the problem. Numba comes in with it."""
 
     __slots__ = ("_code", "_problem", "_ready")
@@ -320,10 +372,13 @@ class OnCpu(Launch):
     def load(self) -> None:
         self._code().warm_up(self._problem)
 
-    def run(self, operands: Given, stream: int) -> None:
+    def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         if self._ready is None:
             self._ready = self._code().ready(self._problem)
-        self._ready.run(tuple([0 if array is None else array.pointer for array in operands]))
+        self._ready.run(addresses)
+
+    def shortest(self) -> Callable[..., None]:
+        return self.start if self._ready is None else self._ready.run
 
 
 def _cpu() -> Any:
@@ -355,51 +410,3 @@ def _run_reference(problem: Problem, operands: Operands, behind: Given) -> None:
         view[...] = o.astype(view.dtype)
     if operands.lse is not None:
         arrays.host_view(operands.lse)[...] = lse
-
-
-def heads_first(problem: Problem, array: Array) -> np.ndarray:
-    """q, k, v or o, in host memory, as the oracle takes it."""
-    view = arrays.host_view(array)
-    return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
-
-
-def reference_options(problem: Problem, operands: Operands | GradientOperands, behind: Given) -> dict[str, Any]:
-    """The keyword arguments of the oracle's functions. behind: the operands behind the others, a seed and aux."""
-    seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
-
-    def optional(array: Array | None) -> np.ndarray | None:
-        return None if array is None else arrays.host_view(array)
-
-    full = np.full(problem.batch, problem.seqlen_k)
-    lengths = optional(operands.seqlens_k)
-    seqlens_k = full if lengths is None else lengths.astype(np.int64)
-    q_offset = np.full(problem.batch, problem.q_offset)
-    if problem.q_offset_source == "seqlens_k":
-        q_offset = q_offset + seqlens_k
-    elif operands.q_offset is not None:
-        q_offset = q_offset + arrays.host_view(operands.q_offset)
-    given = {
-        option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")
-    }
-    for option in ARRAYS:  # (heads,) is read as (1, heads)
-        array = given.get(option.name)
-        if option.shape == "heads" and array is not None and array.ndim == 1:
-            given[option.name] = array[None]
-    return dict(
-        **{name: problem.number(name) for name in NUMBERS},
-        **given,
-        q_offset=q_offset,
-        visible=reference.visible_keys(
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            left=problem.left,
-            right=problem.right,
-            q_offset=q_offset,
-            seqlens_k=seqlens_k,
-            mask=optional(operands.mask),
-        ),
-        **dict(problem.functions),
-        seed=None if seed is None else seed.pointer,
-        aux=tuple(arrays.host_view(array) for array in aux if array is not None),
-    )

@@ -30,7 +30,8 @@ from ..select.arguments import (
     parameters_of,
 )
 from ..select.backward import BackwardChoice
-from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, heads_first, on_gpu, reference_options
+from .for_reference import heads_first, reference_options
+from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, on_gpu
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs Transformers")
 
 import architectures  # noqa: E402
+import transformers  # noqa: E402
 
 # What each stands for.
 SAMPLE = dict(
@@ -43,6 +44,9 @@ SAMPLE = dict(
     gpt_oss="attention sinks, a window in every other layer",
     voxtral_realtime_encoder="audio, a window, fewer positions than its padding mask has",
 )
+# Those that a version of Transformers computes itself, whatever attention is asked for: the T5 of 5.17.0 does not say
+# that it takes attention functions, and keeps its eager one; that of 5.24.0 does.
+ITS_OWN = {("t5", "5.17.0")}
 NAMED = os.environ.get("NUMBA_FLASH_ARCHITECTURES", "").split()
 
 
@@ -59,7 +63,9 @@ def test_every_check_equals_eager_attention_or_is_refused(model_type):
     if checks is None:
         pytest.skip(f"{model_type} takes no attention function")
     assert not {check: words for check, (outcome, words) in checks.items() if outcome == "wrong"}
-    if not NAMED:
+    if (model_type, transformers.__version__) in ITS_OWN:
+        assert {words for _, words in checks.values()} == {"the attention function was not called"}
+    elif not NAMED:
         assert {outcome for outcome, _ in checks.values()} & {"equal", "refused"}, checks
 
 

@@ -172,3 +172,27 @@ def test_what_is_packed_has_the_size_and_types_of_the_compiled_parameters():
     kinds = ["f32" if isinstance(number, np.float32) else "u64" for number in numbers]
     assert re.findall(r"\.param \.(\w+)", entry) == ["u64"] * pointers + kinds
     assert len(enqueue.packed(numbers)) == sum(4 if kind == "f32" else 8 for kind in kinds)
+
+
+def test_a_sequence_hands_out_addresses_of_one_workspace(launches, config, monkeypatch):
+    """Each kernel gets the addresses that it takes, 0 for what is not there, and the workspace is one allocation."""
+    made = []
+
+    def scratch(like, shape, dtype, stream):
+        made.append((like, shape, dtype, stream))
+        return Array(4096, None, None)
+
+    monkeypatch.setattr(launch.arrays, "scratch", scratch)
+    monkeypatch.setitem(PARAMETERS, "alone", Parameters(("x",), sizes=("n",)))
+    one = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
+    config.kernel = "alone"
+    alone = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("alone", sizes=dict(n=6)))
+    steps = [launch.Step(one, (0, 2)), launch.Step(alone, (4,)), launch.Step(one, (1, 3))]
+    sequence = launch.KernelSequence(steps, [((3,), "uint32"), None, ((2, 50), "float32")])
+    q = Array(16, None, None)
+    sequence.run([q, None], 9)
+    sequence.start((16, 0), q, 9)
+    expected = [struct.pack("<QQq", 16, 4096, 5), struct.pack("<Qq", 4096 + 256, 6), struct.pack("<QQq", 0, 0, 5)]
+    assert [parameters for *_, parameters in launches] == 2 * expected
+    assert made == 2 * [(q, (256 + 512,), "uint8", 9)]
+    assert sequence.by_addresses and not launch.KernelSequence([launch.Step(launch.Launch(), (0,))], []).by_addresses

@@ -1,0 +1,124 @@
+"""A call like one before, the short way: torch tensors and plain options, whose plan is a launch by addresses.
+
+`prepare` makes an Array of whatever a call may be given, and a key of their Layouts. A tiny problem spends more time
+there than in the kernel. So `forward.find` and `backward.find` read all tensors in one go (arrays/one_go.py), and look
+up, in the memo that has the plans too, what `run` has kept of a call with the same facts: how its results are made and
+what starts its launch. Where that is not there, or the call has more than tensors and plain options, `run` prepares it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import arrays
+from ..arrays import Array, Layout
+from ..problem.option_checks import window_sides
+from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, Options
+from .launch import Addresses, Launch
+
+Made = tuple[tuple[int, ...], str]  # shape and dtype
+NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # among the addresses of a call without them
+NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
+
+
+def key_of_options(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The part of a key that says what is asked for; None where options have arrays, functions or a seed."""
+    causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
+    if not option_arrays is functions is seed is None or not (q_offset is None or isinstance(q_offset, int)):
+        return None
+    if window is not None:
+        window = window_sides(window)
+    # 1 and True are equal as keys, but only one of them is a causal=
+    types = type(q_offset), type(causal), None if numbers is NO_NUMBERS else tuple(map(type, numbers))
+    return causal, window, q_offset, numbers, layout, types
+
+
+def is_repeatable(launch: Launch, *given: Any) -> bool:
+    """Whether calls like this one, of which the key is known, may be run by what was found for it."""
+    return launch.by_addresses and all(type(x) in arrays.one_go for x in given)
+
+
+class _Device(NamedTuple):
+    """For q in device memory: what a launch is told of it."""
+
+    layout: Layout
+    number: int
+    current_stream: Callable[[int], int]
+
+    @staticmethod
+    def of(family: arrays.OneGo, layout: Layout) -> "_Device | None":
+        if layout.device is None:
+            return None
+        assert family.current_stream is not None
+        return _Device(layout, layout.device, family.current_stream)
+
+    def about(self, q: Any, address: int) -> tuple[Array, int]:
+        """q as an Array, and the stream to work on."""
+        return Array(address, self.layout, q), self.current_stream(self.number)
+
+
+class Forward(NamedTuple):
+    """What `forward.run` does for a call like one before. options and kernel: those of that call."""
+
+    start: Callable[..., None]
+    make_o: Callable[[Any], Any]
+    make_lse: Callable[[Any], Any] | None
+    address: Callable[[Any], int]  # of what these make
+    device: _Device | None
+    options: Options
+    kernel: Any
+
+    @staticmethod
+    def of(launch: Launch, q: Any, layout: Layout, o: Made, lse: Made | None, options: Any, kernel: Any) -> "Forward":
+        """layout: of q; o, lse: their shapes and dtypes."""
+        family = arrays.one_go[type(q)]
+        makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
+        given = Options(*options)
+        given = given._replace(window=given.window and window_sides(given.window))  # a list might be changed
+        return Forward(launch.shortest(), *makers, family.address, _Device.of(family, layout), given, kernel)
+
+    def run(self, q: Any, addresses: Addresses) -> tuple[Any, Any]:
+        """o, and lse or None."""
+        start, make_o, make_lse, address, device, _, _ = self
+        o = make_o(q)
+        if make_lse is None:
+            lse, every = None, (*addresses, address(o), 0, *NO_OPTIONS)
+        else:
+            lse = make_lse(q)
+            every = (*addresses, address(o), address(lse), *NO_OPTIONS)
+        if device is None:
+            start(every)
+        else:
+            start(every, *device.about(q, addresses[0]))
+        return o, lse
+
+
+class Backward(NamedTuple):
+    """The same of `backward.run`."""
+
+    start: Callable[..., None]
+    makers: tuple[Callable[[Any], Any] | None, ...]  # of dq, dk and dv
+    address: Callable[[Any], int]
+    device: _Device | None
+
+    @staticmethod
+    def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "Backward":
+        """shapes: of dq, dk and dv, None for those not wanted."""
+        family = arrays.one_go[type(q)]
+        makers = tuple([what and family.maker(layout, *what) for what in shapes])
+        return Backward(launch.shortest(), makers, family.address, _Device.of(family, layout))
+
+    def run(self, q: Any, inputs: Addresses, incoming: Addresses) -> tuple[Any, Any, Any]:
+        """dq, dk, dv, None for those not wanted. inputs: the addresses of q, k and v; incoming: of o, lse and do."""
+        start, makers, address, device = self
+        make_dq, make_dk, make_dv = makers
+        dq, dk, dv = make_dq and make_dq(q), make_dk and make_dk(q), make_dv and make_dv(q)
+        o, lse, do = incoming
+        every = (
+            *inputs, o, lse, *NO_OPTIONS, do, 0, 0 if dq is None else address(dq), 0 if dk is None else address(dk),
+            0 if dv is None else address(dv), *NO_GRADIENTS,
+        )  # fmt: skip
+        if device is None:
+            start(every)
+        else:
+            start(every, *device.about(q, inputs[0]))
+        return dq, dk, dv
