@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
@@ -27,8 +28,6 @@ from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
-
-WITH_AUX_GRADIENTS = ("reference", "cpu")
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "its backward is not built yet"
     if name == "cpu" and (reason := no_cpu(problem.forward)) is not None:
         return reason
-    if problem.wanted_aux and name not in WITH_AUX_GRADIENTS:
-        return "it has no gradients of aux yet"
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:
@@ -79,11 +76,25 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 
 def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
-    if name == "v2":
-        return v2_configs(problem, target)
-    if name == "wgmma":
-        return wgmma_configs(problem, target)
-    return mma_configs(problem, target) if name == "mma" else ()
+    own = dict(v2=v2_configs, wgmma=wgmma_configs, mma=mma_configs).get(name)
+    if own is None:
+        return ()
+    made = own(problem, target)
+    return (*made, *_aux_configs(problem, target, made)) if problem.wanted_aux else made
+
+
+def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[BackwardConfig]) -> list[BackwardConfig]:
+    """Of the kernels of the gradients of aux, behind those of a rung."""
+    dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
+    facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
+    start, end = (AuxElementsConfig(kernel, *facts) for kernel in ("daux_start", "daux_round"))
+    if problem.forward.function("score_mod") is None:
+        return [start, end]
+    sums = _fitting(DauxConfig, (), problem, target)
+    assert isinstance(sums, DauxConfig)
+    bounds = dataclasses.replace(sums, kernel="v2_daux_bounds", of_bounds=True)
+    delta = delta_config(problem, target)
+    return [*([] if delta in before else [delta]), start, bounds, sums, end]
 
 
 def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
@@ -357,6 +368,8 @@ def _fitting(
     if kind is DbiasConfig:
         *_, bias_rows, bias_keys = problem.dbias_shape
         features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
+    if kind is DauxConfig:
+        features |= dict(wanted_aux=problem.wanted_aux)
     # not mostly past the last row of its own side
     of_keys = kind is DkdvConfig
     length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
@@ -369,6 +382,7 @@ KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
     DkdvConfig: "v2_dkdv",
     DqConfig: "v2_dq",
     DbiasConfig: "v2_dbias",
+    DauxConfig: "v2_daux_sums",
 }
 
 
