@@ -10,6 +10,7 @@ from .. import arrays, reference
 from ..config.aux_gradients import AuxElementsConfig
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
+from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
@@ -62,7 +63,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
-    if isinstance(config, DbiasConfig):
+    if isinstance(config, DbiasConfig | MmaDbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
         return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
     if isinstance(config, AuxElementsConfig):

@@ -56,6 +56,8 @@ MODULES = {
     "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",
+    "mma_dbias": "mma.backward_dbias",
+    **dict.fromkeys(("mma_daux_bounds", "mma_daux_sums"), "mma.backward_daux"),
     "mma_dkdv_wide": "mma.backward_dkdv_wide",
     "mma_dq_wide": "mma.backward_dq_wide",
     "wgmma_dkdv": "wgmma.backward_dkdv",

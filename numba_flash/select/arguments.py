@@ -73,9 +73,9 @@ _TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mas
 _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
-def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Parameters:
+def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...], *sizes: str) -> Parameters:
     arrays, strides = (*_words("q k v do lse_delta"), *options), (*_words("q k v do"), *options)
-    return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
+    return Parameters((*arrays, *gradients), (*strides, *gradients), (*_SIZES, *sizes), SCORE_NUMBERS)
 
 
 def _wide_backward(*gradients: str) -> Parameters:
@@ -144,6 +144,11 @@ PARAMETERS: dict[str, Parameters] = {
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
+    "mma_dbias": _tensor_backward(("dbias",), _with_bits(_OF_SCORES), "dbias_shape"),
+    **dict.fromkeys(
+        ("mma_daux_bounds", "mma_daux_sums"),
+        _with_arrays(_tensor_backward((), _with_bits(_OF_SCORES), *_OF_AUX), AUX_BOUNDS, AUX_SUMS),
+    ),
     "mma_dkdv_wide": _wide_backward("dk", "dv"),
     "mma_dq_wide": _wide_backward("dq"),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),

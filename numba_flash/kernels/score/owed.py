@@ -26,7 +26,7 @@ from numba import cuda, float32, float64, int32, int64, uint32, uint64
 from ...ptx import cvt, memory
 from ..steps import elements
 from ..steps.inlined import inlined
-from . import around_score_mod, user
+from . import user
 
 ROOM = 61  # bits of a sum before its sign, less one for exponents that differ by a rounding between the walks
 
@@ -60,7 +60,8 @@ class Owed(NamedTuple):
     """Device functions."""
 
     start: Callable[..., Any]  # (run)
-    # (run, ds, product, at, arrays, strides, sizes, score): ds of the finished score, which is not 0
+    # (run, ds, s, slope, place, reads, at, arrays, strides, sizes): ds of what score_mod made of s, which is not 0; and
+    # what user.recorded says of the first number that it read
     add: Callable[..., Any]
     finish: Callable[..., Any]  # (run, arrays, sizes)
 
@@ -111,8 +112,7 @@ def read_bits(arrays):
 def make(config: Any) -> Owed:
     made, is_double = Exponents.of(config.compute_dtype), config.compute_dtype == "float64"
     real, count = elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype)
-    before, behind = around_score_mod(config)
-    owed, power, of_bounds = user.recorded(config), powers(config.compute_dtype), config.of_bounds
+    ask, power, of_bounds = user.recorded(config), powers(config.compute_dtype), config.of_bounds
     exponent, zero = _exponent_of(config.compute_dtype), real(0)
     whole = cvt.whole_f64 if is_double else cvt.whole_f32
 
@@ -175,19 +175,16 @@ def make(config: Any) -> Owed:
             run.terms[word] = 0
 
     @inlined
-    def add(run, ds, product, at, arrays, strides, sizes, score):
-        s = before(product, at, arrays, strides, score)
-        read, reads = int64(0), int64(1)
+    def add(run, ds, s, slope, place, reads, at, arrays, strides, sizes):
+        if of_bounds:
+            run.reads[0] = max(run.reads[0], reads)
+        read = int64(0)
         while read < reads:
-            y, slope, place, reads = owed(s, at, read, arrays, strides, sizes)
-            if read == 0:
-                _, through = behind(y, at, arrays, strides, score)
-                ds *= through
-                if of_bounds:
-                    run.reads[0] = max(run.reads[0], reads)
+            if read > 0:
+                _, slope, place, _ = ask(s, at, read, arrays, strides, sizes)
             term = ds * slope
             # Nobody checks the bounds of what a function reads; but it does not write there.
-            if read < reads and slope != zero and term != zero and place >= 0 and place < sizes.aux_begins[-1]:
+            if slope != zero and term != zero and place >= 0 and place < sizes.aux_begins[-1]:
                 if place != run.place[0] and -2 - place != run.place[0]:
                     take(run, place, arrays, sizes)
                 one(run, term, arrays, sizes)

@@ -9,7 +9,7 @@ Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes 
 from numba import cuda
 
 from ...ptx import shared
-from ..score import At, owed, positions
+from ..score import At, around_score_mod, owed, positions, user
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
 from ..steps.inlined import TRUE
@@ -32,6 +32,7 @@ def make(config):
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=False, products_at=to_product)
+    ask, (before, behind) = user.recorded(config), around_score_mod(config)
     new_run, (start, add, finish) = owed.run_of(config), owed.make(config)
 
     @cuda.jit
@@ -81,7 +82,10 @@ def make(config):
                     ds = ds_smem[s_k + y]
                     if ds != 0:
                         at = At(b, h, q_index, first_y + y, q_pos)
-                        add(run, ds, ds_smem[s_k + to_product + y], at, arrays, strides, sizes, score)
+                        s = before(ds_smem[s_k + to_product + y], at, arrays, strides, score)
+                        y_mod, slope, place, reads = ask(s, at, 0, arrays, strides, sizes)
+                        _, through = behind(y_mod, at, arrays, strides, score)
+                        add(run, ds * through, s, slope, place, reads, at, arrays, strides, sizes)
         finish(run, arrays, sizes)
 
     return flash_attention_v2_daux
