@@ -232,8 +232,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaScores(256, 32, 16, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_daux": (
-        MmaScores(64, 64, 64, blocks_per_sm=2),
-        MmaScores(128, 64, 64, blocks_per_sm=2),
+        MmaScores(64, 64, 32, blocks_per_sm=4),
+        MmaScores(128, 64, 32, blocks_per_sm=3),
         MmaScores(256, 64, 64, blocks_per_sm=1),
         MmaScores(256, 64, 32, blocks_per_sm=1),
         MmaScores(256, 32, 16, blocks_per_sm=1),

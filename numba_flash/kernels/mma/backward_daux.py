@@ -21,6 +21,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, shared, special
 from ..score import At, at_scores, counts, fragments, owed, user
+from ..score.owed import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
 from ..steps.inlined import inlined
@@ -54,7 +55,7 @@ def make(config):
     has_mask_mod = config.has("mask_mod")
     shows = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, counts.make(config), lse_delta.of_query(config)
-    ask, new_run, (start, add, finish) = user.recorded(config), owed.run_of(config), owed.make(config)
+    ask, (start, add, finish) = user.recorded(config), owed.make(config)
     wait_all = cp_async.wait_group(0)
 
     @inlined
@@ -149,7 +150,12 @@ def make(config):
             cuda.local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
         )
-        run = new_run()
+        run = Run(
+            cuda.local.array(1, int64),
+            cuda.local.array(1, int64),
+            cuda.local.array(2, float32),
+            cuda.local.array(1, int64),
+        )
         start(run)
 
         place = first_of(walk, arrays, strides, sizes)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int32, int64, uint32, uint64
+from numba import float32, float64, int32, int64, uint32, uint64
 
 from ...ptx import cvt, memory
 from ..steps import elements
@@ -48,12 +48,16 @@ def words(compute_dtype: str) -> int:
 
 
 class Run(NamedTuple):
-    """Of a thread, in registers: the element to which it owes now, and what; arrays of the length 1, or words."""
+    """Of a thread, in registers: the element to which it owes now, and what.
 
-    place: Any  # int64; -1 for none
-    terms: Any  # int64: the largest exponent, or the sum
-    factors: Any  # (2,), what a term is multiplied by
-    reads: Any  # int64, the most numbers that were read for a score
+    A kernel makes these local arrays itself: one that a device function makes and returns ends with that function, and
+    the compiler takes what is kept there for nothing.
+    """
+
+    place: Any  # (1,) int64; -1 for none
+    terms: Any  # (words,) int64: the largest exponent, or the sum
+    factors: Any  # (2,) what a term is multiplied by
+    reads: Any  # (1,) int64, the most numbers that were read for a score
 
 
 class Owed(NamedTuple):
@@ -198,19 +202,3 @@ def make(config: Any) -> Owed:
                 memory.maximum(memory.address(arrays.aux_bounds, 0), uint32(run.reads[0]))
 
     return Owed(start, add, finish)
-
-
-def run_of(config: Any) -> Any:
-    """-> run(), a device function: new registers."""
-    real, count = elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype)
-
-    @inlined
-    def run():
-        return Run(
-            cuda.local.array(1, int64),
-            cuda.local.array(count, int64),
-            cuda.local.array(2, real),
-            cuda.local.array(1, int64),
-        )
-
-    return run

@@ -6,10 +6,11 @@ again, and dS of each finished score is handed on. The kernel runs twice: config
 Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory.
 """
 
-from numba import cuda
+from numba import cuda, int64
 
 from ...ptx import shared
 from ..score import At, around_score_mod, owed, positions, user
+from ..score.owed import Run
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
 from ..steps.inlined import TRUE
@@ -33,7 +34,7 @@ def make(config):
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=False, products_at=to_product)
     ask, (before, behind) = user.recorded(config), around_score_mod(config)
-    new_run, (start, add, finish) = owed.run_of(config), owed.make(config)
+    words, (start, add, finish) = owed.words(config.compute_dtype), owed.make(config)
 
     @cuda.jit
     def flash_attention_v2_daux(arrays, strides, sizes, score):
@@ -63,7 +64,12 @@ def make(config):
         lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
         own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
-        run = new_run()
+        run = Run(
+            cuda.local.array(1, int64),
+            cuda.local.array(words, int64),
+            cuda.local.array(2, compute),
+            cuda.local.array(1, int64),
+        )
         start(run)
 
         top_first, top_end = row_keys(first_row + q_start, left, right, keys)
