@@ -195,3 +195,30 @@ def test_a_number_that_is_read_many_times(aux_rung):
     case = aux_rung.problem(1, 1, batch=1, heads=1)
     found, case, given = of_table(aux_rung, often, np.zeros(1, real(case)), case=case)
     assert near(found, by_reference(case, given))
+
+
+# Everything else that a score and a weight may have, around score_mod.
+BESIDE = {
+    "lengths": dict(seqlens_k=np.array([21, 12], np.int32), q_offset=np.array([5, -1], np.int32), window=(9, 3)),
+    "scores": dict(softcap=2.0, alibi_slopes=np.array([0.1, 0.3], np.float32), causal=True, scale=0.4),
+    "bias and mask": dict(
+        bias=np.random.default_rng(6).standard_normal((2, 19, 21), dtype=np.float32),
+        mask=np.random.default_rng(7).random((2, 1, 19, 21)) < 0.7,
+        mask_mod=lambda b, h, i, j, x: (i + j) % 5 > 0,
+    ),
+    "dropout": dict(dropout_p=0.3, seed=5),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_gradients_of_aux_with_all_else(aux_rung, beside):
+    case = aux_rung.problem(19, 21, head_dim=8)
+    table = np.random.default_rng(8).standard_normal((2, 60)).astype(real(case))
+    case.options |= BESIDE[beside] | dict(score_mod=placed, aux=(table,))
+    given = contract_backward.incoming(case, 5)
+    found, *_ = of_table(aux_rung, placed, table, case=case, given=given)
+    assert near(found, by_reference(case, given))
+
+
+def placed(s, b, h, i, j, x):
+    return s * x[h, 0] + x[h, i - j + 30]

@@ -149,8 +149,6 @@ def make(config: Any) -> Owed:
             run.terms[word] = 0
         if not of_bounds:
             bound = int64(arrays.aux_bounds[place + 1])
-            if bound == made.special:
-                run.place[0] = -2 - place  # nobody asks for the sum: it is NaN
             room = sizes.term_bits if is_double else sizes.run_bits
             up = ROOM - room - read_bits(arrays) - (bound - made.bias)
             run.factors[0] = power(up >> int64(1))  # 2^up itself may be too large
@@ -169,7 +167,7 @@ def make(config: Any) -> Owed:
                 if is_double:
                     room = sizes.term_bits + read_bits(arrays)
                     run.terms[1] += whole((scaled - real(fixed)) * power(ROOM + 1 - room))
-            elif run.place[0] >= 0:  # it was finite before, by a rounding
+            else:  # NaN, which the first walk has found; or too large only now, by a rounding
                 raise_bound(run.place[0], uint32(made.special), arrays)
 
     @inlined
@@ -189,7 +187,7 @@ def make(config: Any) -> Owed:
             term = ds * slope
             # Nobody checks the bounds of what a function reads; but it does not write there.
             if slope != zero and term != zero and place >= 0 and place < sizes.aux_begins[-1]:
-                if place != run.place[0] and -2 - place != run.place[0]:
+                if place != run.place[0]:
                     take(run, place, arrays, sizes)
                 one(run, term, arrays, sizes)
             read += 1
