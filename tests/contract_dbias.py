@@ -74,11 +74,13 @@ def test_dbias_with_all_else(dbias_rung, which, shape):
 
 
 # A weight of 0 gives nothing, whatever its key holds; nor does a row that sees no key.
-@pytest.mark.parametrize("where", ["k", "v"])
-def test_what_is_hidden_never_reaches_dbias(dbias_rung, where):
+@pytest.mark.parametrize(("where", "by"), [("k", "mask"), ("v", "mask"), ("v", "bias")])
+def test_what_is_hidden_never_reaches_dbias(dbias_rung, where, by):
     mask = np.ones((1, 1, *lengths(dbias_rung)), bool)
-    mask[..., 13], mask[:, :, 4] = False, False
+    mask[..., 13], mask[:, :, 4] = by != "mask", False
     case = biased(dbias_rung, (2, 2, Q, K), mask=mask)
+    if by == "bias":
+        case.options["bias"][..., 13] = -np.inf
     given = incoming(case, 3)
     getattr(case, where)[:, :, 13] = np.nan
     found = check(dbias_rung, case, given)
