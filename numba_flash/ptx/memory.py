@@ -118,6 +118,24 @@ def add(typingctx, address, value):
 
 
 @intrinsic
+def add_i64(typingctx, address, value):
+    """red.global.add.u64: memory += value, modulo 2^64. One thread; atomic on the whole GPU, unordered.
+
+    address: a multiple of 8. cc 2.0. Stand-in: sim.memory.add_i64.
+    """
+    return asm.scalars("red.global.add.u64 [$0], $1;", types.void(types.int64, types.int64))
+
+
+@intrinsic
+def maximum(typingctx, address, value):
+    """red.global.max.u32: memory = max(memory, value). One thread; atomic on the whole GPU, unordered.
+
+    address: a multiple of 4. cc 2.0. Stand-in: sim.memory.maximum.
+    """
+    return asm.scalars("red.global.max.u32 [$0], $1;", types.void(types.int64, types.uint32))
+
+
+@intrinsic
 def exchange(typingctx, address, value):
     """atom.global.exch.b32: memory = value, -> what was there before. One thread, atomic, unordered. cc 2.0."""
     return asm.scalars("atom.global.exch.b32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
+from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
@@ -27,8 +29,6 @@ from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import columns, rows_for
-
-WITH_AUX_GRADIENTS = ("reference", "cpu")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,6 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "its backward is not built yet"
     if name == "cpu" and (reason := no_cpu(problem.forward)) is not None:
         return reason
-    if problem.wanted_aux and name not in WITH_AUX_GRADIENTS:
-        return "it has no gradients of aux yet"
     if name in ("reference", "cpu"):
         return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
     if target.cc is None:
@@ -79,11 +77,33 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 
 def _configs(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
-    if name == "v2":
-        return v2_configs(problem, target)
-    if name == "wgmma":
-        return wgmma_configs(problem, target)
-    return mma_configs(problem, target) if name == "mma" else ()
+    own = dict(v2=v2_configs, wgmma=wgmma_configs, mma=mma_configs).get(name)
+    if own is None:
+        return ()
+    made = own(problem, target)
+    return (*made, *_aux_configs(problem, target, made)) if problem.wanted_aux else made
+
+
+def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[BackwardConfig]) -> list[BackwardConfig]:
+    """Of the kernels of the gradients of aux, behind those of a rung."""
+    dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
+    facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
+    start, end = (AuxElementsConfig(kernel, *facts) for kernel in ("daux_start", "daux_round"))
+    if problem.forward.function("score_mod") is None:
+        return [start, end]
+    sums: MmaDauxConfig | DauxConfig
+    needed: list[BackwardConfig] = []
+    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores, of 16 bits
+        sums = _mma_daux(problem, target)
+        if problem.forward.array("mask") is not None:
+            needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
+    else:
+        found = _fitting(DauxConfig, (), problem, target)
+        assert isinstance(found, DauxConfig)
+        sums = found
+        needed.append(delta_config(problem, target))
+    bounds = dataclasses.replace(sums, kernel=sums.kernel.replace("sums", "bounds"), of_bounds=True)
+    return [*(config for config in needed if config not in before), start, bounds, sums, end]
 
 
 def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str | None:
@@ -156,11 +176,12 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     if masked and of_keys:
         made.append(MaskBitsConfig(of_keys=True, threads=threads))
     made += of_keys
+    if masked and {"dq", "dbias"} & set(problem.wanted):
+        made.append(MaskBitsConfig(threads=threads))
     if "dq" in problem.wanted:
-        made += [MaskBitsConfig(threads=threads)] * masked
         made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
-    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
-        made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
+    if "dbias" in problem.wanted:
+        made += _first_that_fits([_mma_dbias(problem, row) for row in _usable("mma_dbias", problem, target)], target)
     return (*made, *_head_sums(problem, target, of_blocks=True))
 
 
@@ -270,7 +291,11 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
 
     def takes(row: Any) -> bool:
-        return head_dim <= row.head_dim and (plain or not row.plain) and (alone or not getattr(row, "functions", False))
+        return (
+            head_dim <= row.head_dim
+            and (plain or not getattr(row, "plain", False))
+            and (alone or not getattr(row, "functions", False))
+        )
 
     return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
 
@@ -289,6 +314,28 @@ def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardC
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
     features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dq")
     return [MmaDqConfig(**features)]
+
+
+def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwardConfig]:
+    *_, rows, keys = problem.dbias_shape
+    own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    bias = problem.forward.array("bias")
+    assert bias is not None
+    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
+    pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
+    features = _features(problem) | _pairs(problem) | columns(row) | own
+    return [MmaDbiasConfig(**features, kernel="mma_dbias", pairs=pairs)]
+
+
+def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
+    """Of the walk that adds up."""
+
+    def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
+        features = _features(problem) | _pairs(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
+        return [MmaDauxConfig(**features, kernel="mma_daux_sums")]
+
+    (found,) = _first_that_fits([made(row) for row in _usable("mma_daux", problem, target)], target)
+    return found
 
 
 def _pairs(problem: BackwardProblem) -> dict[str, Any]:
@@ -367,6 +414,8 @@ def _fitting(
     if kind is DbiasConfig:
         *_, bias_rows, bias_keys = problem.dbias_shape
         features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
+    if kind is DauxConfig:
+        features |= dict(wanted_aux=problem.wanted_aux)
     # not mostly past the last row of its own side
     of_keys = kind is DkdvConfig
     length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
@@ -379,6 +428,7 @@ KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
     DkdvConfig: "v2_dkdv",
     DqConfig: "v2_dq",
     DbiasConfig: "v2_dbias",
+    DauxConfig: "v2_daux_sums",
 }
 
 

@@ -84,6 +84,16 @@ class MmaDq(NamedTuple):
     gpu: str = MEASURED
 
 
+class MmaScores(NamedTuple):
+    """Of mma_dbias and mma_daux."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    blocks_per_sm: int
+    gpu: str = MEASURED
+
+
 class WideBackward(NamedTuple):
     """Of mma's backward in float32 and float64: rows that a block owns, and those that it walks over."""
 
@@ -214,6 +224,22 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 64, 32, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
         MmaDq(256, False, 32, 16, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
+    ),
+    "mma_dbias": (
+        MmaScores(64, 64, 64, blocks_per_sm=2),
+        MmaScores(128, 64, 64, blocks_per_sm=2),
+        MmaScores(256, 64, 64, blocks_per_sm=1),
+        MmaScores(256, 64, 32, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=0, gpu=SIMULATOR),
+    ),
+    "mma_daux": (
+        MmaScores(64, 64, 32, blocks_per_sm=4),
+        MmaScores(128, 64, 32, blocks_per_sm=3),
+        MmaScores(256, 64, 64, blocks_per_sm=1),
+        MmaScores(256, 64, 32, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_dkdv_float32": (
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),

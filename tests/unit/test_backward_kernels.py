@@ -129,13 +129,78 @@ def test_what_is_launched_for_what_is_wanted():
 def test_what_mma_launches_for_bias_and_mask():
     made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
                    wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
-    names = "backward_preprocess mask_bits_of_keys mma_dkdv mask_bits mma_dq delta v2_dbias".split()
+    names = "backward_preprocess mask_bits_of_keys mma_dkdv mask_bits mma_dq mma_dbias".split()
     assert [config.kernel for config in mma_configs(made, HOPPER)] == names
     assert select_backward(made, HOPPER, "auto", "cupy").kernel == "mma"
     assert mma_configs(made, HOPPER)[0].natural
     del names[1:4:2]
     without = problem(dtype="float16", bias=empty(300, 500, dtype="float16"), wanted=("dq", "dk", "dv", "dbias"))
     assert [config.kernel for config in mma_configs(without, HOPPER)] == names
+    alone = dataclasses.replace(made, wanted=("dbias",))
+    assert [config.kernel for config in mma_configs(alone, HOPPER)] == [names[0], "mask_bits", "mma_dbias"]
+
+
+def test_what_mma_dbias_is_compiled_for():
+    def config(*shape, dtype="float16"):
+        bias = empty(*shape, dtype=dtype)
+        return mma_configs(problem(dtype="float16", bias=bias, wanted=("dbias",)), HOPPER)[-1]
+
+    assert [config(*shape).rows_summed for shape in ((300, 500), (1, 500), ())] == [False, True, True]
+    assert [config(*shape).keys_summed for shape in ((300, 500), (300, 1), ())] == [False, True, True]
+    assert config(300, 500).pairs and not config(300, 500, dtype="float32").pairs
+    assert not config(1, 500).pairs and not config(300, 1).pairs
+
+
+def reading(dtype, wanted=("daux[0]", "daux[2]"), **options):
+    """A score_mod with a table, whole numbers and slopes."""
+    aux = (empty(2, 999, dtype="float32"), empty(500, dtype="int32"), empty(2, dtype="bfloat16"))
+    return problem(dtype=dtype, wanted=wanted, aux=tuple(read("aux", x).layout for x in aux), **options)
+
+
+def table_and_slopes(s, b, h, i, j, table, ids, slopes):
+    return s * slopes[h] + table[h, i - ids[j] + 499]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_what_is_launched_for_aux(dtype):
+    def kernels(kernel, **options):
+        choice = select_backward(reading(dtype, **options), HOPPER, kernel, "cupy")
+        return [config.kernel for config in choice.configs]
+
+    own, of_mma = (["daux_start", f"{name}_daux_bounds", f"{name}_daux_sums", "daux_round"] for name in ("v2", "mma"))
+    given = Function.of("score_mod", table_and_slopes)
+    assert kernels("v2", score_mod=given) == ["delta", *own]
+    assert kernels("v2", score_mod=given, wanted=("dq", "daux[2]")) == ["delta", "v2_dq", *own]
+    hides = Function.of("mask_mod", lambda b, h, i, j, table, ids, slopes: i >= j)
+    assert kernels("v2", mask_mod=hides) == ["delta", "daux_start", "daux_round"]  # no score depends on aux
+    every = kernels("auto", score_mod=given, wanted=("dq", "dk", "dv", "daux[0]"))
+    narrow = dtype == "float16"
+    assert every[-4:] == (of_mma if narrow else own) and ("mma_dq" in every) == narrow
+    assert every.count("delta") == (not narrow) and every.count("backward_preprocess") == narrow
+    if narrow:
+        mask = empty(300, 500, dtype="bool")
+        masked = kernels("auto", score_mod=given, mask=mask, wanted=("daux[0]",))
+        assert masked == ["backward_preprocess", "mask_bits", *of_mma]
+        assert kernels("auto", score_mod=given, mask=mask, wanted=("dq", "daux[0]")).count("mask_bits") == 1
+
+
+def test_the_workspace_of_aux():
+    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
+    choice = select_backward(made, HOPPER, "auto", "cupy")
+    text = str(BackwardExplanation.of(made, HOPPER, choice))
+    elements = 2 * 999 + 2
+    # an exponent and a sum for each element, how often a score reads, and delta
+    assert f"workspace: {elements * 12 + 4 + 4 * 2 * 300} bytes" in text
+    assert "gradients: daux[0], daux[2]" in text and f"daux_round: {-(-elements // 256)} blocks" in text
+
+
+def test_sums_of_aux_have_room_for_every_term():
+    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
+    sizes = arguments._sizes_of_aux(made)
+    scores = 2 * 300 * 500
+    assert sizes["aux_begins"] == (0, 1998, 2000)
+    assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
+    assert 2 ** (sizes["run_bits"] - 1) < 4 * 500 <= 2 ** sizes["run_bits"]
 
 
 # The smallest shared memory there is, and the largest rows that must fit into it; tiles shrink with them.

@@ -24,6 +24,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
@@ -37,15 +38,18 @@ from numba_flash.select.arguments import HEAD_SUMS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
+SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
+MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
 MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
-for kernel in ("mma_dkdv", "mma_dq"):
+for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
+IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
+IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
@@ -317,10 +321,34 @@ def backward_functions_gates():
                     yield name, kind(**features, **tiles.columns(row), **wanted, uses=used)
 
 
+def score_gradients_gates():
+    """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
+    those of mma_daux, in both walks, with a function alone and with all else."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
+    rich = dict(dtype="bfloat16", q_offset_source="array")
+    for row in tiles.rows_for("mma_dbias", HOPPER):
+        features = dict(kernel="mma_dbias", head_dim=row.head_dim, head_dim_v=row.head_dim) | tiles.columns(row)
+        name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
+        yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
+        yield f"{name}-rich", MmaDbiasConfig(**features, **rich, uses=uses(bias="float32", **used), bias_pairs=True)
+        summed = dict(rows_summed=True, keys_summed=row.head_dim > 64)
+        yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
+    score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
+    aux = (("float32", 2), ("int32", 2))
+    for row in tiles.rows_for("mma_daux", HOPPER):
+        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | tiles.columns(row)
+        for walk, of_bounds in (("bounds", True), ("sums", False)):
+            features |= dict(kernel=f"mma_daux_{walk}", of_bounds=of_bounds)
+            name = f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}"
+            yield name, MmaDauxConfig(**features, dtype="float16", uses=uses(score_mod=score_mod, aux=aux))
+            every = uses(score_mod=score_mod, mask_mod=mask_mod, aux=aux, bias="float32", **used)
+            yield f"{name}-rich", MmaDauxConfig(**features, **rich, uses=every)
+
+
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
-    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates())
+    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}

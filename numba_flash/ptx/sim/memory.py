@@ -50,6 +50,16 @@ def add(address, value):
     return before
 
 
+def add_i64(address, value):
+    place = _at(address, 8, 8, atomic=True).view(np.uint64)
+    place[0] = (int(place[0]) + int(value)) % 2**64
+
+
+def maximum(address, value):
+    place = _at(address, 4, 4, atomic=True).view(np.uint32)
+    place[0] = max(place[0], u32(value))
+
+
 def exchange(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
