@@ -75,9 +75,10 @@ def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Pa
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
 
 
-def _wide_backward(*gradients: str) -> Parameters:
+def _wide_backward(gradients: tuple[str, ...], bits: str = MASK_BITS) -> Parameters:
     """In float32 and float64, which take what v2 left of each row."""
-    arrays, strides = (*_words("q k v do lse delta"), *_TENSOR_OPTIONS), (*_words("q k v do"), *_TENSOR_OPTIONS)
+    options = _with_bits(_OF_SCORES, bits)
+    arrays, strides = (*_words("q k v do lse delta"), *options), (*_words("q k v do"), *options)
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
 
 
@@ -128,8 +129,8 @@ PARAMETERS: dict[str, Parameters] = {
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
-    "mma_dkdv_wide": _wide_backward("dk", "dv"),
-    "mma_dq_wide": _wide_backward("dq"),
+    "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
+    "mma_dq_wide": _wide_backward(("dq",)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
     "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
