@@ -260,8 +260,11 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
+    reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
 
     def takes(row: Any) -> bool:
+        if reads and getattr(row, "unread", False):
+            return False
         return head_dim <= row.head_dim and (plain or not row.plain) and (alone or not getattr(row, "functions", False))
 
     return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]

@@ -176,9 +176,13 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     reads = _reads_scores(problem)
     plain = not (reads or changes_scores(problem.uses))
     rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
-    return [
-        row for row in rows if getattr(row, "reads", reads) == reads and (plain or not getattr(row, "plain", False))
-    ]
+
+    def takes(row: Any) -> bool:
+        if getattr(row, "reads", reads) != reads or (reads and getattr(row, "unread", False)):
+            return False
+        return plain or not getattr(row, "plain", False)
+
+    return [row for row in rows if takes(row)]
 
 
 def _reads_scores(problem: Problem) -> bool:
