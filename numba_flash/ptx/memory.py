@@ -72,6 +72,13 @@ def load_v2_if(typingctx, values, at, address, condition):
 
 
 @intrinsic
+def load_f64_if(typingctx, address, condition):
+    """@condition ld.global.f64: 8 bytes at a global address, a multiple of 8; 0 without reading where it is 0."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f64 $0, 0d0000000000000000; @p ld.global.f64 $0, [$1]; }"
+    return asm.scalars(text, types.float64(types.int64, types.uint32))
+
+
+@intrinsic
 def store_b16(typingctx, address, value):
     """st.global.b16 [address], value: the low 16 bits of value. address: a multiple of 2."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.global.b16 [$0], low; }"

@@ -78,9 +78,10 @@ def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...], *size
     return Parameters((*arrays, *gradients), (*strides, *gradients), (*_SIZES, *sizes), SCORE_NUMBERS)
 
 
-def _wide_backward(*gradients: str) -> Parameters:
+def _wide_backward(gradients: tuple[str, ...], bits: str = MASK_BITS) -> Parameters:
     """In float32 and float64, which take what v2 left of each row."""
-    arrays, strides = (*_words("q k v do lse delta"), *_TENSOR_OPTIONS), (*_words("q k v do"), *_TENSOR_OPTIONS)
+    options = _with_bits(_OF_SCORES, bits)
+    arrays, strides = (*_words("q k v do lse delta"), *options), (*_words("q k v do"), *options)
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
 
 
@@ -149,8 +150,8 @@ PARAMETERS: dict[str, Parameters] = {
         ("mma_daux_bounds", "mma_daux_sums"),
         _with_arrays(_tensor_backward((), _with_bits(_OF_SCORES), *_OF_AUX), AUX_BOUNDS, AUX_SUMS),
     ),
-    "mma_dkdv_wide": _wide_backward("dk", "dv"),
-    "mma_dq_wide": _wide_backward("dq"),
+    "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
+    "mma_dq_wide": _wide_backward(("dq",)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
     "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),

@@ -117,8 +117,6 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     for option, _ in forward.functions:
         if name == "wgmma":
             return f"its backward takes no {option} yet"
-        if ITEM_SIZE[forward.dtype] > 2:
-            return f"its backward in {forward.dtype} takes no {option} yet"
     for option in ("bias", "mask"):
         if name == "wgmma" and forward.array(option) is not None:
             return f"its backward takes no {option} yet"
@@ -189,18 +187,22 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels in float32 and float64."""
     made: list[BackwardConfig] = [delta_config(problem, target)]
+    threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
     if {"dk", "dv"} & set(problem.wanted):
-        made += _first_that_fits(
-            [_wide_dkdv(problem, row, target) for row in _usable("mma_dkdv", problem, target)], target
-        )
+        made += [MaskBitsConfig(of_keys=True, threads=threads)] * masked
+        rows = _usable("mma_dkdv", problem, target)
+        made += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
+        made += [MaskBitsConfig(threads=threads)] * masked
         made += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
+    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
+        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
     return (*made, *_head_sums(problem, target, of_blocks=False))
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
     large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return _features(problem) | columns(row) | dict(large_f64=large)
+    return _features(problem) | _pairs(problem) | columns(row) | dict(large_f64=large)
 
 
 def _wide_dkdv(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
@@ -289,8 +291,11 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
+    reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
 
     def takes(row: Any) -> bool:
+        if reads and getattr(row, "unread", False):
+            return False
         return (
             head_dim <= row.head_dim
             and (plain or not getattr(row, "plain", False))

@@ -43,6 +43,7 @@ class MmaWide(NamedTuple):
     blocks_per_sm: int
     rescale_threshold: int
     plain: bool = False  # only for scores that no option changes
+    unread: bool = False  # not where something is read or asked for each score
     gpu: str = MEASURED
 
 
@@ -105,6 +106,7 @@ class WideBackward(NamedTuple):
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
+    unread: bool = False  # as of MmaWide
     gpu: str = MEASURED
 
 
@@ -167,7 +169,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
-        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
+        MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
@@ -262,7 +265,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
         WideBackward(128, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
-        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, unread=True),
+        WideBackward(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
@@ -331,7 +335,7 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
-NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "gpu", "own_rows", "other_rows")
+NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "unread", "gpu", "own_rows", "other_rows")
 
 
 def columns(row: Any) -> dict[str, Any]:

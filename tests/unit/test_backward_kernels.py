@@ -294,6 +294,16 @@ def test_rows_for_plain_scores_serve_no_others():
     assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
 
 
+def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
+    given = dict(mask=empty(500, dtype="bool"), bias=empty(500, dtype="float32"))
+    made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
+    configs = select_backward(made, HOPPER, "auto", "cupy").configs
+    names = [config.kernel for config in configs]
+    apart = ["mma_dkdv_wide"] * 2
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias"]
+    assert (configs[-2].tile_m, configs[-2].tile_n) == (64, 16), "where nothing is read 64 x 32"
+
+
 def test_the_workspace_is_explained():
     made = problem(64, dtype="float16")
     choice = select_backward(made, HOPPER, "auto", "cupy")
@@ -339,8 +349,7 @@ def test_which_backwards_take_functions(given):
     on_hopper = chosen(HOPPER)
     assert on_hopper.kernel == chosen(A100).kernel == "mma"
     assert ("wgmma", f"its backward takes no {option} yet") in on_hopper.refused
-    wide = chosen(HOPPER, dtype="float32")
-    assert wide.kernel == "v2" and ("mma", f"its backward in float32 takes no {option} yet") in wide.refused
+    assert [chosen(HOPPER, dtype=dtype).kernel for dtype in ("float32", "float64")] == ["mma"] * 2
     assert mma_tiles(128, **given) == [("mma_dkdv", 32, 64, 1), ("mma_dq", 64, 32, 1)]
     with_softcap = mma_tiles(128, softcap=2.0, **given)
     assert [name for name, *_ in with_softcap] == ["mma_dkdv", "mma_dkdv", "mma_dq"], "other options take registers"

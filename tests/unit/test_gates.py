@@ -67,6 +67,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING: dict[str, str] = {
+    "mma_dkdv_float64-64-64x16-reading": "spills 16 bytes on sm_90a with 13.0; none with bias and mask alone",
     "mma_dkdv-256-128x64x4-dkdv": "spills 12 bytes on sm_90a with 13.0, 16 with 13.5; none on sm_100a",
     "mma_float64-64-64x16-rich": "spills 40 bytes on sm_90a with 13.5, where three blocks share a multiprocessor",
     "mma_float32-512-32x16": "spills 44 bytes on sm_90a, 12 on the others with 13.5",
@@ -75,6 +76,8 @@ FAILING: dict[str, str] = {
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
     "mma_float32-128-64x32-rich": "spills 4 bytes on sm_120a with 13.5, none on the others",
+    "mma_float32-256-64x32-reading": "spills 380 bytes on sm_80, 4 on sm_100a with 13.0; none on sm_90a",
+    "mma_float32-256-64x32-both": "spills 536 bytes on sm_80 with 13.0; none on later ones",
     "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
     "mma_dkdv_float32-256-16x16": "spills 32 bytes on sm_120a with 13.5, none on the others",
     "mma_dq_float32-256-64x32-rich": "spills 8 bytes on sm_100a with 13.5, none on sm_90a",
@@ -108,11 +111,9 @@ def intended(config):
 
 
 def wide_gates():
-    """mma's rows for float32 and float64, plain and with everything that it takes."""
-    used = dict(
-        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32"),
-        q_offset_source="array", scores_finished=True, o_vectorized=False,
-    )  # fmt: skip
+    """mma's rows for float32 and float64, plain, with everything that it takes, and with functions."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32")
+    rich = dict(q_offset_source="array", scores_finished=True, o_vectorized=False)
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
         key = tiles.table_of("mma", dtype)
         table = tiles.TABLES[key]
@@ -124,13 +125,23 @@ def wide_gates():
             name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
             yield name, config
             if row in (table[0], next(x for x in table if x.head_dim == 128 and not x.plain)):
-                yield f"{name}-rich", dataclasses.replace(config, **used)
+                yield f"{name}-rich", dataclasses.replace(config, **rich, uses=uses(**used))
+            reads = [x for x in table if not x.plain and not x.unread]
+            if row in [next(x for x in reads if x.head_dim == n) for n in (64, 128, 256)]:
+                reading = uses(**used, bias=dtype, mask="bool")
+                yield f"{name}-reading", dataclasses.replace(config, **rich, uses=reading)
+                yield f"{name}-both", dataclasses.replace(config, scores_finished=True, uses=wide_functions())
+
+
+def wide_functions():
+    """A function whose derivative varies, and one that hides."""
+    both = dict(score_mod=Function.of("score_mod", capped), mask_mod=Function.of("mask_mod", of_document))
+    return uses(**both, aux=(("float32", 2), ("int32", 2)))
 
 
 def wide_backward_gates():
-    """Rows of the backward of mma in float32 and float64, plain and with all that it takes."""
-    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(uses=used, q_offset_source="array")
+    """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
         for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
             for row in tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
@@ -147,7 +158,11 @@ def wide_backward_gates():
                     name += "-sm80" * (dtype == "float64" and not large)
                     yield name, kind(**features, **wanted)
                     if not row.plain:
-                        yield f"{name}-rich", kind(**features, **wanted, **rich)
+                        rich = features | wanted | dict(q_offset_source="array")
+                        yield f"{name}-rich", kind(**rich, uses=uses(**used))
+                    if not row.plain and not row.unread:
+                        yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
+                        yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
 
 
 def of_row(kernel, row):

@@ -100,6 +100,7 @@ USES = {
     "memory.load_b16_if": ("ld.global.b16", "u[0] = memory.load_b16_if(g, uint32(i))"),
     "memory.load_b32_if": ("ld.global.b32", "u[0] = memory.load_b32_if(g, uint32(i))"),
     "memory.load_v2_if": ("ld.global.v2.b32", "memory.load_v2_if(u, 0, g, uint32(i))"),
+    "memory.load_f64_if": ("ld.global.f64", "d[0] = memory.load_f64_if(g, uint32(i))"),
     "memory.store_b16": ("st.global.b16", "memory.store_b16(g, uint32(i))"),
     "memory.store_b32": ("st.global.b32", "memory.store_b32(g, uint32(i))"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
