@@ -11,6 +11,7 @@ from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
+    BY_ELEMENT,
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
     WgmmaDqConfig,
@@ -20,7 +21,7 @@ from ..config.wgmma_backward import (
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
+from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
@@ -95,15 +96,8 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
     for option, _ in forward.functions:
-        if name == "wgmma":
-            return f"its backward takes no {option} yet"
         if ITEM_SIZE[forward.dtype] > 2:
             return f"its backward in {forward.dtype} takes no {option} yet"
-    for option in ("bias", "mask"):
-        if name == "wgmma" and forward.array(option) is not None:
-            return f"its backward takes no {option} yet"
-    if name == "wgmma" and forward.seeded:
-        return f"its backward takes no {SEEDED} yet"
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"
@@ -151,17 +145,11 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
     made: list[BackwardConfig] = [_preprocess(problem, target)]
-    threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
-    of_keys = _first_that_fits([_mma_dkdv(problem, row) for row in rows], target)
-    if masked and of_keys:
-        made.append(MaskBitsConfig(of_keys=True, threads=threads))
-    made += of_keys
+    own = [*_first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
     if "dq" in problem.wanted:
-        made += [MaskBitsConfig(threads=threads)] * masked
-        made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
-    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
-        made += [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
-    return (*made, *_head_sums(problem, target, of_blocks=True))
+        own += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
+    made += _with_what_goes_before(own, target)
+    return (*made, *_dbias(problem, target), *_head_sums(problem, target, of_blocks=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,7 +193,30 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
     halved = [_halved(config, problem, target) for config in made]
-    return (_preprocess(problem, target), *halved, *_head_sums(problem, target, of_blocks=True))
+    own = [_preprocess(problem, target), *_with_what_goes_before(halved, target)]
+    return (*own, *_dbias(problem, target), *_head_sums(problem, target, of_blocks=True))
+
+
+def _with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
+    """Kernels of tensor cores, and before them those that make what they read: a mask's bits, the states of tiles."""
+    threads = 32 if target.simulated else 512
+    made: list[BackwardConfig] = []
+    for config in configs:
+        before: list[BackwardConfig] = []
+        if config.has("mask"):
+            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig)
+            before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
+        if config.tile_states:
+            before.append(TileStatesConfig.before(config, threads))
+        made += [other for other in before if other not in made] + [config]
+    return made
+
+
+def _dbias(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
+    """v2's kernels of it, and what they read: a rung of tensor cores has none of its own yet."""
+    if "dbias" not in problem.wanted:
+        return []
+    return [delta_config(problem, target), _fitting(DbiasConfig, ("dbias",), problem, target)]
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -226,7 +237,7 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
     """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
     forward = problem.forward
-    plain = not changes_scores(forward.uses)
+    plain = not changes_scores(forward.uses) and not any(name in BY_ELEMENT for name, _ in forward.uses)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
 
 
@@ -258,11 +269,30 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
+    by_element = _by_element(problem)
 
     def takes(row: Any) -> bool:
-        return head_dim <= row.head_dim and (plain or not row.plain) and (alone or not getattr(row, "functions", False))
+        if head_dim > row.head_dim:
+            return False
+        if by_element and hasattr(row, "by_element"):
+            return row.by_element in tiles.BY_ELEMENT[tiles.BY_ELEMENT.index(by_element) :]
+        of_scores = (plain or not row.plain) and (alone or not getattr(row, "functions", False))
+        return of_scores and not getattr(row, "by_element", "")
 
     return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
+
+
+def _by_element(problem: BackwardProblem) -> str:
+    """Which of tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
+    forward = problem.forward
+    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
+    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
+    if not found:
+        return ""
+    if len(found) == 1 and not changes_scores(forward.uses):
+        return "hidden"
+    used = dict(forward.uses)
+    return "all" if len(kinds) > 1 or ("bias" in used and ("softcap" in used or "alibi_slopes" in used)) else "some"
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:
@@ -289,7 +319,7 @@ def _pairs(problem: BackwardProblem) -> dict[str, Any]:
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
     made: list[WgmmaBackwardConfig] = []
     for part in _parts(problem, row.apart):
-        features = _features(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+        features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:
             features["stages_b"] = 2  # dV alone needs less memory than dK
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
@@ -297,7 +327,7 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
-    return [WgmmaDqConfig(**_features(problem), **columns(row), kernel="wgmma_dq")]
+    return [WgmmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="wgmma_dq")]
 
 
 def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
