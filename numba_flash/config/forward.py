@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
-from .states_of_tiles import READERS, StatesTile
+from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8, "int64": 8}
 
@@ -85,7 +85,7 @@ class Config(LaunchFacts):
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]
         """What has a state there."""
-        return StatesTile(self.tile_m, self.tile_n, 1)
+        return StatesTile(self.tile_m, self.tile_n, 1, self.tile_states == TILE_STATES_OF_KEYS)
 
     @property
     def derivative_varies(self) -> bool:

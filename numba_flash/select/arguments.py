@@ -69,7 +69,7 @@ _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES,
 _BACKWARD = (*_words("q k v do lse delta"), *_OF_SCORES)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OF_SCORES)
 _TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
-_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of wgmma's backward
+_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of kernels that take neither
 _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
@@ -152,8 +152,8 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "mma_dq_wide": _wide_backward(("dq",)),
-    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
-    "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
+    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),

@@ -13,6 +13,7 @@ from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
+    BY_ELEMENT,
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
     WgmmaDqConfig,
@@ -22,7 +23,7 @@ from ..config.wgmma_backward import (
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
+from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from . import tiles
 from .arguments import backward_tensor_maps
 from .forward import LARGE_FLOAT64, no_cpu, no_tensor_cores, no_wide_rows
@@ -114,14 +115,6 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
     if max(forward.head_dim, forward.head_dim_v) > MmaBackwardConfig.WIDEST:
         widest = MmaBackwardConfig.WIDEST
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
-    for option, _ in forward.functions:
-        if name == "wgmma":
-            return f"its backward takes no {option} yet"
-    for option in ("bias", "mask"):
-        if name == "wgmma" and forward.array(option) is not None:
-            return f"its backward takes no {option} yet"
-    if name == "wgmma" and forward.seeded:
-        return f"its backward takes no {SEEDED} yet"
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"
@@ -169,17 +162,10 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
     made: list[BackwardConfig] = [_preprocess(problem, target)]
-    threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
-    of_keys = _first_that_fits([_mma_dkdv(problem, row) for row in rows], target)
-    if masked and of_keys:
-        made.append(MaskBitsConfig(of_keys=True, threads=threads))
-    made += of_keys
-    if masked and {"dq", "dbias"} & set(problem.wanted):
-        made.append(MaskBitsConfig(threads=threads))
+    own: list[Config] = [*_first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
     if "dq" in problem.wanted:
-        made += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
-    if "dbias" in problem.wanted:
-        made += _first_that_fits([_mma_dbias(problem, row) for row in _usable("mma_dbias", problem, target)], target)
+        own += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
+    made += _with_what_goes_before([*own, *_dbias(problem, target)], target)
     return (*made, *_head_sums(problem, target, of_blocks=True))
 
 
@@ -187,14 +173,13 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels in float32 and float64."""
     made: list[BackwardConfig] = [delta_config(problem, target)]
-    threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
+    own: list[Config] = []
     if {"dk", "dv"} & set(problem.wanted):
-        made += [MaskBitsConfig(of_keys=True, threads=threads)] * masked
         rows = _usable("mma_dkdv", problem, target)
-        made += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
+        own += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
-        made += [MaskBitsConfig(threads=threads)] * masked
-        made += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
+        own += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
+    made += _with_what_goes_before(own, target)
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
     return (*made, *_head_sums(problem, target, of_blocks=False))
@@ -228,7 +213,30 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
     halved = [_halved(config, problem, target) for config in made]
-    return (_preprocess(problem, target), *halved, *_head_sums(problem, target, of_blocks=True))
+    own = _with_what_goes_before([*halved, *_dbias(problem, target)], target)
+    return (_preprocess(problem, target), *own, *_head_sums(problem, target, of_blocks=True))
+
+
+def _with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
+    """Kernels of tensor cores, and before them those that make what they read: a mask's bits, the states of tiles."""
+    threads = 32 if target.simulated else 512
+    made: list[BackwardConfig] = []
+    for config in configs:
+        before: list[BackwardConfig] = []
+        if config.has("mask"):
+            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
+            before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
+        if config.tile_states:
+            before.append(TileStatesConfig.before(config, threads))
+        made += [other for other in before if other not in made] + [config]
+    return made
+
+
+def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
+    """mma's kernel of it, where it is wanted."""
+    if "dbias" not in problem.wanted:
+        return []
+    return _first_that_fits([_mma_dbias(problem, row) for row in _usable("mma_dbias", problem, target)], target)
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -249,7 +257,7 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
     """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
     forward = problem.forward
-    plain = not changes_scores(forward.uses)
+    plain = not changes_scores(forward.uses) and not any(name in BY_ELEMENT for name, _ in forward.uses)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
 
 
@@ -292,17 +300,30 @@ def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
     reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
+    by_element = _by_element(problem)
 
     def takes(row: Any) -> bool:
-        if reads and getattr(row, "unread", False):
+        if head_dim > row.head_dim or (reads and getattr(row, "unread", False)):
             return False
-        return (
-            head_dim <= row.head_dim
-            and (plain or not getattr(row, "plain", False))
-            and (alone or not getattr(row, "functions", False))
-        )
+        if by_element and hasattr(row, "by_element"):
+            return row.by_element in tiles.BY_ELEMENT[tiles.BY_ELEMENT.index(by_element) :]
+        of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
+        return of_scores and not getattr(row, "by_element", "")
 
     return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
+
+
+def _by_element(problem: BackwardProblem) -> str:
+    """Which of tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
+    forward = problem.forward
+    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
+    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
+    if not found:
+        return ""
+    if len(found) == 1 and not changes_scores(forward.uses):
+        return "hidden"
+    used = dict(forward.uses)
+    return "all" if len(kinds) > 1 or ("bias" in used and ("softcap" in used or "alibi_slopes" in used)) else "some"
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:
@@ -351,7 +372,7 @@ def _pairs(problem: BackwardProblem) -> dict[str, Any]:
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
     made: list[WgmmaBackwardConfig] = []
     for part in _parts(problem, row.apart):
-        features = _features(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+        features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:
             features["stages_b"] = 2  # dV alone needs less memory than dK
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
@@ -359,7 +380,7 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
-    return [WgmmaDqConfig(**_features(problem), **columns(row), kernel="wgmma_dq")]
+    return [WgmmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="wgmma_dq")]
 
 
 def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:

@@ -110,6 +110,12 @@ class WideBackward(NamedTuple):
     gpu: str = MEASURED
 
 
+# What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a mask, a
+# mask_mod or dropout alone; one kind, which is functions, bias with mask, or dropout; several kinds, or a bias beside
+# softcap or ALiBi.
+BY_ELEMENT = ("hidden", "some", "all")
+
+
 class WgmmaDkdv(NamedTuple):
     head_dim: int
     plain: bool
@@ -118,6 +124,7 @@ class WgmmaDkdv(NamedTuple):
     stages_a: int
     stages_b: int
     apart: bool = False  # dK and dV have a kernel each
+    by_element: str = ""  # for problems in which something decides about each score: up to this one of BY_ELEMENT
     gpu: str = MEASURED
 
 
@@ -128,6 +135,7 @@ class WgmmaDq(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
+    by_element: str = ""
     gpu: str = MEASURED
 
 
@@ -287,6 +295,16 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
+        WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDkdv(128, False, 32, 128, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="hidden"),
+        WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="some"),
+        WgmmaDkdv(256, False, 32, 128, stages_a=2, stages_b=1, apart=True, by_element="all"),
+        WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
+        WgmmaDkdv(256, False, 32, 64, stages_a=2, stages_b=1, apart=True, by_element="all", gpu=SIMULATOR),
         WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, gpu=SIMULATOR),
         WgmmaDkdv(256, False, 32, 64, stages_a=2, stages_b=1, apart=True, gpu=SIMULATOR),
     ),
@@ -298,6 +316,15 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2),
         WgmmaDq(192, True, 128, 80, stages_a=2, stages_b=2),
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
+        WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDq(128, False, 128, 80, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1, by_element="hidden"),
+        WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="some"),
+        WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="all"),
+        WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
     # backward.gains_by_one_kernel: for what
@@ -335,7 +362,18 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
-NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "unread", "gpu", "own_rows", "other_rows")
+NOT_COLUMNS = (
+    "head_dim",
+    "plain",
+    "reads",
+    "apart",
+    "functions",
+    "unread",
+    "by_element",
+    "gpu",
+    "own_rows",
+    "other_rows",
+)
 
 
 def columns(row: Any) -> dict[str, Any]:

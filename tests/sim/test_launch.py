@@ -109,7 +109,7 @@ def test_every_kernel_can_be_made():
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
-        *[TileStatesConfig("float32", tile, used, of_keys=of_keys) for of_keys in (False, True)],
+        *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

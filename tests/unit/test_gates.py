@@ -257,7 +257,8 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not getattr(row, "functions", False)):
+        rows = tiles.rows_for(kernel, HOPPER)
+        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
                 of_row["-reading"] = reading
@@ -360,10 +361,49 @@ def score_gradients_gates():
             yield f"{name}-rich", MmaDauxConfig(**features, **rich, uses=every)
 
 
+def by_element_gates():
+    """Of wgmma's backward each row for what decides about each score, with what takes the most registers of all that it
+    serves; and what becomes of it where there are few blocks."""
+    score_mod, mask_mod = (functools.partial(Function.of, name) for name in ("score_mod", "mask_mod"))
+    aux, lengths = dict(aux=(("float32", 2), ("int32", 2))), dict(seqlens_k="int32", q_offset="int32")
+    rich = dict(softcap=True, alibi_slopes="float32", **lengths)
+    functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
+    read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
+    of_level = dict(
+        hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
+                    dropout=dropped | lengths),
+        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich, read=read | lengths,
+                  dropout=dropped | rich),
+        all=dict(everything=functions | read | dropped | rich, read_rich=read | rich),
+    )  # fmt: skip
+    for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
+        before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
+        for row in (row for row in tiles.rows_for(kernel, HOPPER) if row.by_element):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+            first = levels.index(before) + 1 if before in levels else 0
+            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
+            features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= tiles.columns(row)
+            parts = {"": {}}
+            if kind is WgmmaDkdvConfig and row.apart:
+                parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False, stages_b=2)}
+            halved = dict(stages_b=2) | {"tile_n" if kind is WgmmaDkdvConfig else "tile_m": 64}
+            for number, (words, options) in enumerate(served.items()):
+                array = "array" if "q_offset" in options else "number"
+                given = dict(uses=uses(**options), q_offset_source=array, bias_pairs="bias" in options)
+                for part, wanted in parts.items():
+                    name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}{part}"
+                    yield name, kind(**features | wanted | given)
+                    if number == len(served) - 1:
+                        yield f"{name}-halved", kind(**features | wanted | given | halved)
+
+
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
+    configs |= dict(by_element_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
