@@ -323,7 +323,8 @@ def _by_element(problem: BackwardProblem) -> str:
     if len(found) == 1 and not changes_scores(forward.uses):
         return "hidden"
     used = dict(forward.uses)
-    return "all" if len(kinds) > 1 or ("bias" in used and ("softcap" in used or "alibi_slopes" in used)) else "some"
+    others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
+    return "all" if len(kinds) > 1 or ("bias" in used and changes_scores(others)) else "some"
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:

@@ -111,8 +111,8 @@ class WideBackward(NamedTuple):
 
 
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a mask, a
-# mask_mod or dropout alone; one kind, which is functions, bias with mask, or dropout; several kinds, or a bias beside
-# softcap or ALiBi.
+# mask_mod or random bits alone; one kind, which is functions, bias with mask, or random bits; several kinds, or a bias
+# beside another option of the score.
 BY_ELEMENT = ("hidden", "some", "all")
 
 

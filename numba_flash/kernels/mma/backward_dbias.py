@@ -92,9 +92,18 @@ def make(config):
             shown_bits[r] = shown_bits[r] & seen if has_mask else seen
         if has_functions:
             apply_functions(
-                acc_s, acc_dp, shown_bits, int64(place.b), int64(place.h), first_query, place.q_start, first_key,
-                arrays, strides, score,
-            )  # fmt: skip
+                acc_s,
+                acc_dp,
+                shown_bits,
+                int64(place.b),
+                int64(place.h),
+                first_query,
+                place.q_start,
+                first_key,
+                arrays,
+                strides,
+                score,
+            )
         if drops:
             first_pos = place.q_start + int64(place.i) * tile_m
             kept_of(registers.kept, first_key, place.b, place.h, first_row, first_pos, arrays, sizes)
@@ -195,11 +204,15 @@ def make(config):
         own_b = divide(above, shape[1])
         own_h = int32(above - own_b * int32(shape[1]))
         walk = Range(
-            own_b, int32(own_b + 1) if shape[0] > 1 else int32(sizes.batch),
-            own_h, int32(own_h + 1) if shape[1] > 1 else int32(sizes.heads),
-            own_i, m_tiles if rows_summed else int32(own_i + 1),
-            own_j, n_tiles if keys_summed else int32(own_j + 1),
-        )  # fmt: skip
+            own_b,
+            int32(own_b + 1) if shape[0] > 1 else int32(sizes.batch),
+            own_h,
+            int32(own_h + 1) if shape[1] > 1 else int32(sizes.heads),
+            own_i,
+            m_tiles if rows_summed else int32(own_i + 1),
+            own_j,
+            n_tiles if keys_summed else int32(own_j + 1),
+        )
 
         address = shared.address(cuda.shared.array(0, uint8))
         q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))

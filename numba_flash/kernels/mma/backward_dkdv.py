@@ -101,13 +101,11 @@ def make(config):
     load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads) for tile in (tile_n, tile_m))
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads) for tile in (tile_n, tile_m))
     keys_and_start, walk = positions.make(config), backward_walk.make(config)
-    tile_of, set_up_state, own_keys = walk.tile_of, walk.set_up_state, walk.own_keys
-    from_tile, has_states = walk.from_tile, bool(config.tile_states)
+    tile_of, set_up_state, own_keys, from_tile = walk.tile_of, walk.set_up_state, walk.own_keys, walk.from_tile
     following, is_unmasked, queries_at, others_at = walk.following, walk.is_unmasked, walk.queries_at, walk.others_at
     distances, seen_columns, term_of, find_kept = walk.distances, walk.seen_columns, walk.term_of, walk.find_kept
-    load_for_scores, ask_functions, has_functions = (
-        walk.load_for_scores, walk.ask_functions, gradient_functions.present(config)
-    )  # fmt: skip
+    load_for_scores, ask_functions = walk.load_for_scores, walk.ask_functions
+    has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
@@ -121,8 +119,7 @@ def make(config):
     stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
-    recompute_keys = recompute.make(config)
-    wait_all = cp_async.wait_group(0)
+    recompute_keys, wait_all = recompute.make(config), cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
     finishes = drops and of_dk and has_functions  # before their derivative comes to it

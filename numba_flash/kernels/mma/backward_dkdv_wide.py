@@ -177,9 +177,18 @@ def make(config):
         if has_functions:
             key = int32(walk.first_key + first_row + int32(first_row_of(lane)))
             apply_functions(
-                registers.acc_s, registers.acc_dp, registers.shown_bits, walk.b, h, first_query, walk.q_start, key,
-                arrays, strides, score,
-            )  # fmt: skip
+                registers.acc_s,
+                registers.acc_dp,
+                registers.shown_bits,
+                walk.b,
+                h,
+                first_query,
+                walk.q_start,
+                key,
+                arrays,
+                strides,
+                score,
+            )
 
     @inlined
     def weigh(i, registers, rows_smem, walk, term, score):

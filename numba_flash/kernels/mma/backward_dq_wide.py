@@ -154,9 +154,18 @@ def make(config):
         if has_functions:
             query = int32(tile.first_query + first_row + int32(first_row_of(lane)))
             apply_functions(
-                registers.acc_s, registers.acc_dp, registers.shown_bits, tile.b, tile.h, query,
-                tile_keys.position - tile.first_query, first_key, arrays, strides, score,
-            )  # fmt: skip
+                registers.acc_s,
+                registers.acc_dp,
+                registers.shown_bits,
+                tile.b,
+                tile.h,
+                query,
+                tile_keys.position - tile.first_query,
+                first_key,
+                arrays,
+                strides,
+                score,
+            )
 
     @inlined
     def weigh(j, registers, tile_keys, term, score):

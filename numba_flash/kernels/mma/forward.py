@@ -97,9 +97,8 @@ def make(config):
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     read, has_mask = score_reads.make(config, strips), config.has("mask")
     reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
-    some_hidden, bias_words, bits_words, bias_type = (
-        read.some_hidden, read.bias_words, read.bits_words, read.bias_type
-    )  # fmt: skip
+    some_hidden, bias_words = read.some_hidden, read.bias_words
+    bits_words, bias_type = read.bits_words, read.bias_type
     # What scores need is asked for before the products, or where these take all registers, behind them.
     reads_before, reads_behind = reads and config.item_size == 2, reads and config.item_size > 2
     functions = fragment_functions.make(config, strips)

@@ -1,5 +1,5 @@
 """What a consumer of wgmma's backward does with a tile of S and dP where scores have a say of their own: where a
-caller's functions, a bias, a mask or dropout decide what becomes of each.
+caller's functions, a bias, a mask or random bits decide what becomes of each.
 
 Three steps, each beside a product. `prepare` asks for all that needs no score: which of them count (mask_mod says it
 too), which weights are dropped, and what is read for each. It runs beside S. `to_weights` runs beside dP and makes P,
