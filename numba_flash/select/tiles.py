@@ -327,7 +327,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
-    # backward.gains_by_one_kernel: for what
+    # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (
         WgmmaFused(64, 128, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
         WgmmaFused(128, 64, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),

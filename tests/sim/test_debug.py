@@ -16,7 +16,7 @@ from numba_flash import mods
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
-from numba_flash.select import backward as select_backward
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")

@@ -21,9 +21,9 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments, tiles
-from numba_flash.select import backward as backward_selection
-from numba_flash.select.backward import mma_configs, select_backward, v2_configs, wgmma_configs
+from numba_flash.select import arguments, backward_kernels, tiles
+from numba_flash.select.backward import select_backward
+from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -503,7 +503,7 @@ def test_when_one_kernel_takes_all_gradients():
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):
     rows = [row._replace(lse_first=True, delta_first=True) for row in tiles.TABLES["wgmma_fused"]]
     monkeypatch.setitem(tiles.TABLES, "wgmma_fused", tuple(rows))
-    monkeypatch.setattr(backward_selection, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
     wgmma_configs.cache_clear()
     try:
         for scale, lse_first in ((0.3, True), (0.0, False)):
