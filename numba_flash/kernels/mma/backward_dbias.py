@@ -22,7 +22,7 @@ from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from . import score_tiles
@@ -100,6 +100,7 @@ def make(config):
                 first_query,
                 place.q_start,
                 first_key,
+                TRUE,
                 arrays,
                 strides,
                 score,

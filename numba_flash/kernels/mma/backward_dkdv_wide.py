@@ -25,7 +25,7 @@ from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
@@ -185,6 +185,7 @@ def make(config):
                 first_query,
                 walk.q_start,
                 key,
+                TRUE,
                 arrays,
                 strides,
                 score,

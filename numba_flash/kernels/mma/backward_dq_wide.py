@@ -22,7 +22,7 @@ from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_queries as recompute
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
@@ -162,6 +162,7 @@ def make(config):
                 query,
                 tile_keys.position - tile.first_query,
                 first_key,
+                TRUE,
                 arrays,
                 strides,
                 score,
