@@ -13,7 +13,7 @@ from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.dispatch import backward as dispatch
-from numba_flash.select import backward as select_backward
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
 

@@ -28,12 +28,7 @@ def identity(x):
 
 
 # Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = (
-    "not float32",
-    "not float64",
-    "head_dim up to",
-    *(f"no {x} in" for x in "bias mask score_mod mask_mod".split()),
-)
+REFUSALS = ("not float32", "not float64", "head_dim up to")
 
 
 @dataclass(frozen=True)

@@ -76,15 +76,22 @@ def oracle(dtype, options):
     return found_by(contract_backward.Rung("reference"), case_of(dtype, **dict(options)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "options", [(), (("softcap", 2.0), ("causal", True)), (("strange", True),), (("seqlens", (37, 8)),)], ids=str
-)
+def agree(found, expected, dtype):
+    # sums of some hundred terms of about 1, each off by some dozens of roundings; in 16 bits they are rounded once
+    size = testing.EPS[dtype if dtype == "float64" else "float32"]
+    return found.dtype == dtype and np.allclose(
+        found.astype(np.float64), expected.astype(np.float64), rtol=testing.EPS[dtype], atol=2000 * size
+    )
+
+
+OPTIONS = [(), (("softcap", 2.0), ("causal", True)), (("strange", True),), (("seqlens", (37, 8)),)]
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_of_aux_agree_with_the_oracle(aux_rung, dtype, options):
     found, expected = found_by(aux_rung, case_of(dtype, **dict(options))), oracle(dtype, options)
-    for one, other in zip(found[:2], expected[:2], strict=True):
-        # sums of some hundred terms of about 1, each off by some dozens of roundings
-        assert one.dtype == dtype and np.allclose(one, other, rtol=0, atol=2000 * testing.EPS[dtype])
+    assert all(agree(one, other, dtype) for one, other in zip(found[:2], expected[:2], strict=True))
     again = found_by(aux_rung, case_of(dtype, **dict(options)))
     assert all(np.array_equal(x, y) for x, y in zip(found[:2], again[:2], strict=True))
 
@@ -111,3 +118,107 @@ def test_a_gradient_of_whole_numbers_is_refused(aux_rung):
         aux_rung(case_of(), wanted=("daux[2]",))
     with pytest.raises(ValueError, match=r"wanted must name some of .*daux\[2\], not \('daux\[3\]',\)"):
         aux_rung(case_of(), wanted=("daux[3]",))
+
+
+def of_table(aux_rung, score_mod, *aux, case=None, given=None):
+    """The gradient of aux[0], and of which problem it is."""
+    case = case or aux_rung.problem(9, 11, heads=3, heads_kv=1)
+    given = given or contract_backward.incoming(case, 5)
+    case.options |= dict(score_mod=score_mod, aux=aux)
+    return np.asarray(aux_rung(case, given, ("daux[0]",)).daux[0]), case, given
+
+
+def by_reference(case, given, wanted="daux[0]"):
+    found = contract_backward.Rung("reference")(case, given, (wanted,))
+    return np.asarray(found.daux[0] if wanted == "daux[0]" else getattr(found, wanted))
+
+
+def near(x, y):
+    """Sums of some hundred terms of about 1, in another order."""
+    assert y.any()
+    return np.allclose(x.astype(np.float64), y.astype(np.float64), rtol=0, atol=500 * np.finfo(x.dtype).eps)
+
+
+def real(case):
+    """The dtype of arrays that are as exact as sums."""
+    return np.float64 if case.q.dtype == np.float64 else np.float32
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 9, 11), (1, 3, 1, 11), (2, 1, 9, 1)], ids=str)
+def test_the_gradient_of_a_bias_in_aux_is_that_of_a_bias(aux_rung, shape):
+    steps = tuple(int(n > 1) for n in shape)
+
+    def added(score, b, h, i, j, table):
+        return score + table[b * steps[0], h * steps[1], (i - 2) * steps[2], j * steps[3]]
+
+    case, biased = (aux_rung.problem(9, 11, heads=3, heads_kv=1) for _ in range(2))
+    bias = np.random.default_rng(3).standard_normal(shape).astype(real(case))
+    biased.options["bias"] = bias
+    given = contract_backward.incoming(biased, 5)
+    found, *_ = of_table(aux_rung, added, bias, case=case, given=given)
+    assert near(found, by_reference(biased, given, "dbias"))
+
+
+def test_the_gradient_of_slopes_in_aux_is_that_of_slopes(aux_rung):
+    case, sloped = (aux_rung.problem(9, 11, heads=3, heads_kv=1) for _ in range(2))
+    slopes = sloped.options["alibi_slopes"] = np.array([0.5, 0.25, 0.125], real(case))
+    given = contract_backward.incoming(sloped, 5)
+    found, *_ = of_table(aux_rung, lambda s, b, h, i, j, x: s - x[h] * abs(i - j), slopes, case=case, given=given)
+    assert near(found, by_reference(sloped, given, "dalibi_slopes"))
+
+
+# Terms of some elements are 2^80 times those of others: each element has the precision of its own terms.
+def test_the_size_of_other_elements_does_not_matter(aux_rung):
+    zeros, powers = np.zeros(11, "float32"), np.ldexp(np.float32(1), [-40, 40, 0, -20, 20, -30, 30, 10, -10, 5, -5])
+    plain, *_ = of_table(aux_rung, lambda s, b, h, i, j, x: s + x[j], zeros)
+    scaled, *_ = of_table(aux_rung, lambda s, b, h, i, j, x, y: s + x[j] * y[j], zeros, powers)
+    assert plain.all() and np.array_equal(scaled, plain * powers)
+
+
+# The derivative of a square root is infinite at 0, while the score is a number.
+def test_what_is_no_number_stays_in_its_element(aux_rung):
+    table = np.array([1, 4, 0, 9, 1, 1, 1, 1, 1, 1, 1], "float32")
+    found, case, given = of_table(aux_rung, lambda s, b, h, i, j, x: s + math.sqrt(x[j]), table)
+    expected, others = by_reference(case, given), np.arange(11) != 2
+    assert not np.isfinite(found[2]) and not np.isfinite(expected[2])
+    assert near(found[others], expected[others])
+
+
+def often(s, b, h, i, j, x):
+    for _ in range(40):
+        s = s + x[0]
+    return s
+
+
+# One score, which owes to one number forty times: all its terms are as large as the largest.
+def test_a_number_that_is_read_many_times(aux_rung):
+    case = aux_rung.problem(1, 1, batch=1, heads=1)
+    found, case, given = of_table(aux_rung, often, np.zeros(1, real(case)), case=case)
+    assert near(found, by_reference(case, given))
+
+
+# Everything else that a score and a weight may have, around score_mod.
+BESIDE = {
+    "lengths": dict(seqlens_k=np.array([21, 12], np.int32), q_offset=np.array([5, -1], np.int32), window=(9, 3)),
+    "scores": dict(softcap=2.0, alibi_slopes=np.array([0.1, 0.3], np.float32), causal=True, scale=0.4),
+    "bias and mask": dict(
+        bias=np.random.default_rng(6).standard_normal((2, 19, 21), dtype=np.float32),
+        mask=np.random.default_rng(7).random((2, 1, 19, 21)) < 0.7,
+        mask_mod=lambda b, h, i, j, x: (i + j) % 5 > 0,
+    ),
+    "dropout": dict(dropout_p=0.3, seed=5),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_gradients_of_aux_with_all_else(aux_rung, beside):
+    case = aux_rung.problem(19, 21, head_dim=8)
+    table = np.random.default_rng(8).standard_normal((2, 60)).astype(real(case))
+    case.options |= BESIDE[beside] | dict(score_mod=placed, aux=(table,))
+    given = contract_backward.incoming(case, 5)
+    found, *_ = of_table(aux_rung, placed, table, case=case, given=given)
+    assert near(found, by_reference(case, given))
+
+
+def placed(s, b, h, i, j, x):
+    return s * x[h, 0] + x[h, i - j + 30]

@@ -12,6 +12,7 @@ from ..dispatch import launch, launch_backward
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.options import daux_name
 from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice
@@ -135,7 +136,8 @@ class BackwardExplanation(Readable):
         return f"kernel {self.kernel!r} on {self.target.name if self.configs else 'the CPU'}"
 
     def facts(self) -> list[tuple[str, str]]:
-        facts = [*_about(self.problem.forward), ("gradients", ", ".join(self.problem.wanted))]
+        wanted = (*self.problem.wanted, *map(daux_name, self.problem.wanted_aux))
+        facts = [*_about(self.problem.forward), ("gradients", ", ".join(wanted))]
         if self.kernel in ACCURACY:
             facts.append(("sums", ACCURACY[self.kernel].get(self.problem.forward.dtype, GRADIENTS_IN_16_BITS)))
         for config, blocks in zip(self.configs, self.blocks, strict=True):

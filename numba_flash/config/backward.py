@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..problem.options import BY_NAME
+from .aux_gradients import AuxElementsConfig
 from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
 from .simt_backward import DeltaConfig, HeadSumsConfig
 from .tile_states import TileStatesConfig
@@ -211,5 +212,5 @@ class MmaDqConfig(MmaBackwardConfig):
 
 
 BackwardConfig = (
-    Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig | TileStatesConfig
+    AuxElementsConfig | Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig | TileStatesConfig
 )  # that of every kernel of a backward

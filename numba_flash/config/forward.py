@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
-from .states_of_tiles import READERS, StatesTile
+from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
 
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8}
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8, "int64": 8}
 
 
 # Tiles for tensor cores lie in panels of 128 bytes a row, 64 columns of 16 bits, swizzled (ptx/fragments.py).
@@ -24,6 +24,7 @@ class LaunchFacts:
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
+    wanted_aux: ClassVar[tuple[int, ...]] = ()  # the numbers of those whose gradients it is about
     seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
@@ -84,7 +85,7 @@ class Config(LaunchFacts):
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]
         """What has a state there."""
-        return StatesTile(self.tile_m, self.tile_n, 1)
+        return StatesTile(self.tile_m, self.tile_n, 1, self.tile_states == TILE_STATES_OF_KEYS)
 
     @property
     def derivative_varies(self) -> bool:

@@ -14,15 +14,13 @@ VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options th
 class TileStatesConfig(LaunchFacts):
     """Of tile_states, which runs before kernels that leave tiles out.
 
-    dtype: what the function's real numbers are, float32 or float64. tile: that of the kernel behind it. of_keys: it is
-    for a kernel that owns keys.
+    dtype: what the function's real numbers are, float32 or float64. tile: that of the kernel behind it.
     """
 
     dtype: str
     tile: StatesTile
     uses: Uses
     q_offset_source: str = "number"
-    of_keys: bool = False
     threads: int = 512
 
     shared_bytes: ClassVar[int] = 0
@@ -36,10 +34,7 @@ class TileStatesConfig(LaunchFacts):
     def before(config: Any, threads: int) -> "TileStatesConfig":
         """Of what runs before the kernel of `config`."""
         used = tuple((name, given) for name, given in config.uses if name in VISIBLE)
-        of_keys = config.tile_states == TILE_STATES_OF_KEYS
-        return TileStatesConfig(
-            config.compute_dtype, config.states_tile, used, config.q_offset_source, of_keys, threads
-        )
+        return TileStatesConfig(config.compute_dtype, config.states_tile, used, config.q_offset_source, threads)
 
     @property
     def kernel(self) -> str:
@@ -47,7 +42,7 @@ class TileStatesConfig(LaunchFacts):
 
     @property
     def tile_states(self) -> str:  # type: ignore[override]
-        return TILE_STATES_OF_KEYS if self.of_keys else TILE_STATES
+        return TILE_STATES_OF_KEYS if self.tile.of_keys else TILE_STATES
 
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]

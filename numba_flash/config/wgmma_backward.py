@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ..problem.options import BY_NAME
+from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
 from .forward import Config, check_registers, tile_bytes
+
+BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
 
 
 class SharedPlan(NamedTuple):
@@ -45,12 +47,14 @@ class WgmmaBackwardConfig(Config):
     """What wgmma_backward_dkdv and wgmma_backward_dq share.
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
-    stages_b: how many tiles of either kind are in shared memory, in use or on their way.
+    stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
+    two keys at a time (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 2
     blocks_per_sm: int = 1
+    bias_pairs: bool = False
 
     tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
@@ -75,11 +79,16 @@ class WgmmaBackwardConfig(Config):
             raise ValueError(f"stages_a must be 2 to 4 and stages_b 1 to 4, not {self.stages_a} and {self.stages_b}")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores or name in ("bias", "mask")]
+        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         check_registers(self.registers, self.consumers)
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+
+    @property
+    def by_element(self) -> bool:
+        """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
+        return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
     def own_rows(self) -> int:
@@ -245,6 +254,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
                 f"head_dim must be at most {widest} with tiles of {self.tile_m} queries, not {self.head_dim} and "
                 f"{self.head_dim_v}"
             )
+        if self.by_element:
+            raise ValueError(f"it takes none of {', '.join(BY_ELEMENT)}")
         super().__post_init__()
         # Where the tiles begin is said to the assembler, because nothing is left for a gap (compiled.to_ptx).
         object.__setattr__(self, "shared_bytes", self.shared_plan().end)

@@ -257,7 +257,8 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
                 for part in (sizes[:ndim], sizes[ndim : 2 * ndim])
             )
             if recorded:
-                made.owed, made.state = b.add(args[2], sizes[2 * ndim]), args[1]
+                made.owed = b.add(args[2], sizes[2 * ndim])
+                made.state = b.inttoptr(args[1], ir.IntType(64).as_pointer())
                 made.owed_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
             return made._getvalue()
 

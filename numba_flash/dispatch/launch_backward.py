@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, reference
+from ..config.aux_gradients import AuxElementsConfig
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
+from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
@@ -18,10 +20,13 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
 from ..select import tile_states
 from ..select.arguments import (
+    AUX_BOUNDS,
+    AUX_SUMS,
     BACKWARD_WORKSPACE,
     MASK_BITS,
     MASK_BITS_OF_KEYS,
     Values,
+    aux_elements,
     backward_arrays,
     backward_tensor_maps,
     backward_values,
@@ -59,9 +64,11 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
-    if isinstance(config, DbiasConfig):
+    if isinstance(config, DbiasConfig | MmaDbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
         return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
+    if isinstance(config, AuxElementsConfig):
+        return -(-aux_elements(problem) // config.threads)
     if isinstance(config, HeadSumsConfig):
         return math.prod(problem.shape_of(config.gradient))
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
@@ -74,6 +81,9 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
     of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
     made = dict(delta=rows, row_shares=rows, lse_delta=((facts,), "float32"))
     made |= {MASK_BITS: ((of_queries,), "uint32"), MASK_BITS_OF_KEYS: ((of_keys,), "uint32")}
+    if problem.wanted_aux:
+        elements, words = aux_elements(problem), 2 if problem.forward.compute_dtype == "float64" else 1
+        made |= {AUX_BOUNDS: ((elements + 1,), "uint32"), AUX_SUMS: ((elements * words,), "int64")}
     for config in configs:
         if isinstance(config, TileStatesConfig):
             made[config.tile_states] = (tile_states.words(problem.forward, config.tile),), "uint32"
@@ -102,7 +112,7 @@ def _row_blocks(problem: BackwardProblem) -> int:
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
-    every = backward_arrays(problem.forward)
+    every = backward_arrays(problem)
     steps = []
     for config, blocks in configs:
         if blocks:

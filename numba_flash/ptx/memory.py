@@ -72,6 +72,13 @@ def load_v2_if(typingctx, values, at, address, condition):
 
 
 @intrinsic
+def load_f64_if(typingctx, address, condition):
+    """@condition ld.global.f64: 8 bytes at a global address, a multiple of 8; 0 without reading where it is 0."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f64 $0, 0d0000000000000000; @p ld.global.f64 $0, [$1]; }"
+    return asm.scalars(text, types.float64(types.int64, types.uint32))
+
+
+@intrinsic
 def store_b16(typingctx, address, value):
     """st.global.b16 [address], value: the low 16 bits of value. address: a multiple of 2."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; st.global.b16 [$0], low; }"
@@ -115,6 +122,24 @@ def add(typingctx, address, value):
     address: a multiple of 4. cc 2.0. Stand-in: sim.memory.add.
     """
     return asm.scalars("atom.global.add.u32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
+def add_i64(typingctx, address, value):
+    """red.global.add.u64: memory += value, modulo 2^64. One thread; atomic on the whole GPU, unordered.
+
+    address: a multiple of 8. cc 2.0. Stand-in: sim.memory.add_i64.
+    """
+    return asm.scalars("red.global.add.u64 [$0], $1;", types.void(types.int64, types.int64))
+
+
+@intrinsic
+def maximum(typingctx, address, value):
+    """red.global.max.u32: memory = max(memory, value). One thread; atomic on the whole GPU, unordered.
+
+    address: a multiple of 4. cc 2.0. Stand-in: sim.memory.maximum.
+    """
+    return asm.scalars("red.global.max.u32 [$0], $1;", types.void(types.int64, types.uint32))
 
 
 @intrinsic

@@ -10,6 +10,8 @@ so the compiled kernel takes plain pointers and numbers.
 """
 
 import functools
+import itertools
+import math
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +31,7 @@ from ..problem.options import (
     GradientOperands,
     Operands,
     Option,
+    daux_name,
 )
 from ..problem.ranges import UNBOUNDED
 from . import tile_states
@@ -66,18 +69,19 @@ _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES,
 _BACKWARD = (*_words("q k v do lse delta"), *_OF_SCORES)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OF_SCORES)
 _TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
-_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of wgmma's backward
+_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of kernels that take neither
 _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
-def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...]) -> Parameters:
+def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...], *sizes: str) -> Parameters:
     arrays, strides = (*_words("q k v do lse_delta"), *options), (*_words("q k v do"), *options)
-    return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
+    return Parameters((*arrays, *gradients), (*strides, *gradients), (*_SIZES, *sizes), SCORE_NUMBERS)
 
 
-def _wide_backward(*gradients: str) -> Parameters:
+def _wide_backward(gradients: tuple[str, ...], bits: str = MASK_BITS) -> Parameters:
     """In float32 and float64, which take what v2 left of each row."""
-    arrays, strides = (*_words("q k v do lse delta"), *_TENSOR_OPTIONS), (*_words("q k v do"), *_TENSOR_OPTIONS)
+    options = _with_bits(_OF_SCORES, bits)
+    arrays, strides = (*_words("q k v do lse delta"), *options), (*_words("q k v do"), *options)
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
 
 
@@ -93,7 +97,15 @@ FORWARD_WORKSPACE = (
     MASK_BITS,
     TILE_STATES,
 )  # the first three of v1: O before rounding, l and m
-BACKWARD_WORKSPACE = (*_words("delta row_shares lse_delta turns dq_sums"), *_BITS, *_STATES)
+# Of the gradients of aux (kernels/score/owed.py): the largest exponents, and sums; which they are, and their room.
+AUX_BOUNDS, AUX_SUMS, _OF_AUX = "aux_bounds", "aux_sums", _words("aux_begins term_bits run_bits")
+BACKWARD_WORKSPACE = (
+    *_words("delta row_shares lse_delta turns dq_sums"),
+    *_BITS,
+    *_STATES,
+    AUX_BOUNDS,
+    AUX_SUMS,
+)
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
 # Where not every weight counts: a number in the place of a pointer; random bits below a size, which say that one does
 # not; how many times the others do.
@@ -124,14 +136,24 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dbias": Parameters(
         (*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS
     ),
+    **dict.fromkeys(
+        ("v2_daux_bounds", "v2_daux_sums"),
+        Parameters((*_BACKWARD, AUX_BOUNDS, AUX_SUMS), _BACKWARD_STRIDES, (*_SIZES, *_OF_AUX), SCORE_NUMBERS),
+    ),
+    **dict.fromkeys(("daux_start", "daux_round"), Parameters((AUX_BOUNDS, AUX_SUMS), sizes=_OF_AUX)),
     **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
-    "mma_dkdv_wide": _wide_backward("dk", "dv"),
-    "mma_dq_wide": _wide_backward("dq"),
-    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS),
-    "wgmma_dq": _tensor_backward(("dq",), _TENSOR_OPTIONS),
+    "mma_dbias": _tensor_backward(("dbias",), _with_bits(_OF_SCORES), "dbias_shape"),
+    **dict.fromkeys(
+        ("mma_daux_bounds", "mma_daux_sums"),
+        _with_arrays(_tensor_backward((), _with_bits(_OF_SCORES), *_OF_AUX), AUX_BOUNDS, AUX_SUMS),
+    ),
+    "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
+    "mma_dq_wide": _wide_backward(("dq",)),
+    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
@@ -142,10 +164,14 @@ SIZES = dict(dbias_shape=4)  # likewise
 
 
 @functools.cache
-def parameters(kernel: str, aux: int = 0, seeded: bool = False, states: str = "") -> Parameters:
+def parameters(
+    kernel: str, aux: int = 0, seeded: bool = False, states: str = "", daux: tuple[int, ...] = ()
+) -> Parameters:
     """PARAMETERS of a kernel, where it computes scores with the states of tiles, what a seed takes and `aux` arrays for
-    functions behind the others."""
+    functions behind the others. daux: the numbers of those whose gradients daux_round writes."""
     own = PARAMETERS[kernel]
+    if kernel == "daux_round":
+        return own._replace(arrays=(*own.arrays, *map(daux_name, daux)))
     if not own.score and kernel not in _STATES:
         return own
     counters = tuple(name for name in own.arrays if name == COUNTERS)
@@ -162,7 +188,7 @@ def parameters(kernel: str, aux: int = 0, seeded: bool = False, states: str = ""
 
 def parameters_of(config: Any) -> Parameters:
     """Those of the kernel that is compiled for `config`."""
-    return parameters(config.kernel, len(config.aux), config.seeded, config.tile_states)
+    return parameters(config.kernel, len(config.aux), config.seeded, config.tile_states, config.wanted_aux)
 
 
 def aux_names(count: int) -> tuple[str, ...]:
@@ -176,8 +202,8 @@ def aux_sizes(ndim: int) -> int:
 
 @functools.cache
 def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
-    """The NamedTuple that a kernel takes as its parameter `kind`."""
-    return namedtuple(kind, fields)  # type: ignore[misc]
+    """The NamedTuple that a kernel takes as its parameter `kind`. daux[0] is called daux0 in it."""
+    return namedtuple(kind, [name.replace("[", "").replace("]", "") for name in fields])  # type: ignore[misc]
 
 
 class Values(NamedTuple):
@@ -214,7 +240,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
         strides=numbers(p.strides, STRIDES | of_aux, 4),
-        sizes=numbers(p.sizes, SIZES, 0),
+        sizes=numbers(p.sizes, SIZES | dict(aux_begins=len(config.wanted_aux) + 1), 0),
         score=[config.compute_dtype] * len(p.score),
     )
     return [(tuple_class(kind, getattr(p, kind)), found) for kind, found in members.items() if found]
@@ -222,8 +248,12 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """Of the elements behind a pointer; masks are bytes."""
-    if name in (*_BITS, *_STATES, COUNTERS, "turns"):
+    if name in (*_BITS, *_STATES, COUNTERS, "turns", AUX_BOUNDS):
         return "uint32"
+    if name == AUX_SUMS:
+        return "int64"
+    if name in map(daux_name, config.wanted_aux):
+        return config.given[list(map(daux_name, config.wanted_aux)).index(name)]
     if name == SEED:
         return SEED
     if name in aux_names(len(config.aux)):
@@ -278,8 +308,27 @@ def backward_values(
     numbers = _numbers_of(problem.forward, tile if states else None)
     numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
     numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
-    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape)
+    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape, **_sizes_of_aux(problem))
     return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
+
+
+RUN_ROWS = 4  # of which a thread has scores, at most
+
+
+def _sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:
+    """aux_begins: the number of each array's first element, and how many elements there are. What the bits are says
+    kernels/score/owed.py."""
+    p = problem.forward
+    sizes = [math.prod(p.aux[number].shape) for number in problem.wanted_aux]
+    scores = max(p.batch * p.heads * p.seqlen_q * p.seqlen_k, 1)
+    of_thread = min(scores, RUN_ROWS * max(p.seqlen_k, 1))
+    bits = dict(term_bits=(scores - 1).bit_length(), run_bits=(of_thread - 1).bit_length())
+    return dict(aux_begins=tuple(itertools.accumulate(sizes, initial=0)), **bits)
+
+
+def aux_elements(problem: "BackwardProblem") -> int:
+    """Of all arrays of aux that have a gradient."""
+    return _sizes_of_aux(problem)["aux_begins"][-1]
 
 
 def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str, Any]]:
@@ -308,8 +357,9 @@ def forward_arrays(problem: Problem) -> tuple[str, ...]:
     return Operands._fields + _behind(problem) + FORWARD_WORKSPACE
 
 
-def backward_arrays(problem: Problem) -> tuple[str, ...]:
-    return GradientOperands._fields + _behind(problem) + BACKWARD_WORKSPACE
+def backward_arrays(problem: "BackwardProblem") -> tuple[str, ...]:
+    daux = map(daux_name, range(len(problem.forward.aux) if problem.wanted_aux else 0))
+    return GradientOperands._fields + (*_behind(problem.forward), *daux) + BACKWARD_WORKSPACE
 
 
 def _behind(problem: Problem) -> tuple[str, ...]:

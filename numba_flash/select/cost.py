@@ -58,9 +58,8 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     if refusal(fastest, problem, target) is not None:
         reason, other, remedy = _cause(fastest, problem, target)
     text = f"{choice.kernel} instead of {fastest} because {reason}"
-    without = "" if choice.kernel in TENSOR else _in_the_way_of_mma(problem, target)
     if other is None:
-        return text + without
+        return text
     config = config_of(fastest, other, target)
     assert config is not None
     slow = _on_measured_gpu(choice.kernel, choice.config, problem, target.multiprocessors)
@@ -68,17 +67,7 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     expect = f"about {float(f'{times:.2g}'):g} times slower" if times >= 1.5 else "about the same time at this size"
     where = "" if GPU in target.name else f", as on an {GPU}"
     stays = f"; {remedy} would run on {fastest}" if remedy else ""
-    return f"{text}: expect {expect}{where}{stays}{without}"
-
-
-def _in_the_way_of_mma(problem: Problem, target: Target) -> str:
-    """What of a call in 32 or 64 bits keeps it from tensor cores, which take it without; "" where nothing does."""
-    arrays = tuple(x for x in problem.arrays if BY_NAME[x.name].shape != "scores")
-    plain = dataclasses.replace(problem, arrays=arrays, functions=(), aux=())
-    names = [x.name for x in problem.arrays if x not in arrays] + [name for name, _ in problem.functions]
-    if not names or problem.dtype in TensorConfig.DTYPES or refusal("mma", plain, target) is not None:
-        return ""
-    return f"; without {' and '.join(f'{name}=' for name in names)} mma would run, in {problem.dtype}"
+    return f"{text}: expect {expect}{where}{stays}"
 
 
 def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem | None, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig, WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, FUNCTIONS, changes_scores
+from ..problem.options import BY_NAME, changes_scores
 from ..problem.strides import Strides
 from .arguments import tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
@@ -92,8 +92,6 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
     for option, _ in problem.uses:
         if not BY_NAME[option].on_tensor_cores:
             return f"it takes no {option} yet"
-        if option in ("bias", "mask", *FUNCTIONS) and ITEM_SIZE[problem.dtype] > 2:
-            return f"it takes no {option} in {problem.dtype} yet"
     widest = max(row.head_dim for row in rows_for(table_of(name, problem.dtype), target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
@@ -178,9 +176,13 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     reads = _reads_scores(problem)
     plain = not (reads or changes_scores(problem.uses))
     rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
-    return [
-        row for row in rows if getattr(row, "reads", reads) == reads and (plain or not getattr(row, "plain", False))
-    ]
+
+    def takes(row: Any) -> bool:
+        if getattr(row, "reads", reads) != reads or (reads and getattr(row, "unread", False)):
+            return False
+        return plain or not getattr(row, "plain", False)
+
+    return [row for row in rows if takes(row)]
 
 
 def _reads_scores(problem: Problem) -> bool:

@@ -1,6 +1,7 @@
 """The states of tiles under a mask_mod: how many there are, where they lie, and for which entries and heads.
 
-A query tile has a row of words, STATES_IN_WORD tiles of keys in each. Where neither the function nor anything else
+A query tile has a row of words, STATES_IN_WORD tiles of keys in each; for kernels that own keys it is the other way
+around. Where neither the function nor anything else
 that hides keys differs between batch entries, one entry has states for all; likewise of heads. So there is no more than
 a bit or two for each tile.
 """
@@ -13,12 +14,16 @@ B, H = 0, 1  # the numbers of these arguments of a mask_mod
 
 
 def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
-    """-> (batch entries, groups of heads, query tiles, words of a query tile) that have states of their own."""
+    """-> (batch entries, groups of heads, tiles of the side that words belong to, words of such a tile) that have
+    states of their own."""
     by_batch, by_head = _differ(problem)
     # One tile more than there are, and so one word at least: wgmma walks one past the last where none is seen.
-    words = -(-(problem.seqlen_k // tile.keys + 2) // STATES_IN_WORD)
+    own, other = problem.seqlen_q, problem.seqlen_k
+    if tile.of_keys:
+        own, other = other, own
+    words = -(-(other // tile.other + 2) // STATES_IN_WORD)
     batch, groups = problem.batch if by_batch else 1, problem.heads // tile.heads if by_head else 1
-    return batch, groups, -(-problem.seqlen_q // tile.queries), words
+    return batch, groups, -(-own // tile.own), words
 
 
 def words(problem: Problem, tile: StatesTile) -> int:
@@ -28,7 +33,7 @@ def words(problem: Problem, tile: StatesTile) -> int:
 
 
 def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
-    """(batch entry, group of heads, query tile), in words; 0 where all have the same."""
+    """(batch entry, group of heads, own tile), in words; 0 where all have the same."""
     (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
     return groups * tiles * of_tile * by_batch, tiles * of_tile * by_head, of_tile
 

@@ -43,6 +43,7 @@ class MmaWide(NamedTuple):
     blocks_per_sm: int
     rescale_threshold: int
     plain: bool = False  # only for scores that no option changes
+    unread: bool = False  # not where something is read or asked for each score
     gpu: str = MEASURED
 
 
@@ -84,6 +85,16 @@ class MmaDq(NamedTuple):
     gpu: str = MEASURED
 
 
+class MmaScores(NamedTuple):
+    """Of mma_dbias and mma_daux."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    blocks_per_sm: int
+    gpu: str = MEASURED
+
+
 class WideBackward(NamedTuple):
     """Of mma's backward in float32 and float64: rows that a block owns, and those that it walks over."""
 
@@ -95,7 +106,14 @@ class WideBackward(NamedTuple):
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
+    unread: bool = False  # as of MmaWide
     gpu: str = MEASURED
+
+
+# What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a mask, a
+# mask_mod or random bits alone; one kind, which is functions, bias with mask, or random bits; several kinds, or a bias
+# beside another option of the score.
+BY_ELEMENT = ("hidden", "some", "all")
 
 
 class WgmmaDkdv(NamedTuple):
@@ -106,6 +124,7 @@ class WgmmaDkdv(NamedTuple):
     stages_a: int
     stages_b: int
     apart: bool = False  # dK and dV have a kernel each
+    by_element: str = ""  # for problems in which something decides about each score: up to this one of BY_ELEMENT
     gpu: str = MEASURED
 
 
@@ -116,6 +135,7 @@ class WgmmaDq(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
+    by_element: str = ""
     gpu: str = MEASURED
 
 
@@ -157,7 +177,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
-        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
+        MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
@@ -215,6 +236,22 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 16, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=2),
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
+    "mma_dbias": (
+        MmaScores(64, 64, 64, blocks_per_sm=2),
+        MmaScores(128, 64, 64, blocks_per_sm=2),
+        MmaScores(256, 64, 64, blocks_per_sm=1),
+        MmaScores(256, 64, 32, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=0, gpu=SIMULATOR),
+    ),
+    "mma_daux": (
+        MmaScores(64, 64, 32, blocks_per_sm=4),
+        MmaScores(128, 64, 32, blocks_per_sm=3),
+        MmaScores(256, 64, 64, blocks_per_sm=1),
+        MmaScores(256, 64, 32, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=1),
+        MmaScores(256, 32, 16, blocks_per_sm=0, gpu=SIMULATOR),
+    ),
     "mma_dkdv_float32": (
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
         WideBackward(128, 32, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
@@ -236,7 +273,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
         WideBackward(128, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
-        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, unread=True),
+        WideBackward(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
@@ -257,6 +295,16 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
+        WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDkdv(128, False, 32, 128, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="hidden"),
+        WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="some"),
+        WgmmaDkdv(256, False, 32, 128, stages_a=2, stages_b=1, apart=True, by_element="all"),
+        WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
+        WgmmaDkdv(256, False, 32, 64, stages_a=2, stages_b=1, apart=True, by_element="all", gpu=SIMULATOR),
         WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, gpu=SIMULATOR),
         WgmmaDkdv(256, False, 32, 64, stages_a=2, stages_b=1, apart=True, gpu=SIMULATOR),
     ),
@@ -268,9 +316,18 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2),
         WgmmaDq(192, True, 128, 80, stages_a=2, stages_b=2),
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
+        WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDq(128, False, 128, 80, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
+        WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1, by_element="hidden"),
+        WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="some"),
+        WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="all"),
+        WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
-    # backward.gains_by_one_kernel: for what
+    # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (
         WgmmaFused(64, 128, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
         WgmmaFused(128, 64, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
@@ -305,7 +362,18 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
-NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "gpu", "own_rows", "other_rows")
+NOT_COLUMNS = (
+    "head_dim",
+    "plain",
+    "reads",
+    "apart",
+    "functions",
+    "unread",
+    "by_element",
+    "gpu",
+    "own_rows",
+    "other_rows",
+)
 
 
 def columns(row: Any) -> dict[str, Any]:

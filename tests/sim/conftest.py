@@ -11,7 +11,7 @@ import pytest
 from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
-from numba_flash.select import backward as select_backward
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import rungs, tiles
 
 HERE = Path(__file__).parent

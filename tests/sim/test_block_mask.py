@@ -7,14 +7,20 @@ import contract_backward
 import numpy as np
 import pytest
 from contract import same_bits
+from numba import cuda
 
 import numba_flash
 from numba_flash import mods, reference, testing
 from numba_flash.api import forward as api
 from numba_flash.config.states_of_tiles import STATES_IN_WORD
+from numba_flash.config.wgmma_backward import WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.functions.function import Function
+from numba_flash.kernels.score import tile_walk
 from numba_flash.machine.target import Target
+from numba_flash.problem.options import uses
 from numba_flash.select import rungs
+from numba_flash.select.arguments import tuple_class
 
 EMPTY, PARTIAL, FULL = range(3)
 KERNELS = ("v2", "mma", "wgmma")
@@ -81,9 +87,11 @@ def rung(request):
     return contract.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
-@pytest.fixture(scope="session")
-def backward_rung():
-    return contract_backward.Rung("v2")
+@pytest.fixture(scope="session", params=KERNELS)
+def backward_rung(request):
+    tensor = request.param in rungs.TENSOR
+    moved = (testing.rows_padded,) if tensor else ()
+    return contract_backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 def case_of(rung, name):
@@ -130,20 +138,21 @@ def expected_states(case, options, tile, shape):
 
 
 def kept_states(blocks, seqlen_k):
-    """[(tile, states)] of what a BlockMask has kept."""
+    """[(tile, states)] of what a BlockMask has kept: (batch entries, groups of heads, query tiles, key tiles)."""
     for ((config, values), *_), array in blocks._kept.items():
         words, tile = np.asarray(array.owner), config.tile
         by_batch, by_head, by_tile = values.tuples[0][3]
         groups = blocks.heads // tile.heads if by_head else 1
-        tiles = -(-blocks.seqlen_q // tile.queries)
+        own, other = (seqlen_k, blocks.seqlen_q) if tile.of_keys else (blocks.seqlen_q, seqlen_k)
+        tiles, count = -(-own // tile.own), -(-other // tile.other)
         words = words.reshape(blocks.batch if by_batch else 1, groups, tiles, by_tile)
         bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
         seen, partial = (
             x.reshape(*words.shape[:3], -1) for x in (bits[..., :STATES_IN_WORD], bits[..., STATES_IN_WORD:])
         )
-        count = -(-seqlen_k // tile.keys)
         assert not seen[..., count:].any() and not (partial & ~seen).any()
-        yield tile, (seen * FULL - partial)[..., :count].astype(int)
+        states = (seen * FULL - partial)[..., :count].astype(int)
+        yield tile, states.swapaxes(2, 3) if tile.of_keys else states
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,18 +238,60 @@ def test_what_lies_in_tiles_that_are_left_out_is_never_read(rung):
     assert all(same_bits(x, y) for x, y in zip(found, clean, strict=True))
 
 
+# Walks from the last tile to the first and from the first to the last, over several words of states.
+@pytest.mark.parametrize("density", [0.0, 0.03, 0.5, 1.0])
+def test_which_tile_comes_next(density):
+    count = 50
+    seen = np.random.default_rng(3).random(count) < density
+    states = np.zeros(4, np.uint32)
+    for tile in np.flatnonzero(seen):
+        states[tile // STATES_IN_WORD] |= np.uint32(1) << np.uint32(tile % STATES_IN_WORD)
+    states |= np.uint32(0xABCD0000)  # the other half of a word says something else
+    used = uses(mask_mod=Function.of("mask_mod", mods.causal))
+    walk = tile_walk.make(WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 64, 32, uses=used))
+    own_last, own_first = walk.last, walk.first
+    arrays_of, strides_of = tuple_class("arrays", ("tile_states",)), tuple_class("strides", ("tile_states",))
+    found = np.zeros((2, count, count), np.int64)
+
+    @cuda.jit
+    def kernel(found, states):
+        arrays, strides = arrays_of(states), strides_of((0, 0, 4))
+        for j in range(count):
+            for end in range(count):
+                found[0, j, end] = own_last(np.int32(0), np.int32(j), np.int32(end), arrays, strides)
+                found[1, j, end] = own_first(np.int32(0), np.int32(j), np.int32(end), arrays, strides)
+
+    kernel[1, 1](found, states)
+    for j, end in np.ndindex(count, count):
+        assert found[0, j, end] == max((t for t in range(end, j + 1) if seen[t]), default=end - 1), (j, end)
+        assert found[1, j, end] == min((t for t in range(j, end) if seen[t]), default=end), (j, end)
+
+
 # Gradients by blocks that own queries and by those that own keys.
-@pytest.mark.parametrize("name", ["by head", "by entry", "rows of nothing", "lengths", "offsets"])
+OF_BOTH_SIDES = [
+    "by head",
+    "by entry",
+    "rows of nothing",
+    "lengths",
+    "offsets",
+    "a group in a tile",
+    "nothing",
+    "causal documents",
+]
+
+
+@pytest.mark.parametrize("name", OF_BOTH_SIDES)
 def test_gradients(backward_rung, name):
-    case, options = case_of(contract.Rung("v2"), name)
+    case, options = case_of(backward_rung, name)
     case.options |= options
+    kernel = backward_rung.kernel
     do, o, lse, dlse = contract_backward.incoming(case)
     backward_rung.check(case, (do, o, lse, dlse))
     blocks = blocks_of(case, options)
     operands = (do, case.q, case.k, case.v, o, lse)
-    by_itself = numba_flash.attention_backward(*operands, dlse=dlse, **options, kernel="v2")
-    for _ in range(2):
-        found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel="v2")
+    by_itself = numba_flash.attention_backward(*operands, dlse=dlse, **options, kernel=kernel)
+    for _ in range(1 if backward_rung.slow else 2):
+        found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel=kernel)
         assert all(same_bits(x, y) for x, y in zip(found[:3], by_itself[:3], strict=True))
     kept = list(kept_states(blocks, case.k.shape[2]))
     assert len(kept) == 2
@@ -248,13 +299,14 @@ def test_gradients(backward_rung, name):
         np.testing.assert_array_equal(states, expected_states(case, options, tile, states.shape))
 
 
-def test_gradients_leave_out_what_is_empty():
-    case, options = case_of(contract.Rung("v2"), "dilated")
+def test_gradients_leave_out_what_is_empty(backward_rung):
+    case, options = case_of(backward_rung, "dilated")
+    kernel = backward_rung.kernel
     case.options |= options
     blocks = blocks_of(case, options)
     do, o, lse, _ = contract_backward.incoming(case)
     operands = (do, case.q, case.k, case.v, o, lse)
-    assert all(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel="v2")[:3])
+    assert all(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel=kernel)[:3])
     for array in blocks._kept.values():
         np.asarray(array.owner)[...] = 0
-    assert not any(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel="v2")[:3])
+    assert not any(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel=kernel)[:3])

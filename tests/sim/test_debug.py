@@ -16,7 +16,7 @@ from numba_flash import mods
 from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
-from numba_flash.select import backward as select_backward
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -37,6 +37,9 @@ FIRST_LINES = {
     "backward_preprocess": "thread, block = thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"), "_smem = aligned(shared.address("),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
+    **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
+    **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
     "wgmma_round": "tile_at = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
@@ -96,6 +99,10 @@ def differentiate(kernel, seqlen=24, wide=False, **options):
     if kernel == "v2":
         arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
         wanted += ("dbias", "dalibi_slopes")
+    if "aux" in options:
+        wanted = ("daux[0]",)
+    if "bias" in options:
+        wanted = ("dbias",)
     if "sinks" in options:
         wanted += ("dsinks",)
     numba_flash.attention_backward(o, **arrays, **options, o=o, lse=lse, wanted=wanted, kernel=kernel)
@@ -194,6 +201,11 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("v2", mask_mod=mods.causal)
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
+        elif "daux" in kernel:
+            aux = (np.ones(1, np.float32),)
+            differentiate("mma" if "mma" in kernel else "v2", score_mod=lambda s, b, h, i, j, x: s * x[0], aux=aux)
+        elif kernel == "mma_dbias":
+            differentiate("mma", bias=np.zeros((24, 24), np.float32))
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel in ("wgmma_fused", "wgmma_round"):

@@ -315,7 +315,7 @@ def test_float64_between_lanes_and_in_memory():
 
 
 def test_shared_and_global_accesses():
-    def kernel(out, half, atoms, two):
+    def kernel(out, half, atoms, two, wide):
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint32))
         fixed = cuda.shared.array((4, 4), np.dtype(np.float32))
@@ -342,12 +342,13 @@ def test_shared_and_global_accesses():
         # Behind the end nothing is read where the condition does not hold.
         assert memory.load_b32_if(memory.address(two, i + 4), i < 4) == (i + 4 if i < 4 else 0)
         assert memory.load_b16_if(memory.address(two, i), 1) == i
+        assert memory.load_f64_if(memory.address(wide, i + 4), i < 4) == (i + 4.5 if i < 4 else 0)
         if i == 7:
             values[0] = memory.exchange(memory.address(atoms, 1), 9)
             assert values[0] == 1
 
     out, half, atoms = np.zeros((8, 4), np.uint32), np.zeros(8, np.uint16), np.array([1, 1], np.uint32)
-    launch(kernel, 8, out, half, atoms, np.arange(8, dtype=np.uint32), shared_bytes=128)
+    launch(kernel, 8, out, half, atoms, np.arange(8, dtype=np.uint32), np.arange(8) + 0.5, shared_bytes=128)
     np.testing.assert_array_equal(out, [[4 * i, 100 + i, 4 * i + 2, 7] for i in range(8)])
     np.testing.assert_array_equal(half, np.arange(8))
     assert atoms.tolist() == [17, 9]

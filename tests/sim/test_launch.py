@@ -10,8 +10,10 @@ from contract import problem
 
 import numba_flash
 from numba_flash import mods, testing
+from numba_flash.config.aux_gradients import AuxElementsConfig, DauxConfig
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileStatesConfig
@@ -82,6 +84,7 @@ def test_canary_errors_come_out_with_thread_and_block():
 
 def test_every_kernel_can_be_made():
     tile, used = StatesTile(16, 16, 1), uses(mask_mod=Function.of("mask_mod", mods.causal))
+    reads = uses(score_mod=Function.of("score_mod", lambda s, b, h, i, j, x: s * x[0]), aux=(("float32", 1),))
     configs = [
         *[SimtConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
         MmaConfig("mma", "float16", 8, 8, 16, 16),
@@ -94,6 +97,10 @@ def test_every_kernel_can_be_made():
         *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
         MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
         MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
+        MmaDbiasConfig("mma_dbias", "float16", 8, 8, 32, 16, uses=uses(bias="float32")),
+        *[MmaDauxConfig(f"mma_daux_{walk}", "float16", 8, 8, 32, 16, uses=reads) for walk in ("bounds", "sums")],
+        *[DauxConfig(f"v2_daux_{walk}", "float16", 8, 8, 16, 16, uses=reads) for walk in ("bounds", "sums")],
+        *[AuxElementsConfig(name, "float32", ("float32",), (0,)) for name in ("daux_start", "daux_round")],
         WideDkdvConfig("mma_dkdv_wide", "float32", 8, 8, 16, 16),
         WideDqConfig("mma_dq_wide", "float32", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
@@ -102,7 +109,7 @@ def test_every_kernel_can_be_made():
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
-        *[TileStatesConfig("float32", tile, used, of_keys=of_keys) for of_keys in (False, True)],
+        *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

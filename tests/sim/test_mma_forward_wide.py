@@ -16,6 +16,7 @@ from contract import (  # noqa: F401
     test_scale,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
+from contract_functions import BY_PLACE
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -42,6 +43,57 @@ def test_all_options_and_a_group_in_one_tile(rung):
         causal=True, window=(60, 3), seqlens_k=np.array([70, 41], np.int32), q_offset=np.array([60, -2], np.int32),
         softcap=3.0, scale=0.7, alibi_slopes=np.linspace(0.1, 0.8, 8).astype(np.float32),
     )  # fmt: skip
+
+
+# What is read for each score, or asked about it: a bias in either dtype, broadcast; a mask; functions with arrays;
+# heads that share a tile; and all that goes with them.
+READ = {
+    "bias": lambda rng: dict(
+        bias=rng.standard_normal((5, 41), dtype=np.float32), softcap=2.0, causal=True, q_offset=30
+    ),
+    "bias of its dtype": lambda rng: dict(bias=rng.standard_normal((8, 1, 41)), sinks=np.linspace(-1, 2, 8), scale=0.3),
+    "mask": lambda rng: dict(mask=rng.random((1, 8, 5, 41)) < 0.6, seqlens_k=np.array([37], np.int32), dropout_p=0.3),
+    "key padding": lambda rng: dict(mask=(np.arange(41) % 32 > 20)[None, None, None], bias=np.float32([[3.0]])),
+    "functions": lambda rng: dict(**BY_PLACE, window=(25, 3), q_offset=33),
+    "all": lambda rng: dict(
+        **BY_PLACE, mask=rng.random((5, 41)) < 0.9, bias=rng.standard_normal((8, 5, 41), dtype=np.float32), softcap=2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_what_is_read_or_asked_for_each_score(rung, how):
+    options = READ[how](np.random.default_rng(4))
+    for name in ("bias", "sinks"):
+        if name in options and options[name].dtype == np.float64:
+            options[name] = options[name].astype(rung.dtype)
+    options |= dict(seed=7) if "dropout_p" in options else {}
+    options["aux"] = (*options["aux"][:1], np.linspace(-0.2, 0.3, 8, dtype=np.float32)) if "aux" in options else ()
+    rung.check(rung.problem(5, 41, batch=1, heads=8, heads_kv=2, head_dim=20), **options)
+
+
+# A bias beside which all that a float32 has behind the point is lost, or one so small that it counts alone.
+def test_a_large_bias_is_exact(rung):
+    case = rung.problem(9, 20, batch=1, heads=1, bias=np.array([[1e30]], rung.dtype))
+    assert contract.same_bits(
+        rung(case)[0], rung(rung.problem(9, 20, batch=1, heads=1, bias=case.options["bias"] - 0))[0]
+    )
+    rung.check(case)
+
+
+# Rows that meet NaN are computed again, with bias, mask and functions.
+@pytest.mark.parametrize("how", ["mask", "functions"])
+def test_nan_behind_a_mask(rung, how):
+    case = rung.problem(6, 20, batch=1, heads=1, head_dim=4, bias=np.full((6, 20), 0.5, np.float32))
+    shown = np.arange(6)[:, None] + np.arange(20) != 19  # of key 16 all but query 3
+    case.options |= dict(score_mod=lambda s, b, h, i, j: s + 0.01 * j) if how == "functions" else {}
+    case.options |= (
+        dict(mask_mod=lambda b, h, i, j: i - 14 + j != 19) if how == "functions" else dict(mask=shown[None, None])
+    )
+    case.v[0, 0, 16, 1] = np.nan
+    rung.check(case)
+    o, _ = rung(case)
+    assert np.isfinite(o[0, 0, 3]).all() and np.isnan(o[0, 0, :3, 1]).all()
 
 
 # Scores from products of numbers near both ends of float32, and of those that tf32 rounds up to Inf.
@@ -107,3 +159,9 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
     few = rung.problem(5, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     few.v[0, 0, 39, 1] = np.inf  # in one half of the columns, and every row is computed again
     rung.check(few)
+    # Of tiles that warps share, too: which row and which column a score is of.
+    table = np.random.default_rng(3).standard_normal((34, 50), dtype=np.float32)
+    read = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v, q_offset=0)
+    rung.check(
+        read, score_mod=lambda s, b, h, i, j, table: s + table[i, j], aux=(table,), bias=-table, mask=table < 1.5
+    )

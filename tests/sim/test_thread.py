@@ -66,7 +66,9 @@ def test_turns_are_the_same_on_both(thread, runs_on):
 
 
 @pytest.mark.parametrize("kind", ["OnGreenlet", "OnThread"])
-def test_after_ctrl_c_the_next_launch_runs(thread, kind, runs_on):
+def test_after_ctrl_c_the_next_launch_runs(thread, kind, runs_on, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     runs_on(getattr(thread, kind))
 
     def make():

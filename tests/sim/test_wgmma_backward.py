@@ -21,7 +21,7 @@ from contract_backward import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
-from numba_flash.select import backward as select_backward
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import tiles
 
 

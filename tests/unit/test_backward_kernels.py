@@ -21,9 +21,9 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments, tiles
-from numba_flash.select import backward as backward_selection
-from numba_flash.select.backward import mma_configs, select_backward, v2_configs, wgmma_configs
+from numba_flash.select import arguments, backward_kernels, tiles
+from numba_flash.select.backward import select_backward
+from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -126,16 +126,95 @@ def test_what_is_launched_for_what_is_wanted():
     assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"]
 
 
-def test_what_mma_launches_for_bias_and_mask():
+@pytest.mark.parametrize(("rung", "made_by"), [("mma", mma_configs), ("wgmma", wgmma_configs)])
+def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
     made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
                    wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
-    names = "backward_preprocess mask_bits_of_keys mma_dkdv mask_bits mma_dq delta v2_dbias".split()
-    assert [config.kernel for config in mma_configs(made, HOPPER)] == names
-    assert select_backward(made, HOPPER, "auto", "cupy").kernel == "mma"
-    assert mma_configs(made, HOPPER)[0].natural
+    names = f"backward_preprocess mask_bits_of_keys {rung}_dkdv mask_bits {rung}_dq mma_dbias".split()
+    assert [config.kernel for config in made_by(made, HOPPER)] == names
+    assert select_backward(made, HOPPER, "auto", "cupy").kernel == "wgmma"
+    assert made_by(made, HOPPER)[0].natural
     del names[1:4:2]
     without = problem(dtype="float16", bias=empty(300, 500, dtype="float16"), wanted=("dq", "dk", "dv", "dbias"))
-    assert [config.kernel for config in mma_configs(without, HOPPER)] == names
+    assert [config.kernel for config in made_by(without, HOPPER)] == names
+    alone = dataclasses.replace(made, wanted=("dbias",))
+    assert [config.kernel for config in made_by(alone, HOPPER)] == [names[0], "mask_bits", "mma_dbias"]
+
+
+def test_what_mma_dbias_is_compiled_for():
+    def config(*shape, dtype="float16"):
+        bias = empty(*shape, dtype=dtype)
+        return mma_configs(problem(dtype="float16", bias=bias, wanted=("dbias",)), HOPPER)[-1]
+
+    assert [config(*shape).rows_summed for shape in ((300, 500), (1, 500), ())] == [False, True, True]
+    assert [config(*shape).keys_summed for shape in ((300, 500), (300, 1), ())] == [False, True, True]
+    assert config(300, 500).pairs and not config(300, 500, dtype="float32").pairs
+    assert not config(1, 500).pairs and not config(300, 1).pairs
+
+
+def reading(dtype, wanted=("daux[0]", "daux[2]"), **options):
+    """A score_mod with a table, whole numbers and slopes."""
+    aux = (empty(2, 999, dtype="float32"), empty(500, dtype="int32"), empty(2, dtype="bfloat16"))
+    return problem(dtype=dtype, wanted=wanted, aux=tuple(read("aux", x).layout for x in aux), **options)
+
+
+def table_and_slopes(s, b, h, i, j, table, ids, slopes):
+    return s * slopes[h] + table[h, i - ids[j] + 499]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_what_is_launched_for_aux(dtype):
+    def kernels(kernel, **options):
+        choice = select_backward(reading(dtype, **options), HOPPER, kernel, "cupy")
+        return [config.kernel for config in choice.configs]
+
+    own, of_mma = (["daux_start", f"{name}_daux_bounds", f"{name}_daux_sums", "daux_round"] for name in ("v2", "mma"))
+    given = Function.of("score_mod", table_and_slopes)
+    assert kernels("v2", score_mod=given) == ["delta", *own]
+    assert kernels("v2", score_mod=given, wanted=("dq", "daux[2]")) == ["delta", "v2_dq", *own]
+    hides = Function.of("mask_mod", lambda b, h, i, j, table, ids, slopes: i >= j)
+    assert kernels("v2", mask_mod=hides) == ["delta", "daux_start", "daux_round"]  # no score depends on aux
+    every = kernels("auto", score_mod=given, wanted=("dq", "dk", "dv", "daux[0]"))
+    narrow = dtype == "float16"
+    assert every[-4:] == (of_mma if narrow else own) and ("wgmma_dq" in every) == narrow
+    assert every.count("delta") == (not narrow) and every.count("backward_preprocess") == narrow
+    if narrow:
+        mask = empty(300, 500, dtype="bool")
+        masked = kernels("auto", score_mod=given, mask=mask, wanted=("daux[0]",))
+        assert masked == ["backward_preprocess", "mask_bits", *of_mma]
+        assert kernels("auto", score_mod=given, mask=mask, wanted=("dq", "daux[0]")).count("mask_bits") == 1
+
+
+def test_the_workspace_of_aux():
+    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
+    choice = select_backward(made, HOPPER, "auto", "cupy")
+    text = str(BackwardExplanation.of(made, HOPPER, choice))
+    elements = 2 * 999 + 2
+    # an exponent and a sum for each element, how often a score reads, and delta
+    assert f"workspace: {elements * 12 + 4 + 4 * 2 * 300} bytes" in text
+    assert "gradients: daux[0], daux[2]" in text and f"daux_round: {-(-elements // 256)} blocks" in text
+
+
+def test_sums_of_aux_have_room_for_every_term():
+    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
+    sizes = arguments._sizes_of_aux(made)
+    scores = 2 * 300 * 500
+    assert sizes["aux_begins"] == (0, 1998, 2000)
+    assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
+    assert 2 ** (sizes["run_bits"] - 1) < 4 * 500 <= 2 ** sizes["run_bits"]
+
+
+@pytest.mark.parametrize(("rung", "made_by"), [("mma", mma_configs), ("wgmma", wgmma_configs)])
+def test_what_tensor_cores_launch_for_a_mask_mod(rung, made_by):
+    given = dict(dtype="float16", mask_mod=Function.of("mask_mod", earlier))
+    configs = made_by(problem(256, **given), HOPPER)  # dK and dV apart, which read the same states
+    of_dkdv, of_dq = (c for c in configs if c.kernel.startswith("tile_states"))
+    names = f"tile_states_of_keys {rung}_dkdv {rung}_dkdv tile_states {rung}_dq".split()
+    assert [config.kernel for config in configs[1:]] == names
+    assert of_dkdv.tile == configs[2].states_tile == configs[3].states_tile and of_dkdv.tile.of_keys
+    assert of_dq.tile == configs[5].states_tile and not of_dq.tile.of_keys
+    assert (of_dkdv.tile.own, of_dkdv.tile.other) == (configs[2].tile_n, configs[2].tile_m)
+    assert (of_dq.tile.own, of_dq.tile.other) == (configs[5].tile_m, configs[5].tile_n)
 
 
 # The smallest shared memory there is, and the largest rows that must fit into it; tiles shrink with them.
@@ -229,6 +308,16 @@ def test_rows_for_plain_scores_serve_no_others():
     assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
 
 
+def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
+    given = dict(mask=empty(500, dtype="bool"), bias=empty(500, dtype="float32"))
+    made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
+    configs = select_backward(made, HOPPER, "auto", "cupy").configs
+    names = [config.kernel for config in configs]
+    apart = ["mma_dkdv_wide"] * 2
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias"]
+    assert (configs[-2].tile_m, configs[-2].tile_n) == (64, 16), "where nothing is read 64 x 32"
+
+
 def test_the_workspace_is_explained():
     made = problem(64, dtype="float16")
     choice = select_backward(made, HOPPER, "auto", "cupy")
@@ -241,7 +330,7 @@ def mma_tiles(head_dim, target=HOPPER, **options):
     """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
     configs = select_backward(problem(head_dim, dtype="float16", **options), target, "mma", "cupy").configs
     assert configs[0].kernel == "backward_preprocess" and configs[0].wide
-    return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:]]
+    return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:] if c.kernel.startswith("mma")]
 
 
 def test_warps_share_rows_where_sums_of_whole_rows_do_not_fit():
@@ -271,17 +360,15 @@ def test_which_backwards_take_functions(given):
     def chosen(target, **options):
         return select_backward(problem(128, **dict(dtype="float16") | given | options), target, "auto", "cupy")
 
-    on_hopper = chosen(HOPPER)
-    assert on_hopper.kernel == chosen(A100).kernel == "mma"
-    assert ("wgmma", f"its backward takes no {option} yet") in on_hopper.refused
-    wide = chosen(HOPPER, dtype="float32")
-    assert wide.kernel == "v2" and ("mma", f"its backward in float32 takes no {option} yet") in wide.refused
+    on_hopper, on_ampere = chosen(HOPPER), chosen(A100)
+    assert on_hopper.kernel == "wgmma" and on_ampere.kernel == "mma"
+    assert [chosen(HOPPER, dtype=dtype).kernel for dtype in ("float32", "float64")] == ["mma"] * 2
     assert mma_tiles(128, **given) == [("mma_dkdv", 32, 64, 1), ("mma_dq", 64, 32, 1)]
     with_softcap = mma_tiles(128, softcap=2.0, **given)
     assert [name for name, *_ in with_softcap] == ["mma_dkdv", "mma_dkdv", "mma_dq"], "other options take registers"
     assert mma_tiles(64, **given) == mma_tiles(64, softcap=2.0)
     text = str(BackwardExplanation.of(problem(128, dtype="float16", **given), HOPPER, on_hopper))
-    assert "kernel 'mma'" in text and f"not 'wgmma': its backward takes no {option} yet" in text, text
+    assert "kernel 'wgmma'" in text and "not 'wgmma'" not in text, text
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 200, 256])
@@ -319,6 +406,9 @@ def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim
     assert config.barriers().end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1) <= plan.end - plan.barriers
 
 
+ONE_MULTIPROCESSOR = dataclasses.replace(HOPPER, multiprocessors=1)
+
+
 def wgmma_tiles(head_dim, multiprocessors=1, **options):
     """[(kernel, tile_m, tile_n, which gradients)] of what select makes for wgmma; on one multiprocessor there are never
     few blocks."""
@@ -337,6 +427,36 @@ def test_the_kernels_of_the_hopper_backward():
     assert wgmma_tiles(128, wanted=("dv",)) == [("wgmma_dkdv", 64, 128, "dv")]
     assert [words for *_, words in wgmma_tiles(256)] == ["dk", "dv", "dq"], "both sums do not fit into registers"
     assert wgmma_tiles(200) == wgmma_tiles(256)
+
+
+# By how many registers take what decides about each score: (which of them, tile_m of dK and dV, tile_n of dQ).
+BY_ELEMENT = [
+    (dict(mask_mod=earlier), 64, 112),
+    (dict(mask="bool"), 64, 112),
+    (dict(dropout_p=0.1), 64, 112),
+    (dict(mask="bool", softcap=2.0), 48, 80),
+    (dict(mask="bool", mask_mod=earlier), 32, 64),
+    (dict(score_mod=doubled), 48, 80),
+    (dict(score_mod=doubled, mask_mod=earlier, softcap=2.0), 48, 80),
+    (dict(bias="float32", mask="bool"), 48, 80),
+    (dict(bias="float32", softcap=2.0), 32, 64),
+    (dict(bias="float16", dropout_p=0.1), 32, 64),
+    (dict(score_mod=doubled, bias="float16"), 32, 64),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "tile_m", "tile_n"), BY_ELEMENT, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
+)
+def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, tile_n):
+    made = {}
+    for name, value in options.items():
+        of_array, of_function = name in ("bias", "mask"), name in ("score_mod", "mask_mod")
+        made[name] = empty(300, 500, dtype=value) if of_array else Function.of(name, value) if of_function else value
+    found = {c.kernel: c for c in wgmma_configs(problem(128, dtype="float16", **made), ONE_MULTIPROCESSOR)}
+    dkdv, dq = found["wgmma_dkdv"], found["wgmma_dq"]
+    assert (dkdv.tile_m, dkdv.tile_n, dq.tile_m, dq.tile_n) == (tile_m, 128, 128, tile_n)
+    assert dkdv.by_element and dq.by_element
 
 
 def test_blocks_are_halved_where_they_are_few():
@@ -375,13 +495,15 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(head_dim=64, causal=True) == kernels(head_dim=64, window=(99, 99)) == two
     assert kernels(causal=True) == one
     assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
-    assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
+    assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
+    assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
+    assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
 
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):
     rows = [row._replace(lse_first=True, delta_first=True) for row in tiles.TABLES["wgmma_fused"]]
     monkeypatch.setitem(tiles.TABLES, "wgmma_fused", tuple(rows))
-    monkeypatch.setattr(backward_selection, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
     wgmma_configs.cache_clear()
     try:
         for scale, lse_first in ((0.3, True), (0.0, False)):
@@ -401,7 +523,6 @@ def test_where_shared_memory_begins_is_said_to_the_assembler():
     ("options", "words"),
     [
         (dict(head_dim=257), "head_dim up to 256, not 257"),
-        (dict(mask=empty(300, 500, dtype="bool")), "no mask yet"),
         (dict(alibi_slopes=empty(2, dtype="float32"), wanted=("dalibi_slopes",)), "no gradient of alibi_slopes"),
         (dict(do=empty(1, 2, 300, 64, dtype="float16", strides=(0, 64, 129, 1))), "do has rows, heads or batch"),
         (dict(q=empty(1, 2, 300, 64, dtype="float16", strides=(0, 0, 64, 1))), "q cannot be fetched by TMA"),
@@ -450,11 +571,11 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
         (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, uses=uses(mask="bool")), "takes no mask"),
         (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")), "takes none of"),
     ],
 )
 def test_a_config_checks_itself(make, word):

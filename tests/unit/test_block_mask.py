@@ -117,6 +117,8 @@ def test_how_many_states_there_are():
     assert counted(lambda b, h, i, j: i > b)[1] == (32, 0, 2)
     assert counted(mods.causal, seqlens_k=empty(1, dtype="int32"))[1] == (32, 0, 2)
     assert counted(mods.causal, mask=empty(1, 8, 1000, 2880, dtype="bool"))[1] == (0, 32, 2)
+    tile = StatesTile(64, 96, 1, of_keys=True)  # a word for 16 tiles of queries, of which there are 16, and one more
+    assert counted(lambda b, h, i, j: i > h) == ((1, 8, 30, 2), (0, 60, 2))
 
 
 class Ran(launch.Launch):

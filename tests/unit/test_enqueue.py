@@ -89,7 +89,7 @@ def config(monkeypatch):
     monkeypatch.setitem(PARAMETERS, "one", Parameters(("x", "y"), sizes=("n",)))
     monkeypatch.setitem(PARAMETERS, "counted", Parameters(("x", "y", "counters"), sizes=("n",)))
     return types.SimpleNamespace(
-        kernel="one", threads=64, shared_bytes=1024, counted=False, aux=(), seeded=False, tile_states=""
+        kernel="one", threads=64, shared_bytes=1024, counted=False, aux=(), wanted_aux=(), seeded=False, tile_states=""
     )
 
 

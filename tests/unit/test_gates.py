@@ -24,6 +24,7 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
@@ -37,15 +38,18 @@ from numba_flash.select.arguments import HEAD_SUMS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq"), SINCE_AMPERE)
+SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
+MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
 MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
-for kernel in ("mma_dkdv", "mma_dq"):
+for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
+IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
+IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
@@ -63,6 +67,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING: dict[str, str] = {
+    "mma_dkdv_float64-64-64x16-reading": "spills 16 bytes on sm_90a with 13.0; none with bias and mask alone",
     "mma_dkdv-256-128x64x4-dkdv": "spills 12 bytes on sm_90a with 13.0, 16 with 13.5; none on sm_100a",
     "mma_float64-64-64x16-rich": "spills 40 bytes on sm_90a with 13.5, where three blocks share a multiprocessor",
     "mma_float32-512-32x16": "spills 44 bytes on sm_90a, 12 on the others with 13.5",
@@ -71,6 +76,11 @@ FAILING: dict[str, str] = {
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
     "mma_float32-128-64x32-rich": "spills 4 bytes on sm_120a with 13.5, none on the others",
+    "mma_float32-64-64x64-both": "spills 8 bytes on sm_80, 16 on sm_120a with 13.0; none on sm_90a",
+    "mma_float32-128-64x32-reading": "spills 32 bytes on sm_120a with 13.0, none on the others",
+    "mma_float32-128-64x32-both": "spills 8 bytes on sm_80 to sm_89, 40 on sm_120a with 13.0; none on sm_90a",
+    "mma_float32-256-64x32-reading": "spills 380 bytes on sm_80, 4 on sm_100a with 13.0; none on sm_90a",
+    "mma_float32-256-64x32-both": "spills 536 bytes on sm_80 with 13.0; none on later ones",
     "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
     "mma_dkdv_float32-256-16x16": "spills 32 bytes on sm_120a with 13.5, none on the others",
     "mma_dq_float32-256-64x32-rich": "spills 8 bytes on sm_100a with 13.5, none on sm_90a",
@@ -104,11 +114,9 @@ def intended(config):
 
 
 def wide_gates():
-    """mma's rows for float32 and float64, plain and with everything that it takes."""
-    used = dict(
-        uses=uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32"),
-        q_offset_source="array", scores_finished=True, o_vectorized=False,
-    )  # fmt: skip
+    """mma's rows for float32 and float64, plain, with everything that it takes, and with functions."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32")
+    rich = dict(q_offset_source="array", scores_finished=True, o_vectorized=False)
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
         key = tiles.table_of("mma", dtype)
         table = tiles.TABLES[key]
@@ -120,13 +128,23 @@ def wide_gates():
             name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
             yield name, config
             if row in (table[0], next(x for x in table if x.head_dim == 128 and not x.plain)):
-                yield f"{name}-rich", dataclasses.replace(config, **used)
+                yield f"{name}-rich", dataclasses.replace(config, **rich, uses=uses(**used))
+            reads = [x for x in table if not x.plain and not x.unread]
+            if row in [next(x for x in reads if x.head_dim == n) for n in (64, 128, 256)]:
+                reading = uses(**used, bias=dtype, mask="bool")
+                yield f"{name}-reading", dataclasses.replace(config, **rich, uses=reading)
+                yield f"{name}-both", dataclasses.replace(config, scores_finished=True, uses=wide_functions())
+
+
+def wide_functions():
+    """A function whose derivative varies, and one that hides."""
+    both = dict(score_mod=Function.of("score_mod", capped), mask_mod=Function.of("mask_mod", of_document))
+    return uses(**both, aux=(("float32", 2), ("int32", 2)))
 
 
 def wide_backward_gates():
-    """Rows of the backward of mma in float32 and float64, plain and with all that it takes."""
-    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(uses=used, q_offset_source="array")
+    """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
         for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
             for row in tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
@@ -143,7 +161,11 @@ def wide_backward_gates():
                     name += "-sm80" * (dtype == "float64" and not large)
                     yield name, kind(**features, **wanted)
                     if not row.plain:
-                        yield f"{name}-rich", kind(**features, **wanted, **rich)
+                        rich = features | wanted | dict(q_offset_source="array")
+                        yield f"{name}-rich", kind(**rich, uses=uses(**used))
+                    if not row.plain and not row.unread:
+                        yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
+                        yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
 
 
 def of_row(kernel, row):
@@ -238,7 +260,8 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not getattr(row, "functions", False)):
+        rows = tiles.rows_for(kernel, HOPPER)
+        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
                 of_row["-reading"] = reading
@@ -317,10 +340,73 @@ def backward_functions_gates():
                     yield name, kind(**features, **tiles.columns(row), **wanted, uses=used)
 
 
+def score_gradients_gates():
+    """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
+    those of mma_daux, in both walks, with a function alone and with all else."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
+    rich = dict(dtype="bfloat16", q_offset_source="array")
+    for row in tiles.rows_for("mma_dbias", HOPPER):
+        features = dict(kernel="mma_dbias", head_dim=row.head_dim, head_dim_v=row.head_dim) | tiles.columns(row)
+        name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
+        yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
+        yield f"{name}-rich", MmaDbiasConfig(**features, **rich, uses=uses(bias="float32", **used), bias_pairs=True)
+        summed = dict(rows_summed=True, keys_summed=row.head_dim > 64)
+        yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
+    score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
+    aux = (("float32", 2), ("int32", 2))
+    for row in tiles.rows_for("mma_daux", HOPPER):
+        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | tiles.columns(row)
+        for walk, of_bounds in (("bounds", True), ("sums", False)):
+            features |= dict(kernel=f"mma_daux_{walk}", of_bounds=of_bounds)
+            name = f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}"
+            yield name, MmaDauxConfig(**features, dtype="float16", uses=uses(score_mod=score_mod, aux=aux))
+            every = uses(score_mod=score_mod, mask_mod=mask_mod, aux=aux, bias="float32", **used)
+            yield f"{name}-rich", MmaDauxConfig(**features, **rich, uses=every)
+
+
+def by_element_gates():
+    """Of wgmma's backward each row for what decides about each score, with what takes the most registers of all that it
+    serves; and what becomes of it where there are few blocks."""
+    score_mod, mask_mod = (functools.partial(Function.of, name) for name in ("score_mod", "mask_mod"))
+    aux, lengths = dict(aux=(("float32", 2), ("int32", 2))), dict(seqlens_k="int32", q_offset="int32")
+    rich = dict(softcap=True, alibi_slopes="float32", **lengths)
+    functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
+    read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
+    of_level = dict(
+        hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
+                    dropout=dropped | lengths),
+        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich, read=read | lengths,
+                  dropout=dropped | rich),
+        all=dict(everything=functions | read | dropped | rich, read_rich=read | rich),
+    )  # fmt: skip
+    for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
+        before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
+        for row in (row for row in tiles.rows_for(kernel, HOPPER) if row.by_element):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+            first = levels.index(before) + 1 if before in levels else 0
+            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
+            features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= tiles.columns(row)
+            parts = {"": {}}
+            if kind is WgmmaDkdvConfig and row.apart:
+                parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False, stages_b=2)}
+            halved = dict(stages_b=2) | {"tile_n" if kind is WgmmaDkdvConfig else "tile_m": 64}
+            for number, (words, options) in enumerate(served.items()):
+                array = "array" if "q_offset" in options else "number"
+                given = dict(uses=uses(**options), q_offset_source=array, bias_pairs="bias" in options)
+                for part, wanted in parts.items():
+                    name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}{part}"
+                    yield name, kind(**features | wanted | given)
+                    if number == len(served) - 1:
+                        yield f"{name}-halved", kind(**features | wanted | given | halved)
+
+
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
-    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates())
+    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
+    configs |= dict(by_element_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
@@ -419,10 +505,13 @@ def measured(name, config, folder):
     return line, wrong
 
 
+source_of = functools.cache(inspect.getsource)
+
+
 def key_of(config):
-    judges = [inspect.getsource(function) for function in (measured, complaints, machine_code)]
+    judges = [source_of(function) for function in (measured, complaints, machine_code)]
     own = {function.name for _, function in getattr(config, "uses", ()) if isinstance(function, Function)}
-    judges += [inspect.getsource(function) for function in FUNCTIONS if function.__name__ in own]
+    judges += [source_of(function) for function in FUNCTIONS if function.__name__ in own]
     return gate_results.key(config, [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS, judges])
 
 
@@ -523,7 +612,7 @@ def test_a_gates_key_knows_every_source_of_the_kernel():
     reached = gate_results.reached_from("kernels.mma.forward")
     expected = {"kernels.score.softcap", "kernels.steps.tiles", "ptx.mma", "ptx.asm", "problem.ranges"}
     assert expected <= reached
-    assert not reached & {"kernels.wgmma.forward", "problem.forward", "select.tiles"}
+    assert not reached & {"kernels.wgmma.forward", "problem.forward", "select.tiles", "ptx.sim", "ptx.sim.mma"}
 
 
 def test_what_the_gates_look_for_is_found():

@@ -77,6 +77,8 @@ USES = {
     "cvt.pack_bf16x2": ("cvt.rn.bf16x2.f32", "u[0] = cvt.pack_bf16x2(x, x)"),
     "cvt.low_f16": ("cvt.f32.f16", "f[0] = cvt.low_f16(u[0])"),
     "cvt.high_f16": ("cvt.f32.f16", "f[0] = cvt.high_f16(u[0])"),
+    "cvt.whole_f32": ("cvt.rni.s64.f32", "u[0] = uint32(cvt.whole_f32(x))"),
+    "cvt.whole_f64": ("cvt.rni.s64.f64", "u[0] = uint32(cvt.whole_f64(float64(x)))"),
     "elect.one_lane": ("elect.sync", "u[0] = elect.one_lane()"),
     "fence.proxy_async": ("fence.proxy.async.shared::cta", "fence.proxy_async()"),
     "fence.proxy_async_global": ("fence.proxy.async.global", "fence.proxy_async_global()"),
@@ -98,6 +100,7 @@ USES = {
     "memory.load_b16_if": ("ld.global.b16", "u[0] = memory.load_b16_if(g, uint32(i))"),
     "memory.load_b32_if": ("ld.global.b32", "u[0] = memory.load_b32_if(g, uint32(i))"),
     "memory.load_v2_if": ("ld.global.v2.b32", "memory.load_v2_if(u, 0, g, uint32(i))"),
+    "memory.load_f64_if": ("ld.global.f64", "d[0] = memory.load_f64_if(g, uint32(i))"),
     "memory.store_b16": ("st.global.b16", "memory.store_b16(g, uint32(i))"),
     "memory.store_b32": ("st.global.b32", "memory.store_b32(g, uint32(i))"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
@@ -105,6 +108,8 @@ USES = {
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
     "memory.load_acquire": ("ld.acquire.gpu.global.b32", "u[0] = memory.load_acquire(g)"),
     "memory.add_release": ("red.release.gpu.global.add.u32", "memory.add_release(g, uint32(1))"),
+    "memory.add_i64": ("red.global.add.u64", "memory.add_i64(g, int64(i))"),
+    "memory.maximum": ("red.global.max.u32", "memory.maximum(g, uint32(i))"),
     "memory.exchange": ("atom.global.exch.b32", "u[0] = memory.exchange(g, uint32(1))"),
     "minmax.maximum": ("max.f32", "f[0] = minmax.maximum(x, x)"),
     "minmax.maximum_f64": ("max.f64", "d[0] = minmax.maximum_f64(d[0], d[1])"),
@@ -197,7 +202,7 @@ def ptx(statement, factory, arguments):
 
     names = {
         "cuda": cuda,
-        **{name: getattr(types, name) for name in ("float32", "float64", "int32", "uint32", "uint64")},
+        **{name: getattr(types, name) for name in ("float32", "float64", "int32", "int64", "uint32", "uint64")},
     }
     names |= {name: getattr(package, name) for name in FAMILIES}
     if arguments:

@@ -8,6 +8,7 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHI
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import MmaConfig, SimtConfig, TensorConfig, WgmmaConfig
 from numba_flash.dispatch import launch
+from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments
@@ -68,8 +69,6 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(bias=empty(4096, dtype="float32"), dtype="float32"), "no bias in float32 yet"),
-        (dict(mask=empty(4096, dtype="bool"), dtype="float64"), "no mask in float64 yet"),
         (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
@@ -153,6 +152,18 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
         rows[name] = config.tile_n
         assert config.cluster == 1 or "mask" not in given, "query tiles see other keys"
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
+
+
+# In float32 and float64 too, by rows that spill nothing then.
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_read_for_each_score_has_rows_of_its_own(dtype):
+    bias, mask = empty(4096, dtype=dtype), empty(4096, dtype="bool")
+    for given in (dict(bias=bias), dict(mask=mask), dict(mask_mod=Function.of("mask_mod", lambda b, h, i, j: j < i))):
+        configs = [select(problem(n, dtype=dtype, **given), HOPPER, "auto").config for n in (64, 128, 256)]
+        assert [config.kernel for config in configs] == ["mma"] * 3
+        plain = select(problem(256, dtype=dtype, softcap=2.0), HOPPER, "auto").config
+        tiles = ((128, 32), (64, 32)) if dtype == "float32" else ((64, 16), (64, 16))
+        assert tuple((x.tile_m, x.tile_n) for x in (plain, configs[2])) == tiles
 
 
 # Two keys of a bias are one read where they lie side by side at a multiple of their size, in all rows that there are.

@@ -67,6 +67,35 @@ def as_table(dtype: str, ndim: int, base_name: str) -> Any:
     return table
 
 
+def as_recorded_table(dtype: str, ndim: int, base_name: str) -> Any:
+    """-> table(pointer, sizes, first, reads): the same, of which it is recorded what is read. first: the number of the
+    sum for its first element; those for the others follow in the order of indices. reads: READS, a local array."""
+    base = BASES[base_name]
+
+    @intrinsic
+    def table(typingctx: Any, pointer: Any, sizes: Any, first: Any, reads: Any) -> Any:
+        t = Table(dtype, pointer.dtype, ndim, base, recorded=True)
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            numbers, whole = cgutils.unpack_tuple(builder, args[1]), types.UniTuple(types.int64, ndim)
+            made, step = cgutils.create_struct_proxy(t)(context, builder), context.get_constant(types.int64, 1)
+            steps = []
+            for size in reversed(numbers[:ndim]):
+                steps.append(step)
+                step = builder.mul(step, size)
+            made.data, made.owed = args[0], context.cast(builder, args[2], sig.args[2], types.int64)
+            made.shape, made.strides, made.owed_strides = (
+                context.make_tuple(builder, whole, part)
+                for part in (numbers[:ndim], numbers[ndim : 2 * ndim], steps[::-1])
+            )
+            made.state = context.make_array(sig.args[3])(context, builder, args[3]).data
+            return made._getvalue()
+
+        return signature(t, pointer, sizes, first, reads), codegen
+
+    return table
+
+
 def result(option: str, base_name: str, function: Function) -> Any:
     """-> result(x): what the function gave, as a plain number of the computing type, or with its derivative."""
     base = BASES[base_name]

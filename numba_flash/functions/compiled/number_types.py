@@ -59,8 +59,8 @@ class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
         sizes = types.UniTuple(types.int64, t.ndim)
         members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
-        # owed: the address of the sum for the first element; owed_strides: in bytes; state: the address of READS
-        owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.int64)]
+        # owed, owed_strides: where the sum for the first element is, and for the others; state: where READS are
+        owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.CPointer(types.int64))]
         super().__init__(manager, t, members + owed * t.recorded)
 
 

@@ -125,8 +125,7 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 def _recorded(code: Code, t: Table, found: Any, state: Any, owed: Any) -> Any:
     """An element as a dual number, with READS brought up to date."""
     builder, i64 = code.builder, ir.IntType(64)
-    reads = builder.inttoptr(state, i64.as_pointer())
-    at = [builder.gep(reads, [i64(number)]) for number in range(READS)]
+    at = [builder.gep(state, [i64(number)]) for number in range(READS)]
     number = builder.load(at[0])
     hit = builder.icmp_signed("==", number, builder.load(at[1]))
     builder.store(builder.add(number, i64(1)), at[0])

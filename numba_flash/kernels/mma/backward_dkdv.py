@@ -101,12 +101,11 @@ def make(config):
     load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads) for tile in (tile_n, tile_m))
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads) for tile in (tile_n, tile_m))
     keys_and_start, walk = positions.make(config), backward_walk.make(config)
-    tile_of, set_up_state, own_keys = walk.tile_of, walk.set_up_state, walk.own_keys
+    tile_of, set_up_state, own_keys, from_tile = walk.tile_of, walk.set_up_state, walk.own_keys, walk.from_tile
     following, is_unmasked, queries_at, others_at = walk.following, walk.is_unmasked, walk.queries_at, walk.others_at
     distances, seen_columns, term_of, find_kept = walk.distances, walk.seen_columns, walk.term_of, walk.find_kept
-    load_for_scores, ask_functions, has_functions = (
-        walk.load_for_scores, walk.ask_functions, gradient_functions.present(config)
-    )  # fmt: skip
+    load_for_scores, ask_functions = walk.load_for_scores, walk.ask_functions
+    has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
@@ -120,8 +119,7 @@ def make(config):
     stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
-    recompute_keys = recompute.make(config)
-    wait_all = cp_async.wait_group(0)
+    recompute_keys, wait_all = recompute.make(config), cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
     finishes = drops and of_dk and has_functions  # before their derivative comes to it
@@ -209,11 +207,11 @@ def make(config):
         load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
 
     @inlined
-    def prefetch(i, heads_left, stage, smem, strides, sizes):
+    def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
         """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
         next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
-            next_i, next_heads_left = following(i, heads_left, smem.k)
+            next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
             next_stage = int32(stage ^ 1)
             others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
         queries = queries_at(next_i, next_heads_left, strides, smem.k)
@@ -227,9 +225,9 @@ def make(config):
         cp_async.commit_group()
 
     @inlined
-    def prefetch_second(i, heads_left, smem, strides, sizes):
+    def prefetch_second(i, heads_left, smem, arrays, strides, sizes):
         """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
-        next_i, next_heads_left = following(i, heads_left, smem.k)
+        next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
         others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
         if next_heads_left > 0:
@@ -266,7 +264,7 @@ def make(config):
         return int32((first_own_column(thread) >> 6) * (tile_m * 128) + lanes_of(thread)[2])
 
     @inlined
-    def gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, strides, sizes, score, masked):
+    def gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, arrays, strides, sizes, score, masked):
         """dK and dV += what the query tile in stage `stage` gives."""
         acc_dk, acc_dv, a_frag, b_frag = registers.acc_dk, registers.acc_dv, registers.a_frag, registers.b_frag
         p_frag, ds_frag = registers.p_frag, registers.ds_frag
@@ -287,7 +285,7 @@ def make(config):
                 acc_dv, a_frag, b_frag, own_rows, own_columns, head_dim_v_padded - first_own_column(thread), thread
             )
             if stages == 1:
-                prefetch_second(i, heads_left, smem, strides, sizes)
+                prefetch_second(i, heads_left, smem, arrays, strides, sizes)
             else:
                 bar.sync(barrier, 32 * groups)  # everyone is done with P
             thread = special.thread_index()
@@ -306,7 +304,7 @@ def make(config):
             if of_dv:
                 multiply_p_do(acc_dv, p_frag, b_frag, do_tile)
             if stages == 1:
-                prefetch_second(i, heads_left, smem, strides, sizes)
+                prefetch_second(i, heads_left, smem, arrays, strides, sizes)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
 
@@ -315,7 +313,7 @@ def make(config):
         """One query tile of one head. masked, a constant: some query does not see some key."""
         if reads:
             load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
-        prefetch(i, heads_left, stage, smem, strides, sizes)
+        prefetch(i, heads_left, stage, smem, arrays, strides, sizes)
         scores_of_tile(stage, registers, smem, score)
         if drops:
             find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
@@ -323,13 +321,13 @@ def make(config):
             now = special.thread_index()
             rows_tile = smem.rows + stage * rows_stage + rows_of_part(now)
             finish_dp(registers.acc_dp, registers.kept, rows_tile, now & int32(31), score)
-        if has_functions:
+        if has_functions and masked:
             ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)
         term = float32(0)
         if has_row_term:
             term = term_of(heads_left, smem.k, arrays, strides)
             distances(i, special.thread_index(), smem.k, distance)
-        gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, strides, sizes, score, masked)
+        gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, arrays, strides, sizes, score, masked)
 
     @cuda.jit
     def flash_attention_mma_dkdv(arrays, strides, sizes, score):
@@ -386,6 +384,10 @@ def make(config):
         i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut and not has_functions
         if begin < stop and keys_left > 0:
             heads_left = group
+            if has_states:
+                i, heads_left = from_tile(i, heads_left, smem.k, arrays, strides)
+                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
+        if heads_left > 0:
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, head_dim, thread)
             if of_dk:
@@ -411,13 +413,13 @@ def make(config):
             while heads_left > 0 and not whole:
                 step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, TRUE)
                 stage = int32(stage ^ other_stage)
-                i, heads_left = following(i, heads_left, smem.k)
-                whole = is_unmasked(i, smem.k)
+                i, heads_left = following(i, heads_left, smem.k, arrays, strides)
+                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
             while heads_left > 0 and whole:
                 step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, FALSE)
                 stage = int32(stage ^ other_stage)
-                i, heads_left = following(i, heads_left, smem.k)
-                whole = is_unmasked(i, smem.k)
+                i, heads_left = following(i, heads_left, smem.k, arrays, strides)
+                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
 
         # dK and dV to the place of the warp's own rows of K and V, and from there to global memory.
         wait_all()

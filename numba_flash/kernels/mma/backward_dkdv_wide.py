@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special
-from ..score import counts, fragments, positions
+from ..score import counts, fragments, gradient_functions, positions
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
-from ..steps.inlined import inlined
+from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
@@ -43,6 +45,8 @@ class Registers(NamedTuple):
     first_query: Any  # of those that see a key
     end_query: Any
     kept: Any  # which weights count (kernels/score/counts.py)
+    loaded: Any  # bias (kernels/score/reads.py)
+    shown_bits: Any  # by the mask that was given, and by functions
 
 
 class Lanes(NamedTuple):
@@ -95,6 +99,11 @@ def make(config):
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, tile_m)
+    read, has_mask = score_reads.make(config, strips, tile_m, of_keys=True), config.has("mask")
+    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
+    has_bits = has_mask or has_functions  # what is seen is a bit for each score
+    apply_functions = gradient_functions.on_fragments(config, strips, tile_m, of_keys=True, derivative=of_dk)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
 
@@ -134,8 +143,56 @@ def make(config):
         start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
 
     @inlined
+    def finish_dp(registers, rows_smem, score):
+        """acc_dp <- dP^T times what its weight counts, less delta."""
+        first_column = int32(first_column_of(special.thread_index() & int32(31)))
+        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
+        for n in range(blocks):
+            of_pair(lse, delta, rows_smem, first_column + n * 8)
+            for x in range(2):
+                for r in range(rows):
+                    at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
+                    dp = registers.acc_dp[at]
+                    if drops:
+                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        dp = dp * score.kept_count if counts else real(0)
+                    registers.acc_dp[at] = dp - delta[x]
+
+    @inlined
+    def ask(i, h, registers, walk, arrays, strides, sizes, score):
+        """shown_bits <- which queries see a key, by all that hides some; acc_s, acc_dp <- with score_mod and its
+        derivative; loaded <- bias."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + int32(first_column_of(lane)))
+        if reads:
+            origin = origin_of(walk.b, h, walk.first_key, arrays, strides)
+            load_reads(
+                registers.loaded, registers.shown_bits, i, origin, first_row, lane, arrays, strides, sizes, FALSE
+            )
+        for r in range(rows if has_bits else 0):
+            first, end = int32(registers.first_query[r] - first_query), int32(registers.end_query[r] - first_query)
+            seen = columns_within(first, end, 0)
+            registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
+        if has_functions:
+            key = int32(walk.first_key + first_row + int32(first_row_of(lane)))
+            apply_functions(
+                registers.acc_s,
+                registers.acc_dp,
+                registers.shown_bits,
+                walk.b,
+                h,
+                first_query,
+                walk.q_start,
+                key,
+                arrays,
+                strides,
+                score,
+            )
+
+    @inlined
     def weigh(i, registers, rows_smem, walk, term, score):
-        """acc_s, acc_dp <- P^T times what counts, and dS^T."""
+        """acc_s, acc_dp <- P^T times what counts, and dS^T, of dP^T as finish_dp leaves it."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -148,17 +205,19 @@ def make(config):
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + r * 8))
-                    p, derivative = weight(registers.acc_s[at], FragmentAt(term, distance, real(0)), score, lse[x])
-                    seen = query >= registers.first_query[r] and query < registers.end_query[r]
-                    dp = registers.acc_dp[at]
+                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
+                    p, derivative = weight(registers.acc_s[at], here, score, lse[x])
+                    if has_bits:
+                        seen = (registers.shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                    else:
+                        seen = query >= registers.first_query[r] and query < registers.end_query[r]
                     weighed = p
                     if drops:
                         counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
-                        dp = dp * score.kept_count if counts else real(0)
                         weighed = p * score.kept_count if counts else real(0)
                     registers.acc_s[at] = weighed if seen else real(0)
                     if of_dk:
-                        registers.acc_dp[at] = p * (dp - delta[x]) * derivative if seen else real(0)
+                        registers.acc_dp[at] = p * registers.acc_dp[at] * derivative if seen else real(0)
 
     @inlined
     def find_kept(i, h, kept, walk, arrays, sizes):
@@ -185,6 +244,10 @@ def make(config):
         multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
+        if of_dk:
+            finish_dp(registers, k_smem + int32(rows_at), score)
+        if reads or has_functions:
+            ask(i, h, registers, walk, arrays, strides, sizes, score)
         term = row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
         if of_dv:
@@ -217,6 +280,11 @@ def make(config):
         top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+            group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
+            first, end = ends_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            begin = max(int32(begin), divide(first, tile_m))
+            stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
         registers = Registers(
@@ -230,6 +298,8 @@ def make(config):
             cuda.local.array(rows, int32),  # first_query
             cuda.local.array(rows, int32),  # end_query
             cuda.local.array(kept_words, uint32),  # kept
+            cuda.local.array(bias_words, bias_type),  # loaded (rows, tile_m / 8, 2)
+            cuda.local.array(rows, uint32),  # shown_bits
         )
         for x in range(dk_count):
             registers.acc_dk[x] = real(0)

@@ -103,6 +103,7 @@ def make(config):
     first_key_of, distances, find_kept = walk.first_key_of, walk.distances, walk.find_kept
     load_for_scores, ask_functions, places_of = walk.load_for_scores, walk.ask_functions, walk.places_of
     is_unmasked, start_dp, finish_dp = walk.is_unmasked, walk.start_dp, walk.finish_dp
+    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
@@ -136,25 +137,27 @@ def make(config):
         load_v(smem.v + stage * v_stage, places[1], 2 * strides.v[2], 0, places[2], head_dim_v, thread)
 
     @inlined
-    def prefetch(j, stage, begin, smem, strides):
+    def prefetch(j, stage, begin, smem, arrays, strides):
         """Wait for V of tile j, with two stages for K too, and start the copies of what has a place now."""
-        places = places_of(j if stages == 1 else int32(j - 1), strides, smem.q)
+        next_j = behind(j, begin, smem.q, arrays, strides)
+        places = places_of(j if stages == 1 else next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # it is there, and everyone is done with the tile before
         if stages == 1:
             load_keys(places, stage, strides, smem, special.thread_index())
-        elif j > begin:
+        elif next_j >= begin:
             load_keys(places, int32(stage ^ 1), strides, smem, special.thread_index())
             load_values(places, int32(stage ^ 1), strides, smem, special.thread_index())
         cp_async.commit_group()
 
     @inlined
-    def prefetch_second(j, begin, smem, strides):
-        """With one stage: wait for K of tile j and start the copies of V of the next one, tile j - 1."""
-        places = places_of(int32(j - 1), strides, smem.q)
+    def prefetch_second(j, begin, smem, arrays, strides):
+        """With one stage: wait for K of tile j and start the copies of V of the next one."""
+        next_j = behind(j, begin, smem.q, arrays, strides)
+        places = places_of(next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # K is there, and everyone is done with V
-        if j > begin:
+        if next_j >= begin:
             load_values(places, 0, strides, smem, special.thread_index())
         cp_async.commit_group()
 
@@ -207,14 +210,14 @@ def make(config):
         start_dp(acc_dp, smem.q, thread, score)
         multiply_do_v(acc_dp, registers.do_frag, b_frag, smem.do + lanes.own, v_tile + lanes.other)
         if stages == 1:  # K has come only now
-            prefetch_second(j, begin, smem, strides)
+            prefetch_second(j, begin, smem, arrays, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
         if finishes:
             first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
             find_kept(first_column, registers.kept, smem.q, thread, arrays, sizes)
             finish_dp(registers, smem.q, thread, score)
-        if has_functions:
+        if has_functions and masked:
             ask_functions(j, registers, smem.q, arrays, strides, score)
         weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
@@ -235,7 +238,7 @@ def make(config):
         """One key tile. masked, a constant: some row does not see some key."""
         if reads:
             load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
-        prefetch(j, stage, begin, smem, strides)
+        prefetch(j, stage, begin, smem, arrays, strides)
         if has_row_term:
             distances(j, special.thread_index(), smem.q, registers.distance)
         products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked)
@@ -265,7 +268,9 @@ def make(config):
             end_query = tile.first_query + queries_left
             first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
-            stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
+            stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
+        if has_states:
+            begin, stop = states_ends(tile, begin, stop, arrays, strides)
         set_up_state(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 
@@ -305,17 +310,19 @@ def make(config):
             load_do_frag(registers.do_frag, smem.do + lanes.own)
 
         whole = j >= free and j < cut and not has_functions
+        if has_states:
+            whole = is_unmasked(j, q_smem, arrays, strides)
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and not whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
-                j, stage = int32(j - 1), int32(stage ^ other_stage)
-                whole = is_unmasked(j, q_smem)
+                j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
+                whole = is_unmasked(j, q_smem, arrays, strides)
             while j >= begin and whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
-                j, stage = int32(j - 1), int32(stage ^ other_stage)
-                whole = is_unmasked(j, q_smem)
+                j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
+                whole = is_unmasked(j, q_smem, arrays, strides)
 
         # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
         # state of the block: kept through the loop, it would cost the registers that S needs.

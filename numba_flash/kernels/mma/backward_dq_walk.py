@@ -12,7 +12,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import ld_st, memory, special
-from ..score import counts, gradient_functions, positions
+from ..score import counts, gradient_functions, positions, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -38,6 +38,8 @@ class Walk(NamedTuple):
     ask_functions: Callable[..., Any]
     places_of: Callable[..., Any]
     is_unmasked: Callable[..., Any]
+    behind: Callable[..., Any]
+    states_ends: Callable[..., Any]
     start_dp: Callable[..., Any]
     finish_dp: Callable[..., Any]
 
@@ -52,6 +54,9 @@ def make(config):
     keys_and_start, read = positions.make(config), score_reads.make(config, strips, part)
     reads, origin_of, load_reads = read.reads, read.origin, read.load
     has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
+    has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
+    has_states, states_row, behind_tile, asks_in = of_states.present, of_states.row, of_states.behind, of_states.asks
+    cut_ends = of_states.ends
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
     row_blocks, block_words, place, minus_delta_at = (
@@ -94,6 +99,9 @@ def make(config):
             block_state.put(q_smem + int32(head_at), int64(b), int64(h))
             block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
             block_state.put_range(q_smem + int32(walk_at), walk[0], walk[1])
+            if has_states:
+                states = states_row(b, h, first_query, arrays, strides)
+                block_state.put_range(q_smem + int32(walk_at + 8), states, int32(0))
             if reads:
                 origin = origin_of(b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
@@ -122,12 +130,34 @@ def make(config):
         return QueryTile(int32(b), int32(h), int32(first_query), int32(0)), TileKeys(int32(h_kv), int32(keys), position)
 
     @inlined
-    def is_unmasked(j, q_smem):
-        """Whether every row sees every key of tile j, as far as is known: a function is asked."""
-        if has_functions:
+    def states_of(q_smem):
+        states, _ = block_state.get_range(q_smem + int32(walk_at + 8))
+        return states
+
+    @inlined
+    def is_unmasked(j, q_smem, arrays, strides):
+        """Whether every row sees every key of tile j, and no function is asked there."""
+        if has_score_mod:
             return False
         free, cut = block_state.get_range(q_smem + int32(walk_at))
-        return j >= free and j < cut
+        whole = j >= free and j < cut
+        if has_states:
+            if whole:
+                whole = not asks_in(states_of(q_smem), j, arrays, strides)
+        return whole
+
+    @inlined
+    def behind(j, begin, q_smem, arrays, strides):
+        """The tile that is walked behind tile j; one before begin if none is left."""
+        if has_states:
+            return int32(behind_tile(states_of(q_smem), j, begin, arrays, strides))
+        return int32(j - 1)
+
+    @inlined
+    def states_ends(tile, begin, stop, arrays, strides):
+        """[begin, stop) without the tiles at its ends in which a mask_mod shows nothing."""
+        states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
+        return cut_ends(states, begin, stop, arrays, strides)
 
     @inlined
     def of_row(r, thread, q_smem):
@@ -169,6 +199,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        asks = asks_in(states_of(q_smem), j, arrays, strides) if has_states else FALSE
         key = int32(j * int32(tile_n) + first_key_of(lane, warp))
         for r in range(rows):
             first, end = block_state.get_range(of_row(r, thread, q_smem))
@@ -178,19 +209,12 @@ def make(config):
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
         tile_query, _ = block_state.get(q_smem + int32(tile_at))
         query = int32(tile_query + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
-        apply_functions(
-            registers.acc_s,
-            registers.acc_dp,
-            registers.shown_bits,
-            b,
-            h,
-            query,
-            tile_pos - tile_query,
-            key,
-            arrays,
-            strides,
-            score,
-        )
+        q_start = tile_pos - tile_query
+        if has_score_mod or asks:
+            apply_functions(
+                registers.acc_s, registers.acc_dp, registers.shown_bits, b, h, query, q_start, key, asks, arrays,
+                strides, score,
+            )  # fmt: skip
 
     @inlined
     def places_of(j, strides, q_smem):
@@ -225,4 +249,4 @@ def make(config):
 
     state = (tile_of, set_up_state, own_rows)
     of_tile = (of_row, first_key_of, distances, find_kept, load_for_scores, ask_functions, places_of, is_unmasked)
-    return Walk(*state, *of_tile, start_dp, finish_dp)
+    return Walk(*state, *of_tile, behind, states_ends, start_dp, finish_dp)

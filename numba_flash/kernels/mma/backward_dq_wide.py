@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special
-from ..score import counts, fragments, positions
+from ..score import counts, fragments, gradient_functions, positions
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_queries as recompute
-from ..steps.inlined import inlined
+from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
@@ -42,6 +44,8 @@ class Registers(NamedTuple):
     lse: Any
     delta: Any
     kept: Any  # which weights count (kernels/score/counts.py)
+    loaded: Any  # bias (kernels/score/reads.py)
+    shown_bits: Any  # by the mask that was given, and by functions
 
 
 class Lanes(NamedTuple):
@@ -80,6 +84,11 @@ def make(config):
     of_query = lse_delta.of_query(config)
     drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, tile_n)
     words_a_row = kept_words // rows if drops else 1
+    read, has_mask = score_reads.make(config, strips), config.has("mask")
+    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
+    has_bits = has_mask or has_functions  # what is seen is a bit for each score
+    apply_functions = gradient_functions.on_fragments(config, strips, tile_n, of_keys=False)
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
 
@@ -113,8 +122,54 @@ def make(config):
         load_k(k_smem, source, size * strides.k[2], 0, rows_left, head_dim, special.thread_index())
 
     @inlined
+    def finish_dp(registers, score):
+        """acc_dp <- dP times what its weight counts, less delta."""
+        for r in range(rows):
+            for n in range(blocks):
+                for x in range(2):
+                    at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
+                    dp = registers.acc_dp[at]
+                    if drops:
+                        word = registers.kept[r * words_a_row + n // 16]
+                        counts = (word >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
+                        dp = dp * score.kept_count if counts else real(0)
+                    registers.acc_dp[at] = dp - registers.delta[r]
+
+    @inlined
+    def ask(j, registers, tile, tile_keys, arrays, strides, sizes, score):
+        """shown_bits <- which keys a query sees, by all that hides some; acc_s, acc_dp <- with score_mod and its
+        derivative; loaded <- bias."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + int32(first_column_of(lane)))
+        if reads:
+            origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+            load_reads(
+                registers.loaded, registers.shown_bits, j, origin, first_row, lane, arrays, strides, sizes, FALSE
+            )
+        for r in range(rows if has_bits else 0):
+            first, end = int32(registers.first_key[r] - first_key), int32(registers.end_key[r] - first_key)
+            seen = columns_within(first, end, 0)
+            registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
+        if has_functions:
+            query = int32(tile.first_query + first_row + int32(first_row_of(lane)))
+            apply_functions(
+                registers.acc_s,
+                registers.acc_dp,
+                registers.shown_bits,
+                tile.b,
+                tile.h,
+                query,
+                tile_keys.position - tile.first_query,
+                first_key,
+                arrays,
+                strides,
+                score,
+            )
+
+    @inlined
     def weigh(j, registers, tile_keys, term, score):
-        """acc_dp <- dS."""
+        """acc_dp <- dS, of dP as finish_dp leaves it."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -125,15 +180,13 @@ def make(config):
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     distance = real(tile_keys.position + (row + r * 8) - key)
-                    here = FragmentAt(term, distance, real(0))
+                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at], here, score, registers.lse[r])
-                    dp = registers.acc_dp[at]
-                    if drops:
-                        word = registers.kept[r * words_a_row + n // 16]
-                        counts = (word >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
-                        dp = dp * score.kept_count if counts else real(0)
-                    seen = key >= registers.first_key[r] and key < registers.end_key[r]
-                    registers.acc_dp[at] = p * (dp - registers.delta[r]) * derivative if seen else real(0)
+                    if has_bits:
+                        seen = (registers.shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                    else:
+                        seen = key >= registers.first_key[r] and key < registers.end_key[r]
+                    registers.acc_dp[at] = p * registers.acc_dp[at] * derivative if seen else real(0)
 
     @inlined
     def find_kept(j, kept, tile, tile_keys, arrays, sizes):
@@ -158,6 +211,9 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k, lanes.exchanged)
         if drops:
             find_kept(j, registers.kept, tile, tile_keys, arrays, sizes)
+        finish_dp(registers, score)
+        if reads or has_functions:
+            ask(j, registers, tile, tile_keys, arrays, strides, sizes, score)
         weigh(j, registers, tile_keys, term, score)
         to_operand(registers.acc_dp, registers.ds_frag)
         multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
@@ -181,6 +237,11 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, _, _, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, stop = int32(begin_), int32(stop_)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            end_query = tile.first_query + queries_left
+            first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first, tile_n))
+            stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
@@ -193,6 +254,8 @@ def make(config):
             cuda.local.array(rows, real),  # lse
             cuda.local.array(rows, real),  # delta
             cuda.local.array(kept_words, uint32),  # kept
+            cuda.local.array(bias_words, bias_type),  # loaded (rows, tile_n / 8, 2)
+            cuda.local.array(rows, uint32),  # shown_bits
         )
         for x in range(dq_count):
             registers.acc_dq[x] = real(0)
@@ -201,6 +264,8 @@ def make(config):
         for r in range(rows):
             row = first_row + int32(first_row_of(lane)) + r * 8
             first, end = row_keys(tile_keys.position + row, sizes.left, sizes.right, tile_keys.keys)
+            if has_functions:  # which are not asked about a row that does not exist
+                end = end if row < queries_left else first
             registers.first_key[r], registers.end_key[r] = int32(first), int32(end)
             lse, delta = of_query(tile.b, tile.h, int32(tile.first_query + row), arrays, sizes)
             registers.lse[r], registers.delta[r] = lse, delta

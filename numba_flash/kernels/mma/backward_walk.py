@@ -11,7 +11,7 @@ from numba import float32, int32, int64
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import memory, special
-from ..score import counts, fragments, gradient_functions
+from ..score import counts, fragments, gradient_functions, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -36,6 +36,7 @@ class Walk(NamedTuple):
     term_of: Callable[..., Any]
     queries_at: Callable[..., Any]
     others_at: Callable[..., Any]
+    from_tile: Callable[..., Any]
     following: Callable[..., Any]
     is_unmasked: Callable[..., Any]
     origin_at: Callable[..., Any]
@@ -49,7 +50,9 @@ def make(config):
     bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (state_at + n * block_state.SIZE for n in range(6))
     read, row_term = score_reads.make(config, warp_rows // 16, part, of_keys=True), fragments.chain(config).row_term
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
-    load_reads, has_mask, has_functions = read.load, config.has("mask"), gradient_functions.present(config)
+    load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
+    of_states = tile_walk.make(config)
+    has_states, states_row, first_tile, asks_in = of_states.present, of_states.row, of_states.first, of_states.asks
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
@@ -138,6 +141,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else FALSE
         for r in range(rows):
             seen = seen_columns(i, thread, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
@@ -145,10 +149,11 @@ def make(config):
         _, end_head = block_state.get(k_smem + int32(lse_delta_at))
         first_query = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = int32(first_key + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
-        apply_functions(
-            registers.acc_s, registers.acc_dp, registers.shown_bits, b, end_head - heads_left, first_query, q_start,
-            key, arrays, strides, score,
-        )  # fmt: skip
+        if has_score_mod or asks:
+            apply_functions(
+                registers.acc_s, registers.acc_dp, registers.shown_bits, b, end_head - heads_left, first_query, q_start,
+                key, asks, arrays, strides, score,
+            )  # fmt: skip
 
     @inlined
     def term_of(heads_left, k_smem, arrays, strides):
@@ -172,20 +177,44 @@ def make(config):
         return do_place, lse_delta_end - heads_left * (row_blocks(sizes.seqlen_q) * (4 * block_words))
 
     @inlined
-    def following(i, heads_left, k_smem):
+    def states_of(heads_left, k_smem, arrays, strides):
+        """Where the states of the head's tiles begin (kernels/score/tile_walk.py)."""
+        b, tile = block_state.get(k_smem + int32(tile_at))
+        _, end_head = block_state.get(k_smem + int32(lse_delta_at))
+        return states_row(b, int32(end_head - heads_left), int32(tile >> 32), arrays, strides)
+
+    @inlined
+    def from_tile(i, heads_left, k_smem, arrays, strides):
+        """-> (i, heads_left) of the first query tile from i on in which a mask_mod shows something."""
+        begin, stop = block_state.get_range(k_smem + int32(walk_at))
+        found = first_tile(states_of(heads_left, k_smem, arrays, strides), i, stop, arrays, strides)
+        while found >= stop and heads_left > 0:
+            heads_left = int32(heads_left - 1)
+            if heads_left > 0:
+                found = first_tile(states_of(heads_left, k_smem, arrays, strides), begin, stop, arrays, strides)
+        return found, heads_left
+
+    @inlined
+    def following(i, heads_left, k_smem, arrays, strides):
         """-> (i, heads_left) of the next query tile: after the last one the first one again, of the next head."""
+        if has_states:
+            return from_tile(int32(i + 1), heads_left, k_smem, arrays, strides)
         begin, stop = block_state.get_range(k_smem + int32(walk_at))
         after = int32(i + 1)
         last = after == stop
         return begin if last else after, int32(heads_left - 1) if last else heads_left
 
     @inlined
-    def is_unmasked(i, k_smem):
-        """Whether every query of tile i sees every key of the block's, as far as is known: a function is asked."""
-        if has_functions:
+    def is_unmasked(i, heads_left, k_smem, arrays, strides):
+        """Whether every query of tile i sees every key of the block's, and no function is asked there."""
+        if has_score_mod:
             return False
         free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
-        return i >= free and i < cut
+        whole = i >= free and i < cut
+        if has_states:
+            if whole and heads_left > 0:
+                whole = not asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
+        return whole
 
     @inlined
     def origin_at(heads_left, k_smem, strides):
@@ -208,4 +237,4 @@ def make(config):
 
     state = (tile_of, set_up_state, own_keys)
     of_tile = (distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of)
-    return Walk(*state, *of_tile, queries_at, others_at, following, is_unmasked, origin_at)
+    return Walk(*state, *of_tile, queries_at, others_at, from_tile, following, is_unmasked, origin_at)

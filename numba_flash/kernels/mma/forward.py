@@ -97,7 +97,10 @@ def make(config):
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     read, has_mask = score_reads.make(config, strips), config.has("mask")
     reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
-    some_hidden, bias_words, bits_words = read.some_hidden, read.bias_words, read.bits_words
+    some_hidden, bias_words = read.some_hidden, read.bias_words
+    bits_words, bias_type = read.bits_words, read.bias_type
+    # What scores need is asked for before the products, or where these take all registers, behind them.
+    reads_before, reads_behind = reads and config.item_size == 2, reads and config.item_size > 2
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
     has_functions, apply_functions, has_score_mod = functions.present, functions.apply, functions.every_tile
@@ -184,7 +187,7 @@ def make(config):
             now = special.thread_index()
             position, _ = block_state.get(places.q + int32(keys_at))
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-            first_row = (now >> int32(5)) * warp_rows
+            first_row = (now >> int32(5 + shift)) * warp_rows
             apply_functions(
                 acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, asks,
                 arrays, strides, score,
@@ -248,9 +251,11 @@ def make(config):
         """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a
         constant or `asks`: some row does not see some key."""
         k_bytes, v_bytes = bytes_
-        if reads:
+        if reads_before:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
+        if reads_behind:
+            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         finish_and_mask(
             j, registers.acc_s, registers.loaded, row, places, tile, asks, arrays, strides, sizes, score, masked
         )
@@ -285,7 +290,7 @@ def make(config):
             cuda.local.array(p_count, fragment),  # p_frag
             cuda.local.array(q_count, fragment),  # q_frag
             cuda.local.array(kv_count, fragment),  # kv_frag
-            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
+            cuda.local.array(bias_words, bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
         )
         row = Rows(
             cuda.local.array(rows, real),

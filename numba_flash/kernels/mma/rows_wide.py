@@ -7,7 +7,8 @@ import numpy as np
 from numba import cuda, int32, uint32
 
 from ...ptx import bar, ld_st, memory
-from ..steps import elements, fragment_softmax, numbers
+from ..score.stage import exponent_unit
+from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 
@@ -69,7 +70,7 @@ def make(config):
     )
     head_dim_v, write_row = config.head_dim_v, row_writer(config.dtype, o_blocks, config.o_vectorized)
     real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
-    ln_2 = real(fragment_softmax.LN_2)
+    to_natural = real(1 / exponent_unit(config))
 
     @inlined
     def divide_row(acc_o, r, inverse):
@@ -85,7 +86,7 @@ def make(config):
         return nonfinite == real(0)
 
     @inlined
-    def finish_row(r, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes):
+    def finish_row(r, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes):
         """-> 1 where the row is not finite."""
         tile_row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
@@ -95,7 +96,7 @@ def make(config):
             ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
             if write_lse and tile.part == 0 and query < queries_left:
                 row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
-                arrays.lse[row] = lse_log2[r] * ln_2
+                arrays.lse[row] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
             columns_left = int32(min(head_dim_v - tile.part * head_dim_v_padded, head_dim_v_padded))
             row_at = tile.b * strides.o[0] + tile.part * head_dim_v_padded * strides.o[3]
@@ -104,13 +105,13 @@ def make(config):
         return flag
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse_log2, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
         # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
-        some = finish_row(FIRST, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
-        some |= finish_row(SECOND, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
+        some = finish_row(FIRST, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
+        some |= finish_row(SECOND, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
         if rows > 2:
-            some |= finish_row(THIRD, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
-            some |= finish_row(FOURTH, acc_o, inverse_l, lse_log2, row_states, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(THIRD, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(FOURTH, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
         bar.warp_sync()  # the flags are read by the whole warp
         return some
 

@@ -66,6 +66,21 @@ def make(config: Any) -> Score:
     return Score(value, with_derivative, visible, visible_in, counts.make(config))
 
 
+def around_score_mod(config: Any) -> tuple[Any, Any]:
+    """(value of the stages before it, with_derivative of those behind it), as those of Score."""
+    value, behind, _ = _first(elements.COMPUTE_TYPES[config.dtype](1))
+    at = STAGES.index(score_mod)
+    for stage in STAGES[:at]:
+        made = stage.make(config)
+        if made is not None:
+            value = _then(value, made.value)
+    for stage in STAGES[at + 1 :]:
+        made = stage.make(config)
+        if made is not None:
+            behind = _then_with_derivative(behind, made.value, made.with_derivative)
+    return value, behind
+
+
 def by_head(config: Any) -> Any:
     """(at) -> the score's derivative by an option's number of the head; None where no stage has one.
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import float32, int64, uint32
+from numba import int64, uint32
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -24,11 +24,12 @@ def make(config: Any, of_keys: bool = False) -> AtScores:
     """of_keys: there are the mask's bits of keys."""
     has_bias, has_mask = config.has("bias"), config.has("mask")
     bits_of = bits_of_keys if of_keys else bits_of_queries
-    load = elements.loader(config.dtype_of("bias") or "float32", float32)
+    real = elements.COMPUTE_TYPES[config.dtype]
+    load = elements.loader(config.dtype_of("bias") or "float32", real)
 
     @inlined
     def added(b, h, query, key, arrays, strides):
-        found = float32(0)
+        found = real(0)
         if has_bias:
             row = b * strides.bias[0] + h * strides.bias[1] + query * strides.bias[2]
             found = load(arrays.bias, row + key * strides.bias[3])

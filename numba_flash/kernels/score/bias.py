@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -26,7 +26,7 @@ def on_fragments(config: Any) -> FragmentStage | None:
     """What is added has been loaded before the products were there (reads.py)."""
     if not config.has("bias"):
         return None
-    one = float32(1)
+    one = elements.COMPUTE_TYPES[config.dtype](1)
 
     @inlined
     def value(s, factor, at, score):

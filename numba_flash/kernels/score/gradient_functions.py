@@ -21,8 +21,9 @@ from . import At, user
 
 @functools.cache
 def alone(config: Any, derivative: bool) -> Any:
-    """-> ask(product, at, arrays, strides, score), a device function: (product, slope, whether it counts). Where there
-    is a score_mod, that is what it makes of scale * product. slope: its derivative, or 1 where none is asked for."""
+    """-> ask(product, at, asks, arrays, strides, score), a device function: (product, slope, whether it counts). Where
+    there is a score_mod, that is what it makes of scale * product. slope: its derivative, or 1 where none is asked for.
+    asks: whether mask_mod decides here (tile_walk.py)."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     one = numbers.of(config.compute_dtype).real(1)
 
@@ -41,10 +42,11 @@ def alone(config: Any, derivative: bool) -> Any:
     visible = user.make(config, "mask_mod") if has_mask_mod else all_visible
 
     @inlined
-    def ask(product, at, arrays, strides, score):
+    def ask(product, at, asks, arrays, strides, score):
         seen, slope = True, one
         if has_mask_mod:
-            seen = visible(at, arrays, strides)
+            if asks:
+                seen = visible(at, arrays, strides)
         if has_score_mod:
             if seen:
                 product, slope = with_slope(product * score.scale, at, arrays, strides)
@@ -75,7 +77,7 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
     ask = alone(config, derivative)
 
     @inlined
-    def nothing(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, arrays, strides, score):
+    def nothing(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
         pass
 
     def and_block(before: Any, n: int) -> Any:
@@ -83,8 +85,8 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
         loop over all that a long function would make, and then the scores would lie in memory."""
 
         @inlined
-        def block(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, arrays, strides, score):
-            before(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, arrays, strides, score)
+        def block(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
+            before(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score)
             # Rows inside: the other way round the compiler would keep the positions of all columns.
             for i in range(2):
                 column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
@@ -94,7 +96,7 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
                         query = int32(first_query + (column if of_keys else r * 8))
                         key = int32(first_key + (r * 8 if of_keys else column))
                         at = At(b, h, query, key, q_start + query)
-                        acc_s[place], slope, seen = ask(acc_s[place], at, arrays, strides, score)
+                        acc_s[place], slope, seen = ask(acc_s[place], at, asks, arrays, strides, score)
                         if scales_dp:
                             acc_dp[place] *= slope
                         if has_mask_mod:
@@ -111,3 +113,38 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
     # row, say that a score counts; shown_bits <- what mask_mod leaves of them. first_query, first_key: the lane's, of
     # a head; query 0 is at position q_start.
     return apply
+
+
+@functools.cache
+def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
+    """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of so many columns, beside S. It needs
+    no score."""
+    visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
+
+    @inlined
+    def nothing(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
+        pass
+
+    def and_block(before: Any, n: int) -> Any:
+        """As in on_fragments."""
+
+        @inlined
+        def block(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
+            before(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
+            for i in range(2):
+                column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
+                for r in range(2):
+                    if shown_bits[r] & bit != 0:
+                        query = int32(first_query + (column if of_keys else r * 8))
+                        key = int32(first_key + (r * 8 if of_keys else column))
+                        if not visible(At(b, h, query, key, q_start + query), arrays, strides):
+                            shown_bits[r] &= ~bit
+
+        return block
+
+    ask = nothing
+    for n in range(columns // 8 if visible is not None else 0):
+        ask = and_block(ask, n)
+
+    # shown_bits <- what mask_mod leaves of them; the other arguments are those of on_fragments.
+    return ask

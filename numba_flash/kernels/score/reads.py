@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32, uint64
+from numba import float64, int32, int64, uint32, uint64
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import cvt, memory, vote
+from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from .mask_bits import ENDS, PIECE
@@ -36,8 +37,9 @@ class Reads(NamedTuple):
     """Device functions, and how many registers they fill. A lane has 2 * strips rows."""
 
     reads: bool  # whether anything is read at all
-    bias_words: int
+    bias_words: int  # of bias_type
     bits_words: int
+    bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
     load: Callable[..., Any]
     added: Callable[..., Any]
@@ -75,10 +77,13 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     words = -(-blocks // 16)  # of mask bits for a row
     has_bias, has_mask = config.has("bias"), config.has("mask")
     dtype = config.dtype_of("bias") or "float32"
-    item, pairs = ITEM_SIZE[dtype], has_bias and config.bias_pairs and not of_keys
+    item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
+    pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
-    wide, half = item == 4, dtype == "float16"
-    load_b16, load_b32, load_v2 = memory.load_b16_if, memory.load_b32_if, memory.load_v2_if
+    apart, half = item > 2, dtype == "float16"  # apart: a register for each
+    load_b16, load_b32, load_v2, load_f64 = (
+        memory.load_b16_if, memory.load_b32_if, memory.load_v2_if, memory.load_f64_if
+    )  # fmt: skip
     low_f16, high_f16, any_lane, address = cvt.low_f16, cvt.high_f16, vote.any_lane, memory.address
 
     @inlined
@@ -101,11 +106,14 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     @inlined
     def load_pair(loaded, at, place, step, first, second):
         """loaded[at :] <- the bias of two columns, `step` bytes apart, of which the second is there if `second` is."""
-        if pairs and wide:
+        if double:
+            loaded[at] = load_f64(place, first)
+            loaded[at + 1] = load_f64(place + step, second)
+        elif pairs and apart:
             load_v2(loaded, at, place, first)
         elif pairs:
             loaded[at] = load_b32(place, first)
-        elif wide:
+        elif apart:
             loaded[at] = load_b32(place, first)
             loaded[at + 1] = load_b32(place + step, second)
         else:
@@ -124,7 +132,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             for n in range(blocks):
                 first = uint32(1) if inside or n * 8 < columns_left else uint32(0)
                 second = uint32(1) if inside or n * 8 + 1 < columns_left else uint32(0)
-                load_pair(loaded, (r * blocks + n) * (2 if wide else 1), place + 8 * n * step, step, first, second)
+                load_pair(loaded, (r * blocks + n) * (2 if apart else 1), place + 8 * n * step, step, first, second)
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
@@ -158,10 +166,12 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     @inlined
     def added(loaded, r, n, i):
         """The bias of the lane's row r and its column n * 8 + i."""
-        found = float32(0)
+        found = real(0)
         if has_bias:
-            if wide:
-                found = loaded[(r * blocks + n) * 2 + i].view(np.float32)
+            if double:
+                found = loaded[(r * blocks + n) * 2 + i]
+            elif apart:
+                found = real(loaded[(r * blocks + n) * 2 + i].view(np.float32))
             elif half:
                 found = high_f16(loaded[r * blocks + n]) if i else low_f16(loaded[r * blocks + n])
             else:
@@ -205,7 +215,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             of_head, heads_left = of_head + by[1], int32(heads_left - 1)
         return first, end
 
-    bias_words = rows * blocks * (2 if wide else 1) if has_bias else 1
-    return Reads(
-        has_bias or has_mask, bias_words, rows * words if has_mask else 1, origin, load, added, hide, some_hidden, ends
-    )
+    bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
+    bias_type = float64 if double else uint32
+    functions = (origin, load, added, hide, some_hidden, ends)
+    return Reads(has_bias or has_mask, bias_words, bits_words, bias_type, *functions)

@@ -34,8 +34,8 @@ class FragmentAt(NamedTuple):
     """Where a score of a fragment stands, as far as the stages of its problem ask for it."""
 
     term: Any  # what `row_term` loaded for the row
-    distance: Any  # q_pos - k_pos, a float32
-    added: Any  # what was loaded for this score alone (reads.py), a float32
+    distance: Any  # q_pos - k_pos
+    added: Any  # what was loaded for this score alone (reads.py)
 
 
 class FragmentStage(NamedTuple):

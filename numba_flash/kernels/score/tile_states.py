@@ -6,9 +6,10 @@ those. Elsewhere the function might read past the end of an array.
 
 A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD tiles of keys: bit i says that
 something is seen in the i-th of them, bit 16 + i that something is and something is not, so that mask_mod has to be
-asked again. Where a tile holds rows of several heads, what is seen for one of them is seen.
+asked again. Where a tile holds rows of several heads, what is seen for one of them is seen. For kernels that own keys
+and walk over queries, a tile of keys has a row of words instead, each for tiles of queries.
 
-    query tile's first word = b * strides[0] + h // heads of a tile * strides[1] + query tile * strides[2]
+    own tile's first word = b * strides[0] + h // heads of a tile * strides[1] + own tile * strides[2]
 
 A warp looks at a tile until it has found both. Launch: grid (words), block (config.threads).
 """
@@ -24,7 +25,8 @@ from . import At, mask, positions, tile_walk, user
 
 
 def make(config):
-    queries, tile_n, heads = config.tile
+    queries, tile_n, heads, of_keys = config.tile
+    own_rows = config.tile.own
     warps = config.threads // 32
     any_lane, thread_index, block_index = vote.any_lane, special.thread_index, special.block_index
     keys_and_start, states_of = positions.make(config), tile_walk.states_of(config)
@@ -68,33 +70,39 @@ def make(config):
             member = int32(member + 1)
         return seen, hidden
 
+    @inlined
+    def is_visited(j, b, first_query, end_query, arrays, strides, sizes):
+        """Whether a kernel visits the tile; of others it asks nothing."""
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        top_first, top_end = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        return begin <= j and j < end
+
     @cuda.jit
     def tile_states(arrays, strides, sizes):
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         states, by = states_of(arrays, strides)
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+        own_tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
         members = int32(heads) if by[1] != 0 else int32(1)  # else all heads see the same
         row = divide(block_index(), by[2])
-        head_row = divide(row, m_tiles)
+        head_row = divide(row, own_tiles)
         b = divide(head_row, groups)
         h = int32((head_row - b * groups) * heads)
-        first_query = int32((row - head_row * m_tiles) * queries)
-        end_query = min(int32(first_query + queries), int32(sizes.seqlen_q))
+        own = int32(row - head_row * own_tiles)
         first_tile = int32((block_index() - row * int32(by[2])) * STATES_IN_WORD)
-
-        # the tiles that the kernel visits; of others it asks nothing
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        top_first, top_end = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
-        bottom_first, bottom_end = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
 
         found = cuda.shared.array(STATES_IN_WORD, uint32)
         for place in range(warp, STATES_IN_WORD, warps):
-            j = int32(first_tile + place)
+            i, j = own, int32(first_tile + place)
+            if of_keys:
+                i, j = int32(first_tile + place), own
+            first_query = int32(i * queries)
+            end_query = min(int32(first_query + queries), int32(sizes.seqlen_q))
             seen, hidden = uint32(0), uint32(0)
-            if begin <= j and j < end:
+            if is_visited(j, b, first_query, end_query, arrays, strides, sizes):
                 seen, hidden = look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes)
             if lane == 0:
                 found[place] = (seen | (seen & hidden) << uint32(16)) << uint32(place)

@@ -1,5 +1,5 @@
 """Which key tiles a query tile walks under a mask_mod, by what tile_states.py has found: from the last to the first,
-without those in which nothing is seen.
+without those in which nothing is seen. Of a kernel that owns keys, which query tiles a key tile walks.
 
 Without a mask_mod these functions are those of a walk over all tiles, and leave no code.
 """
@@ -36,14 +36,16 @@ def states_of(config: Any) -> Any:
 
 
 class TileWalk(NamedTuple):
-    """Device functions. row: where the states of a query tile begin."""
+    """Device functions. row: where the states of the block's own tile begin."""
 
     present: bool
-    row: Callable[..., Any]  # (b, h, first_query, arrays, strides) -> row
+    row: Callable[..., Any]  # (b, h, the own tile's first row, arrays, strides) -> row
     ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without what is empty at its ends
     behind: Callable[
         ..., Any
     ]  # (row, j, begin, arrays, strides) -> the tile behind j; one before begin if none is left
+    last: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the last tile of [begin, j] that is not empty
+    first: Callable[..., Any]  # (row, j, stop, arrays, strides) -> the first one of [j, stop)
     shows: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
     asks: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
 
@@ -52,14 +54,14 @@ class TileWalk(NamedTuple):
 def make(config: Any, whole_warp: bool = False) -> TileWalk:
     """whole_warp: all lanes of a warp call these functions together, and the compiler is to know that they agree."""
     if not config.tile_states:
-        return TileWalk(False, _no_row, _all, _before, _always, _never)
-    queries, _, heads = config.states_tile
+        return TileWalk(False, _no_row, _all, _before, _same, _same, _always, _never)
+    own_rows, heads = config.states_tile.own, config.states_tile.heads
     find, highest, idx_b32 = states_of(config), bits.highest, shfl.idx_b32
 
     @inlined
-    def row(b, h, first_query, arrays, strides):
+    def row(b, h, first_row, arrays, strides):
         _, by = find(arrays, strides)
-        return int32(b * by[0] + divide(h, heads) * by[1] + divide(first_query, queries) * by[2])
+        return int32(b * by[0] + divide(h, heads) * by[1] + divide(first_row, own_rows) * by[2])
 
     @inlined
     def word_of(row, number, arrays, strides):
@@ -97,6 +99,30 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         return first, int32(last + 1)
 
     @inlined
+    def last(row, j, begin, arrays, strides):
+        found = int32(begin - 1)  # where none is
+        while j >= begin:
+            word = word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
+            j = int32((j >> SHIFT) << SHIFT)
+            if word != 0:
+                found, j = max(found, int32(j + highest(word))), int32(begin)
+            j = int32(j - 1)
+        return found
+
+    @inlined
+    def first(row, j, stop, arrays, strides):
+        found = int32(stop)  # where none is
+        while j < stop:
+            word = (
+                word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) << uint32(j & LAST)) & uint32(EVERY)
+            )
+            j = int32((j >> SHIFT) << SHIFT)
+            if word != 0:
+                found, j = min(found, int32(j + highest(word & (~word + uint32(1))))), int32(stop)
+            j = int32(j + STATES_IN_WORD)
+        return found
+
+    @inlined
     def shows(row, j, arrays, strides):
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(j & LAST)) & uint32(1) != 0
@@ -106,11 +132,11 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
 
-    return TileWalk(True, row, ends, behind, shows, asks)
+    return TileWalk(True, row, ends, behind, last, first, shows, asks)
 
 
 @inlined
-def _no_row(b, h, first_query, arrays, strides):
+def _no_row(b, h, first_row, arrays, strides):
     return int32(0)
 
 
@@ -122,6 +148,11 @@ def _all(row, begin, stop, arrays, strides):
 @inlined
 def _before(row, j, begin, arrays, strides):
     return j - 1
+
+
+@inlined
+def _same(row, j, end, arrays, strides):
+    return j
 
 
 @inlined

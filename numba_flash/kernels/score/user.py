@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numba import config as numba_config
-from numba import cuda
+from numba import cuda, int64
 
 from ..steps.inlined import inlined
 
@@ -50,6 +50,86 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
         return result(y), slope(y)
 
     return with_derivative if derivative else value
+
+
+def recorded(config: Any) -> Any:
+    """-> owed(s, at, read, arrays, strides, sizes): what score_mod makes of s, its derivative by the number that it
+    reads as the read-th of the arrays config.wanted_aux, which of their elements that is, and how many are read.
+
+    A function may read any number of numbers, in loops too: so it is asked once for each.
+    """
+    return (_simulated_recorded if numba_config.ENABLE_CUDASIM else _compiled_recorded)(config)
+
+
+def _compiled_recorded(config: Any) -> Any:
+    from ...functions import compiled
+
+    function, base, count = config.function("score_mod"), config.compute_dtype, len(config.aux)
+    call = inlined(function.build(compiled.stand_ins(base), inlined))
+    whole, number = compiled.as_number("whole", base), compiled.as_number("real", base)
+    result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
+    reads = compiled.READS
+
+    @inlined
+    def tables(arrays, strides, sizes, state):
+        return ()
+
+    for n, (dtype, ndim) in enumerate(config.aux):
+        if n in config.wanted_aux:
+            table = compiled.as_recorded_table(dtype, ndim, base)
+            tables = _one_recorded_more(tables, table, n - count, config.wanted_aux.index(n))
+        else:
+            tables = _one_plain_more(tables, compiled.as_table(dtype, ndim, base), n - count)
+
+    @inlined
+    def owed(s, at, read, arrays, strides, sizes):
+        state = cuda.local.array(reads, int64)  # in registers
+        state[0], state[1], state[2] = 0, read, 0
+        given = (number(s), whole(at.b), whole(at.h), whole(at.q_pos), whole(at.k_index))
+        y = call(*(given + tables(arrays, strides, sizes, state)))
+        return result(y), slope(y), state[2], state[0]
+
+    return owed
+
+
+def _one_recorded_more(before: Any, table: Any, place: int, wanted: int) -> Any:
+    @inlined
+    def tables(arrays, strides, sizes, state):
+        made = table(arrays[place], strides[place], sizes.aux_begins[wanted], state)
+        return before(arrays, strides, sizes, state) + (made,)
+
+    return tables
+
+
+def _one_plain_more(before: Any, table: Any, place: int) -> Any:
+    @inlined
+    def tables(arrays, strides, sizes, state):
+        return before(arrays, strides, sizes, state) + (table(arrays[place], strides[place]),)
+
+    return tables
+
+
+def _simulated_recorded(config: Any) -> Any:
+    from ...functions import numbers
+
+    function, base = config.function("score_mod"), np.dtype(config.compute_dtype).type
+    count, wanted = len(config.aux), config.wanted_aux
+
+    @cuda.jit(device=True)
+    def owed(s, at, read, arrays, strides, sizes):
+        own = arrays[len(arrays) - count :]
+        tables = [
+            numbers.RecordedTable(base, x.array, n) if n in wanted else numbers.Table(base, x.array)
+            for n, x in enumerate(own)
+        ]
+        y, d = numbers.score_of(function, base, s, (at.b, at.h, at.q_pos, at.k_index), tables, False)
+        parts = list(numbers.parts_of(d))
+        if read >= len(parts):
+            return y, base(0), np.int64(0), np.int64(len(parts))
+        (n, place), slope = parts[read]
+        return y, base(slope), np.int64(sizes.aux_begins[wanted.index(n)] + place), np.int64(len(parts))
+
+    return owed
 
 
 def _tables(config: Any) -> Any:

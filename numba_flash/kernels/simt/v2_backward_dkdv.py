@@ -93,12 +93,12 @@ def make(config):
             end = begin
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
             lse_base = (b * heads + h) * seqlen_q  # and of delta
+            states = states_row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
                 first_row = i * tile_m
-                states = states_row(b, h, first_row, arrays, strides)
-                if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+                if not shows(states, i, arrays, strides):  # a mask_mod shows nothing of it
                     continue
-                asks = asks_in(states, j, arrays, strides)
+                asks = asks_in(states, i, arrays, strides)
                 cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
                 load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)

@@ -36,10 +36,11 @@ class RowTiles(NamedTuple):
     v: Any
 
 
-def make(config, of_product):
+def make(config, of_product, products_at=0):
     """-> ds_row, a device function.
 
     of_product: dS is that of scale * q . k, with the derivative of what follows it; else that of the finished score.
+    products_at: if q . k is kept, too, how far behind dS.
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -78,6 +79,8 @@ def make(config, of_product):
                         if of_product:
                             ds *= derivative
                 tiles.ds[tiles.ds_at + y + u] = ds
+                if products_at:
+                    tiles.ds[tiles.ds_at + products_at + y + u] = s_part[u]
         return share
 
     return ds_row

@@ -11,7 +11,7 @@ from numba import cuda, int32, int64, uint32
 from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
-from .inlined import inlined
+from .inlined import TRUE, inlined
 from .integers import divide
 from .plain import key_queries
 from .tiles import row_base
@@ -73,7 +73,7 @@ def make(config):
                         if has_functions:
                             if seen:
                                 at = At(b, h, query, key, query + q_start)
-                                product, slope, seen = ask(product, at, arrays, strides, score)
+                                product, slope, seen = ask(product, at, TRUE, arrays, strides, score)
                         if seen:
                             bias = added(b, h, query, key, arrays, strides)
                             here = FragmentAt(term, real(query + q_start - key), bias)

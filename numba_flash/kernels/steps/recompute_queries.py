@@ -7,7 +7,7 @@ from numba import cuda, int32, int64, uint32
 from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
-from .inlined import inlined
+from .inlined import TRUE, inlined
 from .plain import row_keys
 from .tiles import row_base
 
@@ -61,7 +61,9 @@ def make(config):
                     if has_functions:
                         seen = visible(b, h, query, key, arrays, strides)
                         if seen:
-                            product, slope, seen = ask(product, At(b, h, query, key, q_pos), arrays, strides, score)
+                            product, slope, seen = ask(
+                                product, At(b, h, query, key, q_pos), TRUE, arrays, strides, score
+                            )
                     here = FragmentAt(term, real(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
                     counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)

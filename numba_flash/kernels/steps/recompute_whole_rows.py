@@ -4,12 +4,14 @@ As recompute_rows.py has it for 16-bit elements. There a row's lse is right what
 or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
 """
 
+import math
+
 from numba import cuda, int32, int64
 
 from ...ptx import ld_st
-from ..score import At, counts, fragments, sum_terms
-from ..score.stage import LOG2_E, FragmentAt
-from . import elements, fragment_softmax, numbers
+from ..score import At, at_scores, counts, fragment_functions, fragments, sum_terms
+from ..score.stage import FragmentAt, exponent_unit
+from . import elements, numbers
 from .inlined import inlined
 from .plain import row_keys
 from .tiles import row_base
@@ -29,13 +31,13 @@ def make(config, warp_rows):
         config.write_lse,
     )
     columns = -(-head_dim_v_padded // 32)
-    real, exp2, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
+    real, _, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
-    chain = fragments.chain(config)
-    value, row_term = chain.value, chain.row_term
-    row_start, log2_e = sum_terms.start(config), real(LOG2_E)
-    count = counts.make(config)
-    load_b32, ln_2 = ld_st.load_b32, real(fragment_softmax.LN_2)
+    chain, (added, visible) = fragments.chain(config), at_scores.make(config)
+    value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
+    row_start, unit = sum_terms.start(config), real(exponent_unit(config))
+    apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
+    load_b32, ln_2, to_natural = ld_st.load_b32, real(math.log(2)), real(1 / exponent_unit(config))
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
@@ -56,7 +58,7 @@ def make(config, warp_rows):
                 v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
                 q_pos = tile_keys.position + query
                 m, l = row_start(tile.b, head, arrays, strides)
-                m *= log2_e
+                m *= unit
                 for c in range(columns):
                     row_o[c] = real(0)
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
@@ -66,15 +68,21 @@ def make(config, warp_rows):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     for distance in (1, 2, 4, 8, 16):
                         product += bfly(product, distance)
-                    s = value(product, FragmentAt(term, real(q_pos - key), real(0)), score)
+                    seen = visible(tile.b, head, index, key, arrays, strides)
+                    if seen:
+                        at = At(tile.b, head, index, key, q_pos)
+                        product, seen = apply_functions(product, at, arrays, strides, score)
+                    bias = added(tile.b, head, index, key, arrays, strides)
+                    s = value(product, FragmentAt(term, real(q_pos - key), bias), score)
+                    s = s if seen else minus_inf
                     if s > m:
-                        alpha = exp2(m - s)
+                        alpha = exponential(m - s)
                         l *= alpha
                         for c in range(columns):
                             row_o[c] *= alpha
                         m = s
                     if s != minus_inf:
-                        p = exp2(s - m)
+                        p = exponential(s - m)
                         l += p
                         p *= count(At(tile.b, head, index, key, q_pos), arrays, sizes, score)
                         if p != 0:
@@ -90,7 +98,7 @@ def make(config, warp_rows):
                     if x < columns_left:
                         store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
                 if write_lse and tile.part == 0 and lane == 0:
-                    row_lse = minus_inf if empty else (m + log2(l)) * ln_2
+                    row_lse = minus_inf if empty else m * to_natural + log2(l) * ln_2
                     arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = row_lse
 
     return recompute_rows

@@ -28,7 +28,8 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from . import backward_keys, backward_state
+from . import backward_keys, backward_query_walk, backward_scores, backward_state
+from .backward_scores import Own
 from .backward_state import BEGIN, CUT, FREE, GROUP, STOP
 
 
@@ -53,6 +54,11 @@ def make(config):
     to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
     find_visible, term_of = keys.find_visible, keys.term_of
     has_row_term, mask_words = keys.has_row_term, keys.mask_words
+    by_element, scores = config.by_element, backward_scores.make(config, of_keys=True)
+    prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
+    bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
+    walk = backward_query_walk.make(config, whole_warp=True)
+    has_states, up_to, asks = walk.present, walk.up_to, walk.asks
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
@@ -76,6 +82,12 @@ def make(config):
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
         distance = cuda.local.array(2, float32)
+        own = Own(
+            cuda.local.array(bits_words, uint32),
+            cuda.local.array(shown_words, uint32),
+            cuda.local.array(kept_words, uint32),
+            cuda.local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
+        )
         me = int32(warpgroup - 1)  # which of the consumers
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
@@ -96,6 +108,8 @@ def make(config):
         begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
         steps = int32(word(base, GROUP) * (i + 1 - begin))
         member = int32(0)
+        if has_states:
+            i, member = up_to(base, i, member, arrays, strides)
         n = int32(0)
         wait(base + at.own_full, 0)
         # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is being computed.
@@ -104,27 +118,36 @@ def make(config):
         pin_dk(acc_dk)
         pin_dv(acc_dv)
         issue_s(base, acc_s, k_desc, n)
-        while n < steps:
+        while member < word(base, GROUP) if has_states else n < steps:
             stage_b = b_stage_of(n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
             masked = i >= word(base, CUT) or i < word(base, FREE)
             lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
             if has_row_term:
                 term = term_of(base, member, arrays, strides)
-            if has_row_term or masked:
+            if by_element:
+                asked = asks(base, i, member, arrays, strides) if has_states else FALSE
+                prepare(base, i, member, own, distance, asked, arrays, strides, sizes)
+            elif has_row_term or masked:
                 find_visible(base, i, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             if of_dk:
                 issue_dp(base, acc_dp, v_desc, n)
-            if masked:
+            if by_element:
+                to_own_weights(
+                    base, i, member, acc_s, p_frag, lse_and_delta, own, term, distance, arrays, strides, score
+                )
+            elif masked:
                 to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
             else:
                 to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
             if of_dk:
                 wait_all()
                 pin_s(acc_dp)
-                if masked:
+                if by_element:
+                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, score)
+                elif masked:
                     to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
                     )
@@ -150,7 +173,9 @@ def make(config):
             release_q(base, n)
             n = int32(n + 1)
             i = int32(i - 1)
-            if i < begin:
+            if has_states:
+                i, member = up_to(base, i, member, arrays, strides)
+            elif i < begin:
                 i, member = int32(word(base, STOP) - 1), int32(member + 1)
         wait_all()
 
@@ -172,9 +197,9 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q)
+                produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
             if thread == 32:
-                produce_b(base)
+                produce_b(base, arrays, strides)
         else:
             take_registers()
             consume(base, warpgroup, arrays, strides, sizes, score)

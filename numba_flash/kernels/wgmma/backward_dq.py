@@ -17,7 +17,8 @@ import math
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
-from ..score import fragments, positions
+from ..score import fragments, positions, tile_walk
+from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -25,9 +26,10 @@ from ..steps.integers import divide
 from ..steps.plain import first_row_of, key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
-from . import backward_producer, backward_state
+from . import backward_producer, backward_scores, backward_state
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STOP
+from .backward_scores import Own
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
 
 
 def make(config):
@@ -83,10 +85,17 @@ def make(config):
     load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     keys_and_start = positions.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1)
-    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
+    by_element, scores = config.by_element, backward_scores.make(config, of_keys=False)
+    prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
+    bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
+    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
+    of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
+    has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
+    behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
 
     @inlined
     def work_of(block, heads, seqlen_q):
@@ -108,6 +117,15 @@ def make(config):
         top_first, top_end = row_keys(tile_pos, left, right, keys)
         bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            end_query = min(first_query + tile_m, sizes.seqlen_q)
+            first, end = ends_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
+            stop = max(begin, stop)
+        if has_states:
+            states = states_row(b, h, first_query, arrays, strides)
+            begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)
+            put(base, STATES, states)
         put(base, BATCH, b)
         put(base, HEAD, h)
         put(base, HEAD_KV, divide(h, divide(sizes.heads, sizes.heads_kv)))
@@ -125,23 +143,31 @@ def make(config):
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
-    def produce_a(base, seqlen_k):
+    def behind_of(base, j, arrays, strides):
+        """The tile behind j, for one thread."""
+        if has_states:
+            states, begin = of_word(base, STATES), of_word(base, BEGIN)
+            return int32(behind_by_thread(states, j, begin, arrays, strides))
+        return int32(j - 1)
+
+    @inlined
+    def produce_a(base, arrays, strides, seqlen_k):
         """One thread: Q and dO, then K, tile after tile. Behind the last comes a K past the end, zeros: its S is issued
         and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD), of_word(base, BATCH))
         n, j = int32(0), int32(of_word(base, STOP) - 1)
         while j >= of_word(base, BEGIN):
             load_a(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH), 0)
-            n, j = int32(n + 1), int32(j - 1)
+            n, j = int32(n + 1), behind_of(base, j, arrays, strides)
         load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
 
     @inlined
-    def produce_b(base):
+    def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: V."""
         n, j = int32(0), int32(of_word(base, STOP) - 1)
         while j >= of_word(base, BEGIN):
             load_b(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH))
-            n, j = int32(n + 1), int32(j - 1)
+            n, j = int32(n + 1), behind_of(base, j, arrays, strides)
 
     @inlined
     def issue_s(base, acc_s, q_desc, n):
@@ -274,12 +300,19 @@ def make(config):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
+        own = Own(
+            cuda.local.array(bits_words, uint32),
+            cuda.local.array(shown_words, uint32),
+            cuda.local.array(kept_words, uint32),
+            cuda.local.array(bias_words, uint32),  # (2, tile_n / 8, 2), in 16 bits two in one
+        )
         term = float32(0)
         if has_row_term:
             term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
         load_lse_delta(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
+        states = word(base, STATES) if has_states else int32(0)
         j = int32(word(base, STOP) - 1)
         n = int32(0)
         wait(base + at.own_full, 0)
@@ -295,19 +328,26 @@ def make(config):
         while j >= begin:
             wait(base + at.b_full + 8 * b_stage_of(n), b_phase_of(n))
             masked = j >= word(base, CUT) or j < word(base, FREE)
-            if has_row_term or masked:
+            if by_element:
+                asked = asks_in(states, j, arrays, strides) if has_states else FALSE
+                prepare(base, j, 0, own, distance, asked, arrays, strides, sizes)
+            elif has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
-            if masked:
+            if by_element:
+                to_own_weights(base, j, 0, acc_s, ds_frag, lse_log2, own, term, distance, arrays, strides, score)
+            elif masked:
                 to_weights(acc_s, lse_log2, mask_bits, term, distance, score, TRUE)
             else:
                 to_weights(acc_s, lse_log2, mask_bits, term, distance, score, FALSE)
             wait_all()
             pin_s(acc_dp)
             release_v(base, n, elected)
-            if masked:
+            if by_element:
+                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, score)
+            elif masked:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
                 )
@@ -322,7 +362,7 @@ def make(config):
             pin_dq(acc_dq)
             release_k(base, n, elected)
             n = int32(n + 1)
-            j = int32(j - 1)
+            j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
         wait_all()
 
         # dQ to the place of the warpgroup's own rows of Q, and from there to global memory.
@@ -351,9 +391,9 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, sizes.seqlen_k)
+                produce_a(base, arrays, strides, sizes.seqlen_k)
             if thread == 32:
-                produce_b(base)
+                produce_b(base, arrays, strides)
         else:
             take_registers()
             consume(base, warpgroup, arrays, strides, sizes, score)

@@ -326,9 +326,9 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q)
+                produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
             if thread == 32:
-                produce_b(base)
+                produce_b(base, arrays, strides)
             if thread == 64 or thread == 96:
                 add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
         else:

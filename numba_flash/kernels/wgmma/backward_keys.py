@@ -10,6 +10,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
+from ..score import reads as score_reads
 from ..score.stage import LOG2_E
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
@@ -17,7 +18,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_producer, backward_state
+from . import backward_producer, backward_query_walk, backward_state
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
 
@@ -100,11 +101,14 @@ def make(config):
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     keys_and_start = positions.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
-    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, 16, head_dim_v, head_dim_v % 8 == 0)
     recompute_keys = recompute.make(config)
+    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ends
+    walk = backward_query_walk.make(config, whole_warp=False)
+    has_states, up_to = walk.present, walk.up_to
 
     @inlined
     def set_up_state(base, b, h_kv, first_key, arrays, strides, sizes):
@@ -115,6 +119,10 @@ def make(config):
         top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+            group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, 1)
+            first, end = ends_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
         put(base, BATCH, b)
         put(base, HEAD_KV, h_kv)
         put(base, FIRST_ROW, first_key)
@@ -132,12 +140,14 @@ def make(config):
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
-    def produce_a(base, lse_and_delta, heads, seqlen_q):
+    def produce_a(base, arrays, strides, heads, seqlen_q):
         """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
         n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        if has_states:
+            i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
             h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
             # past the last block masks see to what is there
@@ -148,24 +158,30 @@ def make(config):
             first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
-                address(lse_and_delta, first_row_block * block_words),
+                address(arrays.lse_delta, first_row_block * block_words),
                 base + at.a_full + 8 * stage,
                 count,
             )
             n, i = int32(n + 1), int32(i - 1)
-            if i < of_word(base, BEGIN):
+            if has_states:
+                i, member = up_to(base, i, member, arrays, strides)
+            elif i < of_word(base, BEGIN):
                 i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
-    def produce_b(base):
+    def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: dO."""
         n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        if has_states:
+            i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
             h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
             load_b(base, n, int32(i * tile_m), h, of_word(base, BATCH))
             n, i = int32(n + 1), int32(i - 1)
-            if i < of_word(base, BEGIN):
+            if has_states:
+                i, member = up_to(base, i, member, arrays, strides)
+            elif i < of_word(base, BEGIN):
                 i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
 
     @inlined

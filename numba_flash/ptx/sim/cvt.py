@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .errors import InstructionError
 from .registers import ELEMENTS, check_float
 
 
@@ -25,3 +26,17 @@ def low_f16(two):
 
 def high_f16(two):
     return np.float32(np.uint16(int(two) >> 16).view(np.float16))
+
+
+def whole_f32(x):
+    return _whole(x)
+
+
+def whole_f64(x):
+    return _whole(x)
+
+
+def _whole(x):
+    if not abs(x) < 2.0**63:
+        raise InstructionError(f"{x} is no int64")
+    return np.int64(np.rint(x))

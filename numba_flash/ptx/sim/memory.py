@@ -26,6 +26,10 @@ def load_v2_if(values, at, address, condition):
     values.view(np.uint32)[at : at + 2] = _at(address, 8, 8, writing=False).view(np.uint32) if condition else 0
 
 
+def load_f64_if(address, condition):
+    return _at(address, 8, 8, writing=False).view(np.float64)[0] if condition else np.float64(0)
+
+
 def store_b16(address, value):
     _at(address, 2, 2).view(np.uint16)[0] = int(value) & 0xFFFF
 
@@ -48,6 +52,16 @@ def add(address, value):
     place[0] = u32(int(before) + int(value))
     _let_others_run()  # kernels may ask in a loop
     return before
+
+
+def add_i64(address, value):
+    place = _at(address, 8, 8, atomic=True).view(np.uint64)
+    place[0] = (int(place[0]) + int(value)) % 2**64
+
+
+def maximum(address, value):
+    place = _at(address, 4, 4, atomic=True).view(np.uint32)
+    place[0] = max(place[0], u32(value))
 
 
 def exchange(address, value):

@@ -1,0 +1,183 @@
+"""The gradient of aux with products on tensor cores: what scores owe to the numbers that their score_mod reads.
+
+What v2_backward_daux.py computes, in 16 bits; kernels/score/owed.py says what it is and why it runs twice. A block owns
+a tile of queries and walks over the key tiles that they see (score_tiles.py). Warps leave the products of a tile in
+shared memory, and then every thread takes scores of its own from there, one behind the other: a function may be any
+code, and so it is in the kernel once and not once for each score of a fragment.
+
+A thread goes along a diagonal: the next score is that of the next query and the next key. A table of relative positions
+has one element for all of them, as has a number of a head; so most of what is owed is added up before it is added to
+the sums in global memory. The lanes of a warp have neighbouring keys, whose elements are mostly neighbours, too.
+
+Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import cp_async, ld_st, shared, special
+from ..score import At, at_scores, counts, fragments, owed, user
+from ..score.owed import Run
+from ..score.stage import FragmentAt
+from ..steps import block_state, lse_delta
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, row_keys
+from . import score_tiles
+from .score_tiles import Range, Smem
+
+
+class Registers(NamedTuple):
+    """What a warp holds of the products. Shapes are in make()."""
+
+    acc_s: Any
+    acc_dp: Any
+    q_frag: Any
+    do_frag: Any
+    b_frag: Any
+
+
+def make(config):
+    tile_m, tile_n, threads, alignment = config.tile_m, config.tile_n, config.threads, config.ALIGNMENT
+    _, do_at, k_at, v_at, s_at, dp_at, rows_at, _ = config.shared_offsets()
+    score_row, blocks, rows, inf = config.score_row, tile_n // 8, 2, float32(math.inf)
+    count, thread_rows = blocks * 4, tile_m * tile_n // threads
+    tiles = score_tiles.make(config)
+    q_words, do_words = tiles.frag_words
+    first_of, following, multiply = tiles.first, tiles.following, tiles.multiply
+    load_first, load_next = tiles.load_first, tiles.load_next
+    chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
+    added, visible = at_scores.make(config)
+    has_mask_mod = config.has("mask_mod")
+    shows = user.make(config, "mask_mod") if has_mask_mod else None
+    row_term, count_of, of_query = chain.row_term, counts.make(config), lse_delta.of_query(config)
+    ask, (start, add, finish) = user.recorded(config), owed.make(config)
+    wait_all = cp_async.wait_group(0)
+
+    @inlined
+    def note_rows(place, q_smem, thread, arrays, sizes):
+        """To shared memory of each query of the tile which keys it sees, lse and delta."""
+        if thread < tile_m:
+            query = int32(place.i * tile_m + thread)
+            first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
+            lse, delta = inf, float32(0)
+            if query < sizes.seqlen_q:
+                lse, delta = of_query(place.b, place.h, query, arrays, sizes)
+            at = q_smem + int32(rows_at) + 16 * thread
+            block_state.put_range(at, int32(first), int32(end))
+            ld_st.store_b32(at + 8, float32(lse).view(np.uint32))
+            ld_st.store_b32(at + 12, float32(delta).view(np.uint32))
+
+    @inlined
+    def put_products(registers, q_smem, thread):
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for r in range(rows):
+            row = int32(warp * 16 + int32(first_row_of(lane)) + r * 8)
+            at = q_smem + row * score_row + 4 * int32(first_column_of(lane))
+            for n in range(blocks):
+                for x in range(2):
+                    here = at + 4 * (n * 8 + x)
+                    ld_st.store_b32(here + int32(s_at), registers.acc_s[n * 4 + r * 2 + x].view(np.uint32))
+                    ld_st.store_b32(here + int32(dp_at), registers.acc_dp[n * 4 + r * 2 + x].view(np.uint32))
+
+    @inlined
+    def shown(at, arrays, strides):
+        found = visible(at.b, at.h, at.q_index, at.k_index, arrays, strides)
+        if has_mask_mod:
+            if found:
+                found = shows(at, arrays, strides)
+        return found
+
+    @inlined
+    def owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score):
+        """What the thread's scores of a tile owe."""
+        four = cuda.local.array(4, uint32)
+        part = divide(thread, tile_n)
+        column = int32(thread - part * tile_n)
+        first_key, row = int32(place.j * tile_n), int32(part * thread_rows)
+        term = row_term(place.b, place.h, arrays, strides)
+        end_row = min(int32(row + thread_rows), int32(sizes.seqlen_q) - place.i * int32(tile_m))
+        while row < end_row:
+            key, query = int32(first_key + column), int32(place.i * tile_m + row)
+            ld_st.load_v4(four, 0, q_smem + int32(rows_at) + 16 * row)
+            lse = four[2].view(np.float32)
+            if int32(four[0]) <= key and key < int32(four[1]) and lse != inf:
+                at = At(int64(place.b), int64(place.h), int64(query), int64(key), place.q_start + query)
+                if shown(at, arrays, strides):
+                    here = q_smem + row * score_row + 4 * column
+                    s = ld_st.load_b32(here + int32(s_at)).view(np.float32) * score.scale
+                    y, slope, element, reads = ask(s, at, int64(0), arrays, strides, sizes)
+                    bias = added(at.b, at.h, at.q_index, at.k_index, arrays, strides)
+                    p, through = weight(y, FragmentAt(term, float32(at.q_pos - key), bias), score, lse)
+                    if p != 0:
+                        counted = count_of(at, arrays, sizes, score)
+                        dp = ld_st.load_b32(here + int32(dp_at)).view(np.float32)
+                        dp = dp * counted if counted != 0 else float32(0)  # not NaN, where it does not count
+                        ds = p * (dp - four[3].view(np.float32))
+                        if ds != 0:
+                            add(run, ds * through, s, slope, element, reads, at, arrays, strides, sizes)
+            row = int32(row + 1)
+            column = int32(column + 1)
+            if column == tile_n:
+                column = int32(0)
+
+    @cuda.jit
+    def flash_attention_mma_daux(arrays, strides, sizes, score):
+        thread, block = special.thread_index(), special.block_index()
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        head_of_all = divide(block, m_tiles)
+        b = divide(head_of_all, sizes.heads)
+        h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
+        walk = Range(b, int32(b + 1), h, int32(h + 1), i, int32(i + 1), int32(0), n_tiles)
+
+        address = shared.address(cuda.shared.array(0, uint8))
+        q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
+        smem = Smem(
+            q_smem,  # (tile_m, head_dim_padded)
+            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(k_at),  # (tile_n, head_dim_padded)
+            q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
+        )
+        registers = Registers(
+            cuda.local.array(count, float32),  # acc_s (tile_n / 8, 4)
+            cuda.local.array(count, float32),  # acc_dp (tile_n / 8, 4)
+            cuda.local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            cuda.local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
+        )
+        run = Run(
+            cuda.local.array(1, int64),
+            cuda.local.array(1, int64),
+            cuda.local.array(2, float32),
+            cuda.local.array(1, int64),
+        )
+        start(run)
+
+        place = first_of(walk, arrays, strides, sizes)
+        if place.b < walk.end_b:
+            load_first(place, smem, arrays, strides, sizes, thread)
+        cp_async.commit_group()
+        while place.b < walk.end_b:
+            for x in range(count):
+                registers.acc_s[x] = float32(0)
+                registers.acc_dp[x] = float32(0)
+            wait_all()
+            cuda.syncthreads()  # the tile is there, and everyone is done with the scores before
+            multiply(registers, smem, thread)
+            put_products(registers, q_smem, thread)
+            note_rows(place, q_smem, thread, arrays, sizes)
+            following_place = following(place, walk, arrays, strides, sizes)
+            cuda.syncthreads()  # everyone is done with the tile, and the scores are there
+            if following_place.b < walk.end_b:
+                load_next(following_place, place, smem, arrays, strides, sizes, thread)
+            cp_async.commit_group()
+            owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score)
+            place = following_place
+        finish(run, arrays, sizes)
+
+    return flash_attention_mma_daux

@@ -1,0 +1,268 @@
+"""The gradient of bias on tensor cores: dS of the finished scores, summed over what bias is broadcast over.
+
+What v2_backward_dbias.py computes, in 16 bits. A block owns a tile of bias' own elements and walks over the tiles of
+scores that read them (score_tiles.py): over the batch entries and heads where bias has one for all, over the query
+tiles where it is one row for all queries (rows_summed), and over the key tiles where it is one column for all keys
+(keys_summed). What a lane holds of dS is added up in its registers, in that order, and at the end over lanes and
+warps. So every sum has one owner and one order.
+
+Launch: grid (bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of dynamic
+shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is contiguous.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import cp_async, cvt, ld_st, memory, shared, shfl, special
+from ..score import counts, fragments, gradient_functions
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
+from ..score.stage import FragmentAt
+from ..steps import elements, lse_delta
+from ..steps.inlined import FALSE, inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of, row_keys
+from . import score_tiles
+from .score_tiles import Range, Smem
+
+
+class Registers(NamedTuple):
+    """What a warp holds. Shapes are in make()."""
+
+    acc_s: Any
+    acc_dp: Any
+    sums: Any
+    q_frag: Any
+    do_frag: Any
+    b_frag: Any
+    loaded: Any
+    shown_bits: Any
+    kept: Any
+
+
+def make(config):
+    tile_m, tile_n, alignment, warps = config.tile_m, config.tile_n, config.ALIGNMENT, config.threads // 32
+    _, do_at, k_at, v_at, sums_at, _ = config.shared_offsets()
+    rows_summed, keys_summed, pairs = config.rows_summed, config.keys_summed, config.pairs
+    blocks, rows, inf = tile_n // 8, 2, float32(math.inf)
+    count = blocks * 4
+    tiles = score_tiles.make(config)
+    q_words, do_words = tiles.frag_words
+    first_of, following, multiply = tiles.first, tiles.following, tiles.multiply
+    load_first, load_next = tiles.load_first, tiles.load_next
+    chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
+    read, has_mask = score_reads.make(config, 1, tile_n), config.has("mask")
+    has_functions = gradient_functions.present(config)
+    apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
+    drops, kept_words, kept_of, *_ = counts.on_fragments(config, 1, tile_n)
+    row_term, reads, added, bias_words = chain.row_term, read.reads, read.added, read.bias_words
+    origin_of, load_reads = read.origin, read.load
+    of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
+    dtype = config.dtype_of("bias")
+    store = elements.storer(dtype)
+    pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
+    wait_all = cp_async.wait_group(0)
+
+    @inlined
+    def read_scores(place, registers, thread, arrays, strides, sizes):
+        """What the scores need from global memory, while their products are waited for."""
+        first_query = int32(place.i * tile_m)
+        origin = origin_of(place.b, place.h, first_query, arrays, strides)
+        lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
+        bits = registers.shown_bits
+        load_reads(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
+
+    @inlined
+    def add_scores(place, registers, thread, arrays, strides, sizes, score):
+        """sums += dS of a tile whose products are there."""
+        acc_s, acc_dp, sums, shown_bits = registers.acc_s, registers.acc_dp, registers.sums, registers.shown_bits
+        lane, warp = thread & int32(31), thread >> int32(5)
+        first_row = int32(warp * 16 + int32(first_row_of(lane)))
+        first_key = int32(place.j * tile_n + int32(first_column_of(lane)))
+        first_query = int32(place.i * tile_m + first_row)
+        for r in range(rows):
+            query = int32(first_query + r * 8)
+            first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
+            if query >= sizes.seqlen_q:
+                end = first
+            seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
+            shown_bits[r] = shown_bits[r] & seen if has_mask else seen
+        if has_functions:
+            apply_functions(
+                acc_s,
+                acc_dp,
+                shown_bits,
+                int64(place.b),
+                int64(place.h),
+                first_query,
+                place.q_start,
+                first_key,
+                arrays,
+                strides,
+                score,
+            )
+        if drops:
+            first_pos = place.q_start + int64(place.i) * tile_m
+            kept_of(registers.kept, first_key, place.b, place.h, first_row, first_pos, arrays, sizes)
+        term = row_term(place.b, place.h, arrays, strides)
+        for r in range(rows):
+            query = int32(first_query + r * 8)
+            lse, delta = inf, float32(0)
+            if query < sizes.seqlen_q:
+                lse, delta = of_query(place.b, place.h, query, arrays, sizes)
+            distance = float32(place.q_start + query - first_key)
+            for n in range(blocks):
+                for x in range(2):
+                    at, column = n * 4 + r * 2 + x, n * 8 + x
+                    here = FragmentAt(term, distance - float32(column), added(registers.loaded, r, n, x))
+                    p, _ = weight(acc_s[at], here, score, lse)
+                    dp = acc_dp[at]
+                    if drops:
+                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        dp = dp * score.kept_count if counts else float32(0)
+                    if p != 0 and (shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0:
+                        sums[at] += p * (dp - delta)
+
+    @inlined
+    def over_keys(registers):
+        """sums[0], sums[2] <- of the lane's two rows that of all columns, in every lane of the row."""
+        for r in range(rows):
+            total = float32(0)
+            for n in range(blocks):
+                total += registers.sums[n * 4 + r * 2] + registers.sums[n * 4 + r * 2 + 1]
+            total += bfly(total, 1)
+            registers.sums[r * 2] = total + bfly(total, 2)
+
+    @inlined
+    def over_rows(registers, sums_smem, thread, columns):
+        """To shared memory the sums over a warp's rows of `columns` blocks of 8 columns."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for n in range(columns):
+            for x in range(2):
+                total = registers.sums[n * 4 + x] + registers.sums[n * 4 + 2 + x]
+                for distance in (4, 8, 16):
+                    total += bfly(total, distance)
+                if lane < 4:
+                    at = sums_smem + 4 * int32(warp * tile_n + n * 8 + int32(first_column_of(lane)) + x)
+                    ld_st.store_b32(at, float32(total).view(np.uint32))
+
+    @inlined
+    def store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes):
+        """A tile of dbias, of which every element is its own."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        for r in range(rows):
+            query = first_query + int64(warp * 16 + int32(first_row_of(lane)) + r * 8)
+            if query < sizes.seqlen_q:
+                of_row = base + query * strides.dbias[2]
+                for n in range(blocks):
+                    key = first_key + int64(n * 8 + int32(first_column_of(lane)))
+                    low, high = registers.sums[n * 4 + r * 2], registers.sums[n * 4 + r * 2 + 1]
+                    if pairs:
+                        if key < sizes.seqlen_k:
+                            memory.store_b32(memory.address(arrays.dbias, of_row + key), pack(low, high))
+                    else:
+                        if key < sizes.seqlen_k:
+                            store(arrays.dbias, of_row + key, low)
+                        if key + 1 < sizes.seqlen_k:
+                            store(arrays.dbias, of_row + key + 1, high)
+
+    @inlined
+    def store_sums(registers, base, first_query, first_key, sums_smem, thread, arrays, strides, sizes):
+        """The same where rows or keys are summed."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        if keys_summed:
+            over_keys(registers)
+        if rows_summed:
+            over_rows(registers, sums_smem, thread, 1 if keys_summed else blocks)
+            cuda.syncthreads()
+            key = first_key + int64(thread)
+            if thread < (1 if keys_summed else tile_n) and key < sizes.seqlen_k:
+                total = float32(0)
+                for other in range(warps):
+                    total += ld_st.load_b32(sums_smem + 4 * int32(other * tile_n + thread)).view(np.float32)
+                store(arrays.dbias, base + key * strides.dbias[3], total)
+        elif lane & 3 == 0:
+            for r in range(rows):
+                query = first_query + int64(warp * 16 + int32(first_row_of(lane)) + r * 8)
+                if query < sizes.seqlen_q:
+                    store(arrays.dbias, base + query * strides.dbias[2], registers.sums[r * 2])
+
+    @cuda.jit
+    def flash_attention_mma_dbias(arrays, strides, sizes, score):
+        thread, block = special.thread_index(), special.block_index()
+        shape, by = sizes.dbias_shape, strides.dbias
+        m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
+        n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
+        # bias' own element tile, and the tiles of scores that read it
+        own_m, own_n = (int32(1) if rows_summed else m_tiles), (int32(1) if keys_summed else n_tiles)
+        above = divide(block, own_n)
+        own_j, own_i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
+        above = divide(above, own_m)
+        own_b = divide(above, shape[1])
+        own_h = int32(above - own_b * int32(shape[1]))
+        walk = Range(
+            own_b,
+            int32(own_b + 1) if shape[0] > 1 else int32(sizes.batch),
+            own_h,
+            int32(own_h + 1) if shape[1] > 1 else int32(sizes.heads),
+            own_i,
+            m_tiles if rows_summed else int32(own_i + 1),
+            own_j,
+            n_tiles if keys_summed else int32(own_j + 1),
+        )
+
+        address = shared.address(cuda.shared.array(0, uint8))
+        q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
+        smem = Smem(
+            q_smem,  # (tile_m, head_dim_padded)
+            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(k_at),  # (tile_n, head_dim_padded)
+            q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
+        )
+        registers = Registers(
+            cuda.local.array(count, float32),  # acc_s (tile_n / 8, 4)
+            cuda.local.array(count, float32),  # acc_dp (tile_n / 8, 4)
+            cuda.local.array(count, float32),  # sums (tile_n / 8, 4)
+            cuda.local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            cuda.local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
+            cuda.local.array(bias_words, uint32),  # loaded
+            cuda.local.array(rows, uint32),  # shown_bits
+            cuda.local.array(kept_words, uint32),  # kept
+        )
+        for x in range(count):
+            registers.sums[x] = float32(0)
+
+        place = first_of(walk, arrays, strides, sizes)
+        if place.b < walk.end_b:
+            load_first(place, smem, arrays, strides, sizes, thread)
+        cp_async.commit_group()
+        while place.b < walk.end_b:
+            if reads:
+                read_scores(place, registers, thread, arrays, strides, sizes)
+            for x in range(count):
+                registers.acc_s[x] = float32(0)
+                registers.acc_dp[x] = float32(0)
+            wait_all()
+            cuda.syncthreads()  # the tile is there
+            multiply(registers, smem, thread)
+            following_place = following(place, walk, arrays, strides, sizes)
+            cuda.syncthreads()  # everyone is done with it
+            if following_place.b < walk.end_b:
+                load_next(following_place, place, smem, arrays, strides, sizes, thread)
+            cp_async.commit_group()
+            add_scores(place, registers, thread, arrays, strides, sizes, score)
+            place = following_place
+
+        base = own_b * by[0] + own_h * by[1]
+        first_query, first_key = int64(own_i) * tile_m, int64(own_j) * tile_n
+        if rows_summed or keys_summed:
+            at = q_smem + int32(sums_at)
+            store_sums(registers, base, first_query, first_key, at, thread, arrays, strides, sizes)
+        else:
+            store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes)
+
+    return flash_attention_mma_dbias

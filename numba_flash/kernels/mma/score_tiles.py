@@ -1,0 +1,160 @@
+"""S = Q K^T and dP = dO V^T of one tile after the other, of any batch entries, heads, queries and keys.
+
+What backward_dbias.py and backward_daux.py share. A block walks over the tiles of a Range. Q, dO, K and V have one
+place each in shared memory; when a tile's products are done, those of the next one come, while the block finishes the
+scores. A tile that shares its queries or its keys with the one before keeps them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32, int64
+
+from ...ptx import memory
+from ..score import positions
+from ..steps import async_tiles, fragment_products
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from ..steps.tiles import row_base
+
+
+class Range(NamedTuple):
+    """Batch entries, heads, tiles of queries and tiles of keys: each from one number to before another."""
+
+    b: int
+    end_b: int
+    h: int
+    end_h: int
+    i: int
+    end_i: int
+    j: int
+    end_j: int
+
+
+class Place(NamedTuple):
+    """A tile: query tile i of head h of entry b, whose query 0 is at position q_start, and key tile j of those before
+    stop; keys: how many are valid."""
+
+    b: int
+    h: int
+    i: int
+    j: int
+    stop: int
+    keys: int
+    q_start: int
+
+
+class Smem(NamedTuple):
+    """Shared addresses."""
+
+    q: int
+    do: int
+    k: int
+    v: int
+
+
+class ScoreTiles(NamedTuple):
+    """Device functions."""
+
+    first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
+    following: Callable[..., Any]  # (place, range, arrays, strides, sizes) -> Place; b is range.end_b behind the last
+    load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
+    load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
+    multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
+    frag_words: tuple[int, int]  # of registers.q_frag and do_frag
+
+
+def make(config):
+    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
+    load_q, load_do, load_k, load_v = (
+        async_tiles.loader(rows, columns, threads)
+        for rows in (tile_m, tile_n)
+        for columns in (head_dim_padded, head_dim_v_padded)
+    )
+    keys_and_start = positions.make(config)
+    lanes_of, _, scores_product, *_ = fragment_products.make(config)
+    multiply_q_k, multiply_do_v = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
+
+    @inlined
+    def seek(b, h, i, tiles, arrays, strides, sizes):
+        """The first tile from query tile i of head h of entry b on that some query sees."""
+        j, stop, keys, q_start = int32(0), int32(0), int32(0), int64(0)
+        while b < tiles.end_b:
+            keys_, start_ = keys_and_start(b, arrays, strides, sizes)
+            keys, q_start = int32(keys_), int64(start_)
+            first_pos = q_start + i * tile_m
+            last_pos = q_start + min(int64(i * tile_m + tile_m), sizes.seqlen_q) - 1
+            top_first, top_end = row_keys(first_pos, sizes.left, sizes.right, keys_)
+            bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys_)
+            begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+            j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
+            if j < stop:
+                break
+            i = int32(i + 1)
+            if i >= tiles.end_i:
+                i, h = tiles.i, int32(h + 1)
+            if h >= tiles.end_h:
+                h, b = tiles.h, int32(b + 1)
+        return Place(b, h, i, j, stop, keys, q_start)
+
+    @inlined
+    def first(tiles, arrays, strides, sizes):
+        return seek(tiles.b, tiles.h, tiles.i, tiles, arrays, strides, sizes)
+
+    @inlined
+    def following(place, tiles, arrays, strides, sizes):
+        b, h, i, j, stop, keys, q_start = place
+        j = int32(j + 1)
+        if j >= stop:
+            i = int32(i + 1)
+            if i >= tiles.end_i:
+                i, h = tiles.i, int32(h + 1)
+            if h >= tiles.end_h:
+                h, b = tiles.h, int32(b + 1)
+            b, h, i, j, stop, keys, q_start = seek(b, h, i, tiles, arrays, strides, sizes)
+        return Place(b, h, i, j, stop, keys, q_start)
+
+    @inlined
+    def load_queries(place, smem, arrays, strides, sizes, thread):
+        first_query = int64(place.i) * tile_m
+        left = int32(min(sizes.seqlen_q - first_query, tile_m))
+        q_global = memory.address(arrays.q, row_base(strides.q, place.b, place.h, first_query))
+        do_global = memory.address(arrays.do, row_base(strides.do, place.b, place.h, first_query))
+        load_q(smem.q, q_global, 2 * strides.q[2], 0, left, head_dim, thread)
+        load_do(smem.do, do_global, 2 * strides.do[2], 0, left, head_dim_v, thread)
+
+    @inlined
+    def load_keys(place, h_kv, smem, arrays, strides, thread):
+        first_key = int64(place.j) * tile_n
+        left = int32(place.keys - first_key)
+        k_global = memory.address(arrays.k, row_base(strides.k, place.b, h_kv, first_key))
+        v_global = memory.address(arrays.v, row_base(strides.v, place.b, h_kv, first_key))
+        load_k(smem.k, k_global, 2 * strides.k[2], 0, left, head_dim, thread)
+        load_v(smem.v, v_global, 2 * strides.v[2], 0, left, head_dim_v, thread)
+
+    @inlined
+    def load_first(place, smem, arrays, strides, sizes, thread):
+        load_queries(place, smem, arrays, strides, sizes, thread)
+        h_kv = divide(place.h, divide(sizes.heads, sizes.heads_kv))
+        load_keys(place, h_kv, smem, arrays, strides, thread)
+
+    @inlined
+    def load_next(place, before, smem, arrays, strides, sizes, thread):
+        group = divide(sizes.heads, sizes.heads_kv)
+        h_kv = divide(place.h, group)
+        if place.i != before.i or place.h != before.h or place.b != before.b:
+            load_queries(place, smem, arrays, strides, sizes, thread)
+        if place.j != before.j or h_kv != divide(before.h, group) or place.b != before.b:
+            load_keys(place, h_kv, smem, arrays, strides, thread)
+
+    @inlined
+    def multiply(registers, smem, thread):
+        own_lane, other_lane, _ = lanes_of(thread)
+        multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
+        multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
+
+    frag_words = head_dim_padded // 4, head_dim_v_padded // 4
+    return ScoreTiles(first, following, load_first, load_next, multiply, frag_words)

@@ -1,0 +1,202 @@
+"""What scores owe to the numbers that a score_mod reads: the gradient of aux, with the same bits whatever the order.
+
+A term is dS of a score times the derivative of score_mod by one number that was read for it. Any score may owe to any
+element, so blocks add to sums in global memory, at once and in any order. Sums of floating-point numbers would depend
+on that order; those of whole numbers do not. So the walk over all scores runs twice. The first finds, for each
+element, the largest exponent of its terms (of_bounds). The second adds the terms up as fixed-point numbers, for which
+that exponent and the number of terms leave room. docs/algorithm.md derives the error. An element with a term that is
+NaN or Inf has its exponent, and becomes NaN.
+
+    exponent  e: all terms of the element are below 2^e        room  h: there are at most 2^h terms
+    sum       of round(term * 2^(61 - h - e)); with float64 a second one of what is left, times 2^(62 - h) more
+
+A thread adds up terms of one element that follow each other before it adds them to the sum; in float32 with all the
+bits for which its own terms leave room.
+
+sizes.term_bits is h where each score reads one number, sizes.run_bits the same of one thread's terms; aux_bounds[0] is
+the largest number of numbers that were read for a score.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, float64, int32, int64, uint32, uint64
+
+from ...ptx import cvt, memory
+from ..steps import elements
+from ..steps.inlined import inlined
+from . import user
+
+ROOM = 61  # bits of a sum before its sign, less one for exponents that differ by a rounding between the walks
+
+
+class Exponents(NamedTuple):
+    """Of a type of real numbers: a number is below 2^(its exponent as it is stored - bias); special: of NaN and Inf."""
+
+    special: int
+    bias: int
+
+    @staticmethod
+    def of(compute_dtype: str) -> "Exponents":
+        return Exponents(2047, 1022) if compute_dtype == "float64" else Exponents(255, 126)
+
+
+def words(compute_dtype: str) -> int:
+    """Of the sum of an element, int64."""
+    return 2 if compute_dtype == "float64" else 1
+
+
+class Run(NamedTuple):
+    """Of a thread, in registers: the element to which it owes now, and what.
+
+    A kernel makes these local arrays itself: one that a device function makes and returns ends with that function, and
+    the compiler takes what is kept there for nothing.
+    """
+
+    place: Any  # (1,) int64; -1 for none
+    terms: Any  # (words,) int64: the largest exponent, or the sum
+    factors: Any  # (2,) what a term is multiplied by
+    reads: Any  # (1,) int64, the most numbers that were read for a score
+
+
+class Owed(NamedTuple):
+    """Device functions."""
+
+    start: Callable[..., Any]  # (run)
+    # (run, ds, s, slope, place, reads, at, arrays, strides, sizes): ds of what score_mod made of s, which is not 0; and
+    # what user.recorded says of the first number that it read
+    add: Callable[..., Any]
+    finish: Callable[..., Any]  # (run, arrays, sizes)
+
+
+def powers(compute_dtype: str) -> Any:
+    """-> power(n): 2^n of the type, for n that it has as a normal number."""
+
+    @inlined
+    def power_f32(n):
+        return uint32(int32(n + 127) << int32(23)).view(np.float32)
+
+    @inlined
+    def power_f64(n):
+        return uint64(int64(n + 1023) << int64(52)).view(np.float64)
+
+    return power_f64 if compute_dtype == "float64" else power_f32
+
+
+def _exponent_of(compute_dtype: str) -> Any:
+    """-> exponent(term), as it is stored; at least 1, which stands for numbers below it, too."""
+
+    @inlined
+    def exponent_f32(term):
+        return max((float32(term).view(np.uint32) >> uint32(23)) & uint32(255), uint32(1))
+
+    @inlined
+    def exponent_f64(term):
+        return max(uint32((float64(term).view(np.uint64) >> uint64(52)) & uint64(2047)), uint32(1))
+
+    return exponent_f64 if compute_dtype == "float64" else exponent_f32
+
+
+@inlined
+def bits_of(count):
+    """The least h with count <= 2^h."""
+    h = int64(0)
+    while (int64(1) << h) < count:
+        h += 1
+    return h
+
+
+@inlined
+def read_bits(arrays):
+    """How many bits of room the numbers that are read for one score take."""
+    return bits_of(int64(arrays.aux_bounds[0]))
+
+
+def make(config: Any) -> Owed:
+    made, is_double = Exponents.of(config.compute_dtype), config.compute_dtype == "float64"
+    real, count = elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype)
+    ask, power, of_bounds = user.recorded(config), powers(config.compute_dtype), config.of_bounds
+    exponent, zero = _exponent_of(config.compute_dtype), real(0)
+    whole = cvt.whole_f64 if is_double else cvt.whole_f32
+
+    @inlined
+    def raise_bound(place, found, arrays):
+        if arrays.aux_bounds[place + 1] < found:  # what others have just stored may be missing, and nothing else
+            memory.maximum(memory.address(arrays.aux_bounds, place + 1), found)
+
+    @inlined
+    def store(run, arrays, sizes):
+        """What is owed in the run, to its element."""
+        place = run.place[0]
+        if place >= 0:
+            if of_bounds:
+                raise_bound(place, uint32(run.terms[0]), arrays)
+            elif is_double:
+                for word in range(count):
+                    memory.add_i64(memory.address(arrays.aux_sums, place * count + word), run.terms[word])
+            else:
+                drop = sizes.term_bits - sizes.run_bits
+                half = (int64(1) << drop) >> int64(1)
+                memory.add_i64(memory.address(arrays.aux_sums, place), (run.terms[0] + half) >> drop)
+
+    @inlined
+    def take(run, place, arrays, sizes):
+        """From here on terms are owed to this element."""
+        store(run, arrays, sizes)
+        run.place[0] = place
+        for word in range(count):
+            run.terms[word] = 0
+        if not of_bounds:
+            bound = int64(arrays.aux_bounds[place + 1])
+            room = sizes.term_bits if is_double else sizes.run_bits
+            up = ROOM - room - read_bits(arrays) - (bound - made.bias)
+            run.factors[0] = power(up >> int64(1))  # 2^up itself may be too large
+            run.factors[1] = power(up - (up >> int64(1)))
+
+    @inlined
+    def one(run, term, arrays, sizes):
+        """A term that is not 0."""
+        if of_bounds:
+            run.terms[0] = max(run.terms[0], int64(exponent(term)))
+        else:
+            scaled = term * run.factors[0] * run.factors[1]
+            if abs(scaled) < real(2.0**62):
+                fixed = whole(scaled)
+                run.terms[0] += fixed
+                if is_double:
+                    room = sizes.term_bits + read_bits(arrays)
+                    run.terms[1] += whole((scaled - real(fixed)) * power(ROOM + 1 - room))
+            else:  # NaN, which the first walk has found; or too large only now, by a rounding
+                raise_bound(run.place[0], uint32(made.special), arrays)
+
+    @inlined
+    def start(run):
+        run.place[0], run.reads[0] = -1, 1
+        for word in range(count):
+            run.terms[word] = 0
+
+    @inlined
+    def add(run, ds, s, slope, place, reads, at, arrays, strides, sizes):
+        if of_bounds:
+            run.reads[0] = max(run.reads[0], reads)
+        read = int64(0)
+        while read < reads:
+            if read > 0:
+                _, slope, place, _ = ask(s, at, read, arrays, strides, sizes)
+            term = ds * slope
+            # Nobody checks the bounds of what a function reads; but it does not write there.
+            if slope != zero and term != zero and place >= 0 and place < sizes.aux_begins[-1]:
+                if place != run.place[0]:
+                    take(run, place, arrays, sizes)
+                one(run, term, arrays, sizes)
+            read += 1
+
+    @inlined
+    def finish(run, arrays, sizes):
+        store(run, arrays, sizes)
+        if of_bounds:
+            if arrays.aux_bounds[0] < uint32(run.reads[0]):
+                memory.maximum(memory.address(arrays.aux_bounds, 0), uint32(run.reads[0]))
+
+    return Owed(start, add, finish)

@@ -1,0 +1,97 @@
+"""The gradient of aux: what each score owes to the numbers that its score_mod reads (kernels/score/owed.py).
+
+The loops are those of v2_backward_dq.py: a block owns a tile of queries, and the keys pass by. S and dP are computed
+again, and dS of each finished score is handed on. The kernel runs twice: config.of_bounds says for what.
+
+Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory.
+"""
+
+from numba import cuda, int64
+
+from ...ptx import shared
+from ..score import At, around_score_mod, owed, positions, user
+from ..score.owed import Run
+from ..steps import ds_rows, elements, tiles
+from ..steps.ds_rows import Row, RowTiles
+from ..steps.inlined import TRUE
+from ..steps.plain import key_tiles, row_keys
+from ..steps.tiles import row_base
+
+
+def make(config):
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    q_at, do_at, k_at, v_at, ds_at, products_at, _ = config.shared_offsets()
+    k_row, v_row = config.k_row, config.v_row
+    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
+    to_product = products_at - ds_at
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    load = elements.loader(config.dtype, compute)
+    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
+    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
+    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
+    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    keys_and_start = positions.make(config)
+    ds_row = ds_rows.make(config, of_product=False, products_at=to_product)
+    ask, (before, behind) = user.recorded(config), around_score_mod(config)
+    words, (start, add, finish) = owed.words(config.compute_dtype), owed.make(config)
+
+    @cuda.jit
+    def flash_attention_v2_daux(arrays, strides, sizes, score):
+        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
+        thread = cuda.threadIdx.x
+        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        b = cuda.blockIdx.x // (heads * m_tiles)
+        h = cuda.blockIdx.x // m_tiles % heads
+        first_row = cuda.blockIdx.x % m_tiles * tile_m
+        h_kv = h // (heads // sizes.heads_kv)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+
+        smem = cuda.shared.array(0, compute)
+        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, ds_at)  # (2, tile_m, s_row): dS, and q . k
+
+        q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
+        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, tile_m)
+        q_index = first_row + thread
+        q_pos = q_index + q_start
+        first_key, end_key = row_keys(q_pos, left, right, keys)
+        q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
+        lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
+        own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
+        tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
+        run = Run(
+            cuda.local.array(1, int64),
+            cuda.local.array(words, int64),
+            cuda.local.array(2, compute),
+            cuda.local.array(1, int64),
+        )
+        start(run)
+
+        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
+        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
+        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        for j in range(begin, end):
+            cuda.syncthreads()  # everyone is done with the tiles before
+            first_y = j * tile_n
+            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            cuda.syncthreads()
+            if q_index < seqlen_q:
+                ds_row(own_row, tiles_of_row, first_y, TRUE, arrays, strides, sizes, score)
+                for y in range(min(tile_n, keys - first_y)):
+                    ds = ds_smem[s_k + y]
+                    if ds != 0:
+                        at = At(b, h, q_index, first_y + y, q_pos)
+                        s = before(ds_smem[s_k + to_product + y], at, arrays, strides, score)
+                        y_mod, slope, place, reads = ask(s, at, 0, arrays, strides, sizes)
+                        _, through = behind(y_mod, at, arrays, strides, score)
+                        add(run, ds * through, s, slope, place, reads, at, arrays, strides, sizes)
+        finish(run, arrays, sizes)
+
+    return flash_attention_v2_daux

@@ -1,0 +1,60 @@
+"""Which query tiles a key tile of wgmma's backward walks under a mask_mod: without those in which nothing is seen.
+
+The producer's threads and the consumers find them each by itself from the same words, so that they agree. Tiles of a
+head come from the last to the first, then those of the group's next head, whose own function may leave others.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from ...ptx import ld_st
+from ..score import tile_walk
+from ..steps.inlined import inlined
+from . import backward_state
+from .backward_state import BATCH, BEGIN, FIRST_ROW, GROUP, HEAD_KV, STOP
+
+
+class QueryWalk(NamedTuple):
+    """Device functions. member: which head of the group; as many as there are when none is left."""
+
+    present: bool  # else every tile is walked
+    up_to: Callable[..., Any]  # (base, i, member, arrays, strides) -> (i, member) of the first tile from i on
+    asks: Callable[..., Any]  # (base, i, member, arrays, strides) -> whether mask_mod decides there
+
+
+def make(config, whole_warp):
+    """whole_warp: all lanes of a warp call these functions together, and the compiler is to know that they agree."""
+    walk = tile_walk.make(config, whole_warp)
+    row_of, last, asks_in = walk.row, walk.last, walk.asks
+    state, load_b32 = config.shared_plan().state, ld_st.load_b32
+    _, _, _, word_of_warp, _ = backward_state.make(config)
+
+    @inlined
+    def word_of_thread(base, which):
+        return int32(load_b32(int32(base + state + which)))
+
+    word = word_of_warp if whole_warp else word_of_thread
+
+    @inlined
+    def states_of(base, member, arrays, strides):
+        h = int32(word(base, HEAD_KV) * word(base, GROUP) + member)
+        return row_of(word(base, BATCH), h, word(base, FIRST_ROW), arrays, strides)
+
+    @inlined
+    def up_to(base, i, member, arrays, strides):
+        begin, group = word(base, BEGIN), word(base, GROUP)
+        found = last(states_of(base, member, arrays, strides), i, begin, arrays, strides)
+        while found < begin and member < group:
+            member = int32(member + 1)
+            if member < group:
+                states = states_of(base, member, arrays, strides)
+                found = last(states, int32(word(base, STOP) - 1), begin, arrays, strides)
+        return found, member
+
+    @inlined
+    def asks(base, i, member, arrays, strides):
+        return asks_in(states_of(base, member, arrays, strides), i, arrays, strides)
+
+    return QueryWalk(walk.present, up_to, asks)

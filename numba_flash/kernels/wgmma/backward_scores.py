@@ -1,0 +1,232 @@
+"""What a consumer of wgmma's backward does with a tile of S and dP where scores have a say of their own: where a
+caller's functions, a bias, a mask or random bits decide what becomes of each.
+
+Three steps, each beside a product. `prepare` asks for all that needs no score: which of them count (mask_mod says it
+too), which weights are dropped, and what is read for each. It runs beside S. `to_weights` runs beside dP and makes P,
+and P times the derivative of the score, in the place of S: so no register holds a derivative until dP is there.
+`to_gradients` makes dS of both.
+
+Rows of the tile are the block's own: queries, and keys with of_keys. Columns are of the other side.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import cvt, ld_st, special
+from ..score import At, counts, fragments, gradient_functions, user
+from ..score import reads as score_reads
+from ..score.stage import FragmentAt
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.plain import first_column_of, first_row_of
+from . import backward_state
+from .backward_state import BATCH, FIRST_ROW, GROUP, HEAD, HEAD_KV, KEYS
+
+
+class Place(NamedTuple):
+    """Of the lane's first score: batch entry, head, query, key, and the position of query 0."""
+
+    b: int
+    h: int
+    query: int
+    key: int
+    q_start: int
+
+
+class Own(NamedTuple):
+    """What a lane keeps of a tile."""
+
+    bits: Any  # which of its scores count
+    shown: Any  # which the mask shows
+    kept: Any  # which weights count (kernels/score/counts.py)
+    loaded: Any  # bias (kernels/score/reads.py)
+
+
+class TileScores(NamedTuple):
+    """Device functions, and how many words of Own there are. lse, minus_delta: the shared address of both for the
+    tile's columns, with of_keys; else the lane's of its two rows."""
+
+    words: tuple[int, int, int, int]
+    prepare: Callable[..., Any]
+    to_weights: Callable[..., Any]
+    to_gradients: Callable[..., Any]
+
+
+def make(config, of_keys):
+    columns = config.stream_rows
+    pairs = columns // 16
+    of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
+    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    # P has to be kept in 16 bits where dS is not P * (dP - delta), and may be as soon as it is there without dS.
+    early = of_p and (config.derivative_varies or not of_ds)
+
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    load_v4, thread_index = ld_st.load_v4, special.thread_index
+    _, _, _, word, position = backward_state.make(config)
+    bits_words, visible, _, _ = fragments.tile(config, 1, columns)
+    weight, _ = fragments.weights_at(config)
+    read = score_reads.make(config, 1, columns, of_keys)
+    reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    count = counts.on_fragments(config, 1, columns)
+    drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries
+    asked = gradient_functions.present(config)
+    ask_mask_mod = gradient_functions.of_bits(config, columns, of_keys)
+    with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
+
+    @inlined
+    def rows_of_lane():
+        """-> (the warp's first row in the block's own tile, lane), worked out anew: registers are dear."""
+        thread = thread_index() - 128
+        return (thread >> int32(5)) * 16, thread & int32(31)
+
+    @inlined
+    def head_of(base, member):
+        return int32(word(base, HEAD_KV) * word(base, GROUP) + member) if of_keys else word(base, HEAD)
+
+    @inlined
+    def place_of(base, i, member):
+        first_row, lane = rows_of_lane()
+        row = int32(word(base, FIRST_ROW) + first_row + first_row_of(lane))
+        column = int32(i * columns + first_column_of(lane))
+        if of_keys:  # position: of the first key among the queries
+            q_start = word(base, FIRST_ROW) - position(base)
+            place = Place(word(base, BATCH), head_of(base, member), column, row, q_start)
+        else:
+            q_start = position(base) - word(base, FIRST_ROW)
+            place = Place(word(base, BATCH), head_of(base, member), row, column, q_start)
+        return place
+
+    @inlined
+    def prepare(base, i, member, own, distance, asks, arrays, strides, sizes):
+        """own, distance <- all of tile i that needs no score. asks: mask_mod removes some of it."""
+        first_row, lane = rows_of_lane()
+        own_first = word(base, FIRST_ROW)
+        if reads:
+            origin = origin_of(word(base, BATCH), head_of(base, member), own_first, arrays, strides)
+            load_reads(own.loaded, own.shown, i, origin, first_row, lane, arrays, strides, sizes, FALSE)
+        keys = word(base, KEYS)
+        if of_keys:  # seen from the keys, left and right change places
+            left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
+        else:
+            left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
+        visible(i, first_row, lane, position(base), left, right, column_end, own.bits, distance)
+        if drops:
+            place = place_of(base, i, member)
+            if of_keys:
+                kept_of_keys(own.kept, place.query + place.q_start, place.b, place.h, place.key, arrays, sizes)
+            else:
+                lane_row, tile_pos = int32(first_row + first_row_of(lane)), position(base)
+                kept_of_queries(own.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
+        hide(own.bits, own.shown, TRUE)
+        if asked:  # functions are not asked about a row that does not exist
+            for r in range(2):
+                if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
+                    own.bits[r] = uint32(0)
+        if has_mask_mod:
+            if asks:
+                b, h, query, key, q_start = place_of(base, i, member)
+                ask_mask_mod(own.bits, b, h, query, q_start, key, arrays, strides)
+
+    @inlined
+    def is_seen(own, r, n, x):
+        return (own.bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+
+    @inlined
+    def counted(p, own, r, n, x, score):
+        """p as often as it counts."""
+        if drops:
+            p = p * score.kept_count if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
+        return p
+
+    @inlined
+    def nothing(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
+        pass
+
+    def and_pair(before: Any, pair: int) -> Any:
+        """Behind other pairs of 8 columns this one: each is a function of its own, because the compiler unrolls no loop
+        over all that a long function would make, and then the scores would lie in memory."""
+
+        @inlined
+        def of_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
+            before(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+            four = cuda.local.array(4, uint32)
+            p = cuda.local.array(4, float32)
+            if of_keys:
+                load_v4(four, 0, lse + pair * 128)
+            for half in range(2):
+                n = 2 * pair + half
+                # Rows inside: the other way round the compiler would keep the positions of all columns.
+                for x in range(2):
+                    column = int32(n * 8 + x)
+                    for r in range(2):
+                        at, seen = 4 * n + 2 * r + x, is_seen(own, r, n, x)
+                        s, slope = acc_s[at], float32(1)
+                        if has_score_mod:
+                            if seen:
+                                query = int32(place.query + (column if of_keys else r * 8))
+                                key = int32(place.key + (r * 8 if of_keys else column))
+                                here = At(place.b, place.h, query, key, place.q_start + query)
+                                s *= score.scale
+                                if of_ds:
+                                    s, slope = with_slope(s, here, arrays, strides)
+                                else:
+                                    s = with_slope(s, here, arrays, strides)
+                        row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
+                        fragment = FragmentAt(term, distance[r] - float32(column), added(own.loaded, r, n, x))
+                        weighed, derivative = weight(s, fragment, score, row_lse)
+                        weighed = weighed if seen else float32(0)
+                        acc_s[at] = weighed * derivative * slope if seen else float32(0)
+                        if early:
+                            p[2 * r + x] = counted(weighed, own, r, n, x, score)
+                if early:
+                    for r in range(2):
+                        p_frag[2 * n + r] = pack(p[2 * r], p[2 * r + 1])
+
+        return of_pair
+
+    every_pair = nothing
+    for pair in range(pairs):
+        every_pair = and_pair(every_pair, pair)
+
+    @inlined
+    def to_weights(base, i, member, acc_s, p_frag, lse, own, term, distance, arrays, strides, score):
+        """acc_s <- P times the derivative of the score; p_frag <- P as often as it counts, unless that is left to
+        to_gradients so that fewer registers are in use beside dP."""
+        place = place_of(base, i, member)
+        if of_keys:
+            lse = lse + ((thread_index() & int32(3)) << 4)
+        every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+
+    @inlined
+    def to_gradients(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score):
+        """ds_frag <- dS in 16 bits, p_frag <- P."""
+        four = cuda.local.array(4, uint32)
+        ds = cuda.local.array(2, float32)
+        p = cuda.local.array(2, float32)
+        if of_keys:
+            minus_delta = minus_delta + ((thread_index() & int32(3)) << 4)
+        for pair in range(pairs):
+            if of_keys:
+                load_v4(four, 0, minus_delta + pair * 128 + 64)
+            for half in range(2):
+                n = 2 * pair + half
+                for r in range(2):
+                    for x in range(2):
+                        at = 4 * n + 2 * r + x
+                        less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
+                        dp = acc_dp[at]
+                        if drops:
+                            dp = counted(dp, own, r, n, x, score)
+                        ds[x] = acc_s[at] * (dp + less)
+                        if not is_seen(own, r, n, x):
+                            ds[x] = float32(0)  # dP may be NaN there
+                        if of_p and not early:
+                            p[x] = counted(acc_s[at], own, r, n, x, score)
+                    if of_p and not early:
+                        p_frag[2 * n + r] = pack(p[0], p[1])
+                    ds_frag[2 * n + r] = pack(ds[0], ds[1])
+
+    words = (bits_words, read.bits_words, count.words, read.bias_words)
+    return TileScores(words, prepare, to_weights, to_gradients)

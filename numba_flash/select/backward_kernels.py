@@ -1,0 +1,394 @@
+"""The kernels of each rung's backward for a BackwardProblem, each with the Config that its table's row and the problem
+make."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ..config.aux_gradients import AuxElementsConfig, DauxConfig
+from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
+from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
+from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.tile_states import TileStatesConfig
+from ..config.wgmma_backward import (
+    BY_ELEMENT,
+    WgmmaBackwardConfig,
+    WgmmaDkdvConfig,
+    WgmmaDqConfig,
+    WgmmaFusedConfig,
+    WgmmaRoundConfig,
+)
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from ..machine.target import Target
+from ..problem.backward import BackwardProblem
+from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
+from . import tiles
+from .forward import LARGE_FLOAT64, no_wide_rows
+from .tiles import columns, rows_for
+
+
+def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
+    own = dict(v2=v2_configs, wgmma=wgmma_configs, mma=mma_configs).get(name)
+    if own is None:
+        return ()
+    made = own(problem, target)
+    return (*made, *_aux_configs(problem, target, made)) if problem.wanted_aux else made
+
+
+def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[BackwardConfig]) -> list[BackwardConfig]:
+    """Of the kernels of the gradients of aux, behind those of a rung."""
+    dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
+    facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
+    start, end = (AuxElementsConfig(kernel, *facts) for kernel in ("daux_start", "daux_round"))
+    if problem.forward.function("score_mod") is None:
+        return [start, end]
+    sums: MmaDauxConfig | DauxConfig
+    needed: list[BackwardConfig] = []
+    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores, of 16 bits
+        sums = _mma_daux(problem, target)
+        if problem.forward.array("mask") is not None:
+            needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
+    else:
+        found = _fitting(DauxConfig, (), problem, target)
+        assert isinstance(found, DauxConfig)
+        sums = found
+        needed.append(delta_config(problem, target))
+    bounds = dataclasses.replace(sums, kernel=sums.kernel.replace("sums", "bounds"), of_bounds=True)
+    return [*(config for config in needed if config not in before), start, bounds, sums, end]
+
+
+@functools.lru_cache(maxsize=4096)
+def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """v2's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    wanted = problem.wanted
+    made: list[BackwardConfig] = [delta_config(problem, target)]
+    in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
+    for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows)), (DbiasConfig, ("dbias",))):
+        own = tuple(name for name in gradients if name in wanted)
+        if own:
+            config = _fitting(kind, own, problem, target)
+            if config.tile_states:
+                made.append(TileStatesConfig.before(config, 32 if target.simulated else 512))
+            made.append(config)
+    return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    if ITEM_SIZE[problem.forward.dtype] > 2:
+        return wide_configs(problem, target)
+    rows = _usable("mma_dkdv", problem, target)
+    if not {"dk", "dv"} <= set(problem.wanted):
+        rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
+    made: list[BackwardConfig] = [_preprocess(problem, target)]
+    own: list[Config] = [*_first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
+    if "dq" in problem.wanted:
+        own += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
+    made += _with_what_goes_before([*own, *_dbias(problem, target)], target)
+    return (*made, *_head_sums(problem, target, of_blocks=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """mma's kernels in float32 and float64."""
+    made: list[BackwardConfig] = [delta_config(problem, target)]
+    own: list[Config] = []
+    if {"dk", "dv"} & set(problem.wanted):
+        rows = _usable("mma_dkdv", problem, target)
+        own += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
+    if "dq" in problem.wanted:
+        own += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
+    made += _with_what_goes_before(own, target)
+    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
+        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
+    return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
+    large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
+    return _features(problem) | _pairs(problem) | columns(row) | dict(large_f64=large)
+
+
+def _wide_dkdv(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
+    features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
+    return [
+        WideDkdvConfig(**features, kernel="mma_dkdv_wide", of_dk="dk" in part, of_dv="dv" in part)
+        for part in _parts(problem, row.apart)
+    ]
+
+
+def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
+    features = _wide_features(problem, row, target) | dict(tile_m=row.own_rows, tile_n=row.other_rows)
+    return [WideDqConfig(**features, kernel="mma_dq_wide")]
+
+
+@functools.lru_cache(maxsize=4096)
+def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
+        return (*_wgmma_fused(problem, target), *_head_sums(problem, target, of_blocks=True))
+    made: list[WgmmaBackwardConfig] = []
+    made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
+    if "dq" in problem.wanted:
+        made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
+    halved = [_halved(config, problem, target) for config in made]
+    own = _with_what_goes_before([*halved, *_dbias(problem, target)], target)
+    return (_preprocess(problem, target), *own, *_head_sums(problem, target, of_blocks=True))
+
+
+def _with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
+    """Kernels of tensor cores, and before them those that make what they read: a mask's bits, the states of tiles."""
+    threads = 32 if target.simulated else 512
+    made: list[BackwardConfig] = []
+    for config in configs:
+        before: list[BackwardConfig] = []
+        if config.has("mask"):
+            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
+            before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
+        if config.tile_states:
+            before.append(TileStatesConfig.before(config, threads))
+        made += [other for other in before if other not in made] + [config]
+    return made
+
+
+def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
+    """mma's kernel of it, where it is wanted."""
+    if "dbias" not in problem.wanted:
+        return []
+    return _first_that_fits([_mma_dbias(problem, row) for row in _usable("mma_dbias", problem, target)], target)
+
+
+def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
+    """With blocks that own 64 rows where those of 128 leave half of the multiprocessors without any.
+
+    The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
+    with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
+    """
+    p, of_keys = problem.forward, isinstance(config, WgmmaDkdvConfig)
+    heads, rows = (p.heads_kv, p.seqlen_k) if of_keys else (p.heads, p.seqlen_q)
+    if config.own_rows != 128 or 2 * p.batch * heads * -(-rows // 128) > target.multiprocessors:
+        return config
+    if isinstance(config, WgmmaDkdvConfig):
+        return dataclasses.replace(config, tile_n=64, stages_b=2)
+    return dataclasses.replace(config, tile_m=64, stages_b=2)
+
+
+def _can_be_one_kernel(problem: BackwardProblem) -> bool:
+    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
+    forward = problem.forward
+    plain = not changes_scores(forward.uses) and not any(name in BY_ELEMENT for name, _ in forward.uses)
+    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
+
+
+def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
+    """Whether it is the faster form.
+
+    Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes little time as long as key
+    tiles of a head are no more than its query tiles, and a batch entry has work enough for the line to pass. The number
+    of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
+    """
+    forward = problem.forward
+    widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
+    # Tiles have columns for 64 or 128. Up to 64 they have 128 queries, too many where a mask cuts tiles.
+    filled = 96 < widest or (48 < widest <= 64 and every_key)
+    if target.simulated or not filled or forward.seqlen_k > forward.seqlen_q:
+        return False
+    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+
+
+ONLY_FUSED = ("stages_a", "stages_b", "lse_first", "delta_first")  # what a wgmma_round has not
+
+
+def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
+    row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
+    features = _features(problem) | columns(row)
+    of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
+    if problem.forward.number("scale") == 0:  # S cannot begin with -lse / scale
+        features |= dict(lse_first=False)
+    fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
+    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
+    return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)
+
+
+def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
+    """The rows of a kernel's table for this head_dim and these scores."""
+    forward = problem.forward
+    head_dim = max(forward.head_dim, forward.head_dim_v)
+    asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
+    bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
+    plain, alone = bare and not forward.functions, bare and bool(forward.functions)
+    reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
+    by_element = _by_element(problem)
+
+    def takes(row: Any) -> bool:
+        if head_dim > row.head_dim or (reads and getattr(row, "unread", False)):
+            return False
+        if by_element and hasattr(row, "by_element"):
+            return row.by_element in tiles.BY_ELEMENT[tiles.BY_ELEMENT.index(by_element) :]
+        of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
+        return of_scores and not getattr(row, "by_element", "")
+
+    return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
+
+
+def _by_element(problem: BackwardProblem) -> str:
+    """Which of tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
+    forward = problem.forward
+    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
+    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
+    if not found:
+        return ""
+    if len(found) == 1 and not changes_scores(forward.uses):
+        return "hidden"
+    used = dict(forward.uses)
+    others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
+    return "all" if len(kinds) > 1 or ("bias" in used and changes_scores(others)) else "some"
+
+
+def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:
+    """Which of dK and dV each kernel computes."""
+    wanted: list[str] = [name for name in ("dk", "dv") if name in problem.wanted]
+    return [[name] for name in wanted] if apart else [wanted] if wanted else []
+
+
+def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:
+    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dkdv")
+    return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in _parts(problem, row.apart)]
+
+
+def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
+    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dq")
+    return [MmaDqConfig(**features)]
+
+
+def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwardConfig]:
+    *_, rows, keys = problem.dbias_shape
+    own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    bias = problem.forward.array("bias")
+    assert bias is not None
+    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
+    pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
+    features = _features(problem) | _pairs(problem) | columns(row) | own
+    return [MmaDbiasConfig(**features, kernel="mma_dbias", pairs=pairs)]
+
+
+def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
+    """Of the walk that adds up."""
+
+    def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
+        features = _features(problem) | _pairs(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
+        return [MmaDauxConfig(**features, kernel="mma_daux_sums")]
+
+    (found,) = _first_that_fits([made(row) for row in _usable("mma_daux", problem, target)], target)
+    return found
+
+
+def _pairs(problem: BackwardProblem) -> dict[str, Any]:
+    bias = problem.forward.array("bias")
+    return dict(bias_pairs=bias is not None and bias.pairs)
+
+
+def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
+    made: list[WgmmaBackwardConfig] = []
+    for part in _parts(problem, row.apart):
+        features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+        if "dk" not in part:
+            features["stages_b"] = 2  # dV alone needs less memory than dK
+        made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
+    return made
+
+
+def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
+    return [WgmmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="wgmma_dq")]
+
+
+def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
+    """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
+
+    def fit(config: Config) -> bool:
+        return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
+
+    return next((made for made in candidates if all(map(fit, made))), candidates[-1])
+
+
+def _preprocess(problem: BackwardProblem, target: Target) -> PreprocessConfig:
+    forward = problem.forward
+    wide = not any(
+        no_wide_rows(name, strides, forward.head_dim_v)
+        for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
+    )
+    threads = 32 if target.simulated else 256
+    return PreprocessConfig(
+        forward.dtype,
+        forward.head_dim_v,
+        problem.has_dlse,
+        wide,
+        threads,
+        natural=forward.array("bias") is not None,
+        of_terms=_of_terms(problem),
+    )
+
+
+def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
+    """Of the kernel that v2 begins with."""
+    threads, lanes = (16, 4) if target.simulated else (256, 16)
+    forward, of_terms = problem.forward, _of_terms(problem)
+    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms)
+
+
+def _of_terms(problem: BackwardProblem) -> bool:
+    """Whether the gradient of a term of every row's sum is wanted."""
+    return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+
+
+def _head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
+    """Of the kernels for gradients of one number for each head that are wanted. of_blocks: as of HeadSumsConfig."""
+    made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
+    for name, option in HEAD_GRADIENTS.items():
+        given = problem.forward.array(option.name)
+        if name in problem.wanted and given is not None:
+            of_all, of_delta = len(problem.shape_of(name)) == 1, option.acts_on == "sum"
+            made.append(HeadSumsConfig(dtype, name, given.dtype, of_all, of_blocks and of_delta, threads))
+    return made
+
+
+def _fitting(
+    kind: type[SimtBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
+) -> SimtBackwardConfig:
+    features = _features(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
+    if kind is DbiasConfig:
+        *_, bias_rows, bias_keys = problem.dbias_shape
+        features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
+    if kind is DauxConfig:
+        features |= dict(wanted_aux=problem.wanted_aux)
+    # not mostly past the last row of its own side
+    of_keys = kind is DkdvConfig
+    length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
+    rows = rows_for("v2_dkdv" if of_keys else "v2_dq", target)
+    made = [kind(**features, **columns(row)) for row in rows if row[of_keys] <= 32 or row[of_keys] < 2 * length]
+    return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
+
+
+KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
+    DkdvConfig: "v2_dkdv",
+    DqConfig: "v2_dq",
+    DbiasConfig: "v2_dbias",
+    DauxConfig: "v2_daux_sums",
+}
+
+
+def _features(problem: BackwardProblem) -> dict[str, Any]:
+    """What the problem uses, as every Config says it."""
+    forward = problem.forward
+    return dict(
+        dtype=forward.dtype,
+        head_dim=forward.head_dim,
+        head_dim_v=forward.head_dim_v,
+        uses=of_scores(forward.uses),
+        q_offset_source=forward.q_offset_source,
+    )
