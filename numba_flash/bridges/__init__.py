@@ -1,4 +1,5 @@
-"""Attention as an operation of other frameworks: torch's autograd and compiler, JAX's transformations, Transformers.
+"""Attention as an operation of other frameworks: torch's autograd and compiler, JAX's transformations.
 
-`numba_flash.attention` loads the module it needs when an array asks for it; importing numba_flash loads none.
+`numba_flash.attention` loads torch.py or jax.py when an array asks for it; importing numba_flash loads none. What bears
+the name of one of them is a part of it.
 """

@@ -77,9 +77,9 @@ def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
             f"dropout_p of {dropout_p} needs a seed, and this signature has none: for torch tensors it is drawn from "
             "torch's generator; for other arrays call numba_flash.attention with dropout_p= and seed="
         )
-    from ..bridges.torch import drawn_dropout
+    from .torch_settings import drawn_seed
 
-    return drawn_dropout(dropout_p)
+    return dict(dropout_p=dropout_p, seed=drawn_seed())
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:

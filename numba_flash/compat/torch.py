@@ -8,12 +8,13 @@ from torch import Tensor
 
 from ..api import forward as api
 from ..arrays import Layout
-from ..bridges import torch as bridge
 from ..bridges.torch import NO_DROPOUT
+from ..bridges.torch_operations import recorded
 from ..problem.forward import Problem, check_bool
 from ..problem.options import Options
 from .arguments import dropout_of, number, renamed
 from .leading import attend_by_views, result_shape
+from .torch_settings import autocast, drawn_seed
 
 NAMES = dict(q="query", k="key", v="value", causal="is_causal", mask="attn_mask", bias="attn_mask")
 
@@ -63,9 +64,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask, is_causal, q_offset = _understood(attn_mask, is_causal, query, key)
     if not query.is_meta and torch.is_autocast_enabled(query.device.type):
-        query, key, value = bridge.autocast(query), bridge.autocast(key), bridge.autocast(value)
+        query, key, value = autocast(query), autocast(key), autocast(value)
         if attn_mask is not None and attn_mask.dtype is not torch.float32:
-            attn_mask = bridge.autocast(attn_mask)
+            attn_mask = autocast(attn_mask)
     attend = functools.partial(_attend, is_causal, q_offset, scale, dropout_p)
     try:
         dimensions = _plain_dimensions(query.shape, key.shape, value.shape, enable_gqa)
@@ -148,7 +149,9 @@ def _attend(
     if query.is_meta:
         return _on_meta(query, key, value, bias, mask, is_causal, q_offset, scale)
     attend = functools.partial(api.attention, causal=is_causal, q_offset=q_offset, scale=scale, bias=bias, mask=mask)
-    return attend(query, key, value, **bridge.drawn_dropout(dropout_p)) if dropout_p else attend(query, key, value)
+    if dropout_p:
+        attend = functools.partial(attend, dropout_p=dropout_p, seed=drawn_seed())
+    return attend(query, key, value)
 
 
 def _on_meta(
@@ -167,7 +170,7 @@ def _on_meta(
     options = Options.of(bias=added, mask=seen, q_offset=q_offset, causal=is_causal, scale=scale)
     Problem.of(_layout(query), _layout(key), _layout(value), options)
     options = Options.of(bias=bias, mask=mask, q_offset=q_offset, causal=is_causal, scale=scale)
-    return bridge.recorded(query, key, value, options, "auto")[0]
+    return recorded(query, key, value, options, "auto")[0]
 
 
 def _layout(x: Tensor) -> Layout:

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from ..api import forward as api
-from ..bridges.torch import autocast, drawn_dropout
 from . import proven
+from .torch_settings import autocast, drawn_seed
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -159,7 +159,7 @@ def attention(
     _refuse(attention_mask, query, key, others)
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
-    dropped: dict[str, Any] = drawn_dropout(dropout) if dropout else {}
+    dropped: dict[str, Any] = dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
     given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks, layout="bshd") | dropped
     compute: Any = functools.partial(api.attention, **given)
     if isinstance(attention_mask, Visible):

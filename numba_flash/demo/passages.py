@@ -10,9 +10,16 @@ import numba_flash
 
 # What is written for users. The pages lie beside the package in a checkout; an installed package has none.
 PAGES = (
-    "README.md", "docs/contract.md", "docs/environment.md", "docs/frameworks.md", "docs/numerics.md",
-    "docs/stepping.md", "docs/testing_your_kernel.md", "docs/troubleshooting.md", "docs/variants.md",
-)  # fmt: skip
+    "README.md",
+    "docs/contract.md",
+    "docs/environment.md",
+    "docs/frameworks.md",
+    "docs/numerics.md",
+    "docs/stepping.md",
+    "docs/testing_your_kernel.md",
+    "docs/troubleshooting.md",
+    "docs/variants.md",
+)
 MODULES = ("api/*.py", "compat/*.py", "debug/*.py", "mods.py", "reference.py", "testing/*.py")
 MIN_WORDS = 25  # less says too little to be found by its meaning
 MAX_WORDS = 100  # more no longer fits the 256 tokens the model reads

@@ -41,9 +41,19 @@ class CallPlan(NamedTuple):
 
 
 def run(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, options: Given, deterministic: Any,
-    stream: Any, kernel: Any,
-) -> AttentionGradients:  # fmt: skip
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    wanted: Any,
+    options: Given,
+    deterministic: Any,
+    stream: Any,
+    kernel: Any,
+) -> AttentionGradients:
     """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is
     done."""
     again = find(do, q, k, v, o, lse, wanted, options, deterministic, kernel) if dlse is stream is None else None
@@ -100,9 +110,19 @@ def find(
 
 
 def prepare(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: Any, options: Given, deterministic: Any,
-    stream: Any, kernel: Any,
-) -> tuple[list[Any], CallPlan]:  # fmt: skip
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    wanted: Any,
+    options: Given,
+    deterministic: Any,
+    stream: Any,
+    kernel: Any,
+) -> tuple[list[Any], CallPlan]:
     """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands, and
     behind them those of aux."""
     read, checks = arrays.read, arrays.checks
@@ -160,11 +180,27 @@ _READ = GradientOperands._fields[: _DO + 2]  # the names of what is given; dlse 
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, do: Layout, dlse: Layout | None,
-    optional: tuple[Layout | None, ...] | None, wanted: Any, causal: Any, window: Any, q_offset: Any,
-    numbers: tuple[Any, ...], functions: tuple[Any, ...] | None, layout: Any, deterministic: Any, kernel: Any,
-    has_stream: bool, aligned: bool, bias_aligned: bool = False,
-) -> CallPlan:  # fmt: skip
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    o: Layout,
+    lse: Layout,
+    do: Layout,
+    dlse: Layout | None,
+    optional: tuple[Layout | None, ...] | None,
+    wanted: Any,
+    causal: Any,
+    window: Any,
+    q_offset: Any,
+    numbers: tuple[Any, ...],
+    functions: tuple[Any, ...] | None,
+    layout: Any,
+    deterministic: Any,
+    kernel: Any,
+    has_stream: bool,
+    aligned: bool,
+    bias_aligned: bool = False,
+) -> CallPlan:
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     optional: the layouts of ARRAY_NAMES, and behind them those of aux; None for none at all. bias_aligned: bias begins

@@ -161,10 +161,22 @@ def prepare(
 
 
 def plan(
-    q: Layout, k: Layout, v: Layout, others: tuple[Layout | None, ...] | None, causal: Any, window: Any, q_offset: Any,
-    numbers: tuple[Any, ...], functions: tuple[Function | None, ...] | None, layout: Any, return_lse: Any, kernel: Any,
-    has_stream: bool, aligned: bool, bias_aligned: bool = False,
-) -> CallPlan:  # fmt: skip
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    others: tuple[Layout | None, ...] | None,
+    causal: Any,
+    window: Any,
+    q_offset: Any,
+    numbers: tuple[Any, ...],
+    functions: tuple[Function | None, ...] | None,
+    layout: Any,
+    return_lse: Any,
+    kernel: Any,
+    has_stream: bool,
+    aligned: bool,
+    bias_aligned: bool = False,
+) -> CallPlan:
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
@@ -179,10 +191,8 @@ def plan(
         return CallPlan(problem, target, choice, make_launch(choice, problem, target))
     copy = host_copies.layout_of_copy
     others = others and tuple([array and copy(array) for array in others])
-    there = plan(
-        copy(q), copy(k), copy(v), others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
-        has_stream=False, aligned=True, bias_aligned=True,
-    )  # fmt: skip
+    asked = causal, window, q_offset, numbers, functions, layout, return_lse, kernel
+    there = plan(copy(q), copy(k), copy(v), others, *asked, has_stream=False, aligned=True, bias_aligned=True)
     choice = dataclasses.replace(there.choice, copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 

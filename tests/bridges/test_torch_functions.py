@@ -169,6 +169,9 @@ def test_what_a_graph_cannot_hold_is_refused():
     ours, _ = pair_of("score_mod")
     with pytest.raises(NotImplementedError, match="score_mod and mask_mod are Python functions"):
         torch.fx.experimental.proxy_tensor.make_fx(ours)(q, k, v)
+    mapped = torch.func.vmap(lambda q: ours(q, k, v)[0])
+    with pytest.raises(NotImplementedError, match="score_mod and mask_mod are Python functions"):
+        torch.fx.experimental.proxy_tensor.make_fx(mapped)(q[None])
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
         with pytest.raises(NotImplementedError, match="FakeTensor"):

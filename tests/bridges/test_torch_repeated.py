@@ -197,6 +197,7 @@ def test_an_array_as_option_is_read_each_time(name, known, prepared):
     assert len(prepared) == 3 * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_where_torch_records_a_known_call_is_recorded(known):
     q, k, v = known
     expected = numba_flash.attention(q, k, v)

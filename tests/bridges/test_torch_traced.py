@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import numba_flash  # noqa: E402
-from numba_flash.bridges import torch as bridge  # noqa: E402
+from numba_flash.bridges import torch_operations as operations  # noqa: E402
 
 SHAPE = (1, 2, 5, 4)  # of q, which is also k and v
 ITS_OWN = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -127,8 +127,8 @@ def test_real_tensors_in_a_fake_mode():
 )
 def test_what_records_nothing_is_not_taken_for_a_tracer(calm, monkeypatch):
     expected = attend(given(0)), gradient(given(0))
-    monkeypatch.setattr(bridge, "forward", lambda *_: pytest.fail("the dispatcher was asked"))
-    monkeypatch.setattr(bridge, "backward", lambda *_: pytest.fail("the dispatcher was asked"))
+    monkeypatch.setattr(operations, "forward", lambda *_: pytest.fail("the dispatcher was asked"))
+    monkeypatch.setattr(operations, "backward", lambda *_: pytest.fail("the dispatcher was asked"))
     with calm():
         found = attend(given(0)), gradient(given(0))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -1,0 +1,100 @@
+"""A call of attention as every form of it for torch carries it, and what each of them computes with it now.
+
+Torch is told of tensors one by one. So a call is taken apart into its tensors, in one order, and a Call, which is all
+the rest; and put together again where dispatch/ computes it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arrays import recording
+from ..dispatch import backward as gradients
+from ..dispatch import forward as dispatch
+from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, daux_name
+from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
+from ..select import rungs
+
+# The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
+ARRAYS = ("q", "k", "v", *ARRAY_NAMES)
+NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
+GRADIENT_OF = {name: ARRAYS.index(of) for name, of in ARRAY_OF_GRADIENT.items()}
+NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients themselves yet"
+
+
+class Call(NamedTuple):
+    """The arguments that are no tensors: Options without its arrays and aux, with its functions as they were read when
+    the forward ran, and the kernel."""
+
+    options: Options
+    kernel: str
+
+
+def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
+    """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
+    offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
+    functions, aux = (None, ()) if options.functions is None else dispatch.functions_of(options.functions)
+    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, *aux)
+    rest = options._replace(q_offset=q_offset, arrays=None, functions=functions)
+    return tensors, Call(rest, kernel)
+
+
+def put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
+    """-> q, k, v and the options with their tensors."""
+    if len(tensors) == 3:
+        return (*tensors, call.options)
+    q, k, v, *arrays_given, offsets = tensors[: len(ARRAYS)]
+    causal, window, q_offset, numbers, _, functions, layout, seed = call.options
+    q_offset = q_offset if offsets is None else offsets
+    functions = None if functions is None else (*functions, tuple(tensors[len(ARRAYS) :]))
+    return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout, seed)
+
+
+def forward_now(call: Call, tensors: tuple[Any, ...]) -> Any:
+    """o and lse of tensors for which torch records nothing now. Raises arrays.NeedsBridge where a tracer does."""
+    q, k, v, options = put_together(call, tensors)
+    return dispatch.run(q, k, v, options, True, None, None, call.kernel)
+
+
+def gradients_now(
+    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+) -> AttentionGradients:
+    """Of tensors for which torch records nothing now."""
+    do = torch.zeros_like(o) if do is None else fetchable(do)
+    q, k, v, options = put_together(call, tensors)
+    return gradients.run(do, q, k, v, o, lse, dlse, wanted, options, True, None, kernel_of_backward(call.kernel))
+
+
+def fetchable(do: Tensor) -> Tensor:
+    """Of sum().backward() it is one number as a whole array, whose rows no tensor core could fetch."""
+    return do if do.stride(-1) == 1 else do.contiguous()
+
+
+def kernel_of_backward(kernel: str) -> str:
+    return kernel if kernel in rungs.WITH_BACKWARD else "auto"
+
+
+def all_gradients(
+    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+) -> list[Tensor]:
+    """The gradients wanted, without None for the others."""
+    found = gradients_now(call, wanted, do, dlse, o, lse, tensors)
+    return [gradient for gradient in (*found[:-1], *(found.daux or ())) if gradient is not None]
+
+
+@functools.cache
+def wanted_of(needs: tuple[bool, ...]) -> tuple[str, ...]:
+    """The gradients to compute. needs: of q, k and v alone, or of ARRAYS, and behind them of aux."""
+    of_aux = [daux_name(number) for number, needed in enumerate(needs[len(ARRAYS) :]) if needed]
+    of_arrays = [name for name, argument in GRADIENT_OF.items() if argument < len(needs) and needs[argument]]
+    return (*of_arrays, *of_aux)
+
+
+def no_tangents(ctx: Any, *unused: Any) -> None:
+    raise NotImplementedError(recording.NO_TANGENTS)
+
+
+def no_second_gradients(ctx: Any, *unused: Any) -> None:
+    raise NotImplementedError(NO_SECOND_GRADIENTS)

@@ -1,0 +1,115 @@
+"""attention() as autograd.Functions, for eager calls: the form that costs the host least.
+
+Nothing but autograd records such a call. Its backward may be recorded too, by create_graph=True, and then it takes one
+of the other forms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import arrays
+from ..dispatch import backward as gradients
+from ..dispatch.repeated import Forward
+from ..problem.options import AttentionGradients, daux_name
+from .torch_call import (
+    ARRAYS,
+    GRADIENT_OF,
+    Call,
+    fetchable,
+    forward_now,
+    gradients_now,
+    kernel_of_backward,
+    no_tangents,
+    taken_apart,
+    wanted_of,
+)
+from .torch_func_backward import TransformedGradients
+from .torch_operations import gradients_operation
+
+# Where the gradient of each of ARRAYS stands in AttentionGradients; None: it has none.
+FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() else None for n in range(len(ARRAYS))]
+
+
+class Recorded(torch.autograd.Function):
+    """For eager calls. Its arguments are a Call and the tensors: q, k and v where the Call has all else, or those of
+    ARRAYS and aux. Results are o alone, or o and lse."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        o, lse = forward_now(call, tensors)
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.call = call
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        o, lse, *tensors = ctx.saved_tensors
+        return (None, *_gradients_of(ctx.call, ctx.needs_input_grad[1:], do, dlse, o, lse, tensors))
+
+    jvp = staticmethod(no_tangents)
+
+
+class RecordedAgain(Recorded):
+    """For an eager call like one before, of which dispatch knows what it does; the result is o alone."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
+        o, lse = known.run(q, addresses)
+        ctx.save_for_backward(o, lse, q, k, v)
+        ctx.known = known
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        o, lse, q, k, v = ctx.saved_tensors
+        known, needs, do = ctx.known, ctx.needs_input_grad[2:], fetchable(do)
+        kernel = kernel_of_backward(known.kernel)
+        found = gradients.find(do, q, k, v, o, lse, wanted_of(needs), known.options, True, kernel)
+        if found is not None:
+            _, inputs, incoming, again = found
+            if again is not None:
+                return (None, None, *again.run(q, inputs, incoming))
+        call = Call(known.options, known.kernel)
+        return (None, None, *_gradients_of(call, needs, do, None, o, lse, (q, k, v)))
+
+
+class RecordedBoth(Recorded):
+    """With lse as a result, which then has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        o, lse = forward_now(call, tensors)
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # the gradient of a result that nobody used is None
+        return o, lse
+
+
+# The inherited method, past Function's own: that looks for transforms, as `attention` has done, in 4 us.
+record = super(torch.autograd.Function, Recorded).apply
+record_again = super(torch.autograd.Function, RecordedAgain).apply
+record_both = super(torch.autograd.Function, RecordedBoth).apply
+
+
+def _gradients_of(
+    call: Call, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+) -> tuple[Tensor | None, ...]:
+    """Of the tensors of an eager call. needs: whose gradients are wanted."""
+    wanted, aux = wanted_of(needs), range(len(tensors) - len(ARRAYS))
+    try:
+        found = gradients_now(call, wanted, do, dlse, o, lse, tensors)
+    except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
+        if len(tensors) == 3:
+            q, k, v = tensors
+            tensors, call = taken_apart(q, k, v, call.options, call.kernel)
+        if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
+            named = TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
+        else:
+            named = gradients_operation(call, wanted, do, dlse, o, lse, tensors)
+        by_name = dict(zip(wanted, named, strict=True))
+        daux = tuple(by_name.pop(daux_name(number), None) for number in aux)
+        found = AttentionGradients(**by_name, daux=daux)
+    of_aux = found.daux or (None,) * len(aux)
+    return (*[None if n is None else found[n] for n in FOUND_AT[: len(needs)]], *of_aux)
