@@ -5,6 +5,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import platform
 import statistics
 import subprocess
@@ -81,12 +82,56 @@ def _compile(job):
 def compile_ahead(jobs):
     """Compile every (Config, compute capability) that is not in the disk cache, on all cores."""
     missing = [x for x in dict.fromkeys(jobs) if compiled.read_cache(x[0], compiled.architecture(x[1])) is None]
+    own = [x for x in missing if not _can_be_sent(x)]
     if missing:
         start = time.perf_counter()
-        errors = [error for error in pool().map(_compile, missing) if error]
+        others = [x for x in missing if x not in own]
+        errors = [error for error in pool().map(_compile, others) if error] if others else []
+        errors += _compile_here(own) if own else []
         for error in errors:
             print(f"     did not compile: {error}")
         print(f"     compiled {len(missing) - len(errors)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _can_be_sent(job):
+    try:
+        pickle.dumps(job)
+    except TypeError:
+        return False
+    return True
+
+
+FORKED_SECONDS = 240  # how long copies of this process may compile
+
+
+def _compile_here(jobs):
+    """Kernels with a caller's functions, which only this process knows: in copies of it, one for each core, that touch
+    no GPU. What they leave undone within FORKED_SECONDS, or where a process cannot be copied, compiles when it runs."""
+    if not hasattr(os, "fork"):
+        return []
+    cores = min(os.cpu_count() or 1, len(jobs))
+    context = multiprocessing.get_context("fork")
+    errors = context.SimpleQueue()
+    copies = [context.Process(target=_compile_some, args=(jobs[n::cores], errors), daemon=True) for n in range(cores)]
+    for copy in copies:
+        copy.start()
+    ends = time.monotonic() + FORKED_SECONDS
+    for copy in copies:
+        copy.join(max(ends - time.monotonic(), 0.1))
+        if copy.is_alive():
+            copy.terminate()
+    found = []
+    while not errors.empty():
+        found.append(errors.get())
+    return found
+
+
+def _compile_some(jobs, errors):
+    for job in jobs:
+        error = _compile(job)
+        if error:
+            errors.put(error)
+    os._exit(0)  # nothing that this process has of its parent's is to be taken down
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Scripts of a fresh clone: they say what they need, and go on in .venv where it is there."""
 
 import importlib.util
+import os
 import re
 import runpy
 import shutil
@@ -76,3 +77,36 @@ def test_every_benchmark_records_it():
             assert "machine()" in text or "commit()" in text, script
     assert "**commit()" in (SCRIPTS / "_gpu.py").read_text()
     assert importlib.util.find_spec("numba_flash")
+
+
+# A process of its own: what compiles kernels with a caller's functions copies the process that it runs in.
+OWN_FUNCTIONS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {scripts!r})
+import _gpu
+from numba_flash.config.wgmma_backward import WgmmaDqConfig
+from numba_flash.functions.function import Function
+from numba_flash.problem.options import uses
+
+def kernel(head_dim, value):
+    made = uses(mask_mod=Function.of("mask_mod", lambda b, h, i, j: j <= i + value))
+    return WgmmaDqConfig("wgmma_dq", "float16", head_dim, head_dim, 64, 64, uses=made), (9, 0)
+
+def compile_one(job):
+    if job[0].head_dim == 32:
+        return "one that fails"
+    Path({folder!r}, str(job[0].head_dim)).touch()
+
+_gpu._compile = compile_one
+_gpu.compiled.read_cache = lambda config, arch: b"" if config.head_dim == 64 else None
+_gpu.compile_ahead([kernel(head_dim, head_dim) for head_dim in (16, 32, 48, 64, 80)])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be copied on this system")
+def test_kernels_with_functions_are_compiled_ahead(tmp_path):
+    program = OWN_FUNCTIONS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert {file.name for file in tmp_path.iterdir()} == {"16", "48", "80"}, done.stderr
+    assert "did not compile: one that fails" in done.stdout and "compiled 3 kernels" in done.stdout
