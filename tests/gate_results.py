@@ -46,6 +46,13 @@ def keep(found, whole):
     _read.cache_clear()
 
 
+def chosen(config):
+    """Whether pytest was asked for some tests only (-k, --deselect, a test by its id), so not all gates ran."""
+    option = config.option
+    given = (option.keyword, option.deselect, getattr(option, "lf", False), getattr(option, "failedfirst", False))
+    return any(given) or any("[" in test for test in config.args)
+
+
 def stale(keys):
     """What is wrong with the file, by the keys of all gates, {gate: key}, in words; None where there is no file."""
     if not FILE.exists():

@@ -39,4 +39,5 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
         terminalreporter.write_line(line)
     if os.environ.get("NUMBA_FLASH_WRITE_GATES"):
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        gate_results.keep({name: result for name, (result, _) in gates.items()}, whole=ended)
+        whole = ended and not gate_results.chosen(terminalreporter.config)
+        gate_results.keep({name: result for name, (result, _) in gates.items()}, whole=whole)

@@ -6,6 +6,7 @@ import types
 import compiler
 import pytest
 
+from numba_flash.config.forward import LaunchFacts
 from numba_flash.gpu import compiled
 from numba_flash.gpu.assembler import Assembled, assemble
 from numba_flash.select import tensor_maps
@@ -55,12 +56,11 @@ def test_the_version_of_ptx_has_the_architecture(cc):
     assert assemble(text, arch).cubin[:4] == b"\x7fELF"
 
 
-class Asking:
+class Asking(LaunchFacts):
     """A config of a kernel that is written here."""
 
     kernel, dtype, compute_dtype, threads = "asking", "float32", "float32", 64
-    tensor_maps, blocks_per_sm, whole_program, cluster, aux, seeded = 3, 2, True, 2, (), False
-    tile_states = ""
+    tensor_maps, blocks_per_sm, whole_program, cluster = 3, 2, True, 2
 
 
 class Plain(Asking):

@@ -16,6 +16,7 @@ import math
 import shutil
 import subprocess
 import time
+import types
 from unittest import mock
 
 import compiler
@@ -605,6 +606,24 @@ def test_a_part_of_the_gates_leaves_the_results_of_the_others(a_file):
     assert set(gate_results._read(gate_results.FILE)[1]) == {"good", "bad", "more"}
     gate_results.keep(dict(more=dict(key="", line="", wrong=[])), whole=True)
     assert set(gate_results._read(gate_results.FILE)[1]) == {"more"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "some"),
+    [
+        ({}, False),
+        (dict(keyword="wgmma"), True),
+        (dict(deselect=["tests/unit/test_gates.py::test_gate[a]"]), True),
+        (dict(lf=True), True),
+        (dict(args=["tests/unit/test_gates.py::test_gate[a]"]), True),
+    ],
+    ids=["all", "-k", "--deselect", "--lf", "an id"],
+)
+def test_gates_that_were_chosen_do_not_stand_for_all(changed, some):
+    option = dict(keyword="", deselect=None, lf=False, failedfirst=False) | changed
+    args = option.pop("args", ["tests/unit/test_gates.py::test_gate"])
+    config = types.SimpleNamespace(option=types.SimpleNamespace(**option), args=args)
+    assert gate_results.chosen(config) == some
 
 
 def test_a_gates_key_knows_every_source_of_the_kernel():
