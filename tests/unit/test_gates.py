@@ -84,7 +84,6 @@ DEPENDS = {
     "mma_float32-256-64x32-both": "spills 536 bytes on sm_80 with 13.0; none on later ones",
     "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
     "mma_dkdv_float32-256-16x16": "spills 32 bytes on sm_120a with 13.5, none on the others",
-    "mma_dkdv_float32-256-32x16": "spills 4 bytes on sm_90a with 13.5, none on the others",
     "mma_dkdv_float32-256-64x32-dk-reading": "spills 8 bytes on sm_100a with 13.5, none on the others",
     "mma_dq_float32-256-32x16-reading": "spills 16 bytes on sm_80 to sm_89 with 13.5, none on later ones",
     "mma_dq_float32-256-16x16-reading": "spills 16 bytes on sm_80 to sm_89 with 13.5, none on later ones",

@@ -143,8 +143,17 @@ def make(config):
         start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
 
     @inlined
+    def finished(registers, at, r, n, x, delta, score):
+        """dP^T times what its weight counts, less delta."""
+        dp = registers.acc_dp[at]
+        if drops:
+            counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
+            dp = dp * score.kept_count if counts else real(0)
+        return dp - delta
+
+    @inlined
     def finish_dp(registers, rows_smem, score):
-        """acc_dp <- dP^T times what its weight counts, less delta."""
+        """acc_dp <- all of it finished, before a score_mod's derivative goes into it."""
         first_column = int32(first_column_of(special.thread_index() & int32(31)))
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         for n in range(blocks):
@@ -152,11 +161,7 @@ def make(config):
             for x in range(2):
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
-                    dp = registers.acc_dp[at]
-                    if drops:
-                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
-                        dp = dp * score.kept_count if counts else real(0)
-                    registers.acc_dp[at] = dp - delta[x]
+                    registers.acc_dp[at] = finished(registers, at, r, n, x, delta[x], score)
 
     @inlined
     def ask(i, h, registers, walk, arrays, strides, sizes, score):
@@ -193,7 +198,7 @@ def make(config):
 
     @inlined
     def weigh(i, registers, rows_smem, walk, term, score):
-        """acc_s, acc_dp <- P^T times what counts, and dS^T, of dP^T as finish_dp leaves it."""
+        """acc_s, acc_dp <- P^T times what counts, and dS^T."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -218,7 +223,11 @@ def make(config):
                         weighed = p * score.kept_count if counts else real(0)
                     registers.acc_s[at] = weighed if seen else real(0)
                     if of_dk:
-                        registers.acc_dp[at] = p * registers.acc_dp[at] * derivative if seen else real(0)
+                        if has_functions:
+                            dp = registers.acc_dp[at]
+                        else:
+                            dp = finished(registers, at, r, n, x, delta[x], score)
+                        registers.acc_dp[at] = p * dp * derivative if seen else real(0)
 
     @inlined
     def find_kept(i, h, kept, walk, arrays, sizes):
@@ -245,7 +254,7 @@ def make(config):
         multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
-        if of_dk:
+        if of_dk and has_functions:
             finish_dp(registers, k_smem + int32(rows_at), score)
         if reads or has_functions:
             ask(i, h, registers, walk, arrays, strides, sizes, score)
