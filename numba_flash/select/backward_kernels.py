@@ -200,7 +200,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 
 
-ONLY_FUSED = ("stages_a", "stages_b", "lse_first", "delta_first")  # what a wgmma_round has not
+ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -208,8 +208,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = _features(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    if problem.forward.number("scale") == 0:  # S cannot begin with -lse / scale
-        features |= dict(lse_first=False)
+    features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
     return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)

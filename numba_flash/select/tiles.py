@@ -145,8 +145,6 @@ class WgmmaFused(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
-    lse_first: bool
-    delta_first: bool
     gpu: str = MEASURED
 
 
@@ -329,8 +327,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (
-        WgmmaFused(64, 128, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
-        WgmmaFused(128, 64, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
+        WgmmaFused(64, 128, 128, stages_a=2, stages_b=2),
+        WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),
     ),
 }
 
