@@ -187,7 +187,7 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     of_dk: bool = True
     of_dv: bool = True
 
-    ascending: ClassVar[bool] = False  # which way it walks
+    both_ways: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
 
@@ -247,7 +247,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     ordered: bool = True
     lse_first: bool = True  # type: ignore[misc]
 
-    ascending: ClassVar[bool] = True
+    both_ways: ClassVar[bool] = True
     delta_first: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py

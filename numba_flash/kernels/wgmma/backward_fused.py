@@ -8,13 +8,9 @@ and has the sums of dK and dV in registers. Here its dS serves dQ too,
 of which each key tile has a part. Parts are added up in float32 in global memory, by bulk copies that add; a kernel
 behind this one scales and rounds (backward_round).
 
-Order of the sums. Float addition is not associative, so parts of a query tile are added in a fixed order, those of its
-last keys first, and all runs give the same bits. A count for each query tile says how many are in; a block waits for
-its turn, and the first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a
-ticket: the last key tile of a head first, many heads abreast. So who waits does so for a block that has begun before
-it. All walk over the queries from the first one that sees their keys. Under a causal mask that is the diagonal, and a
-block that is n tiles from it comes to a query tile n steps after the block on it: turns come without waiting. Without
-a mask blocks of a head follow each other like runners in a line. With ordered False only the first part has its turn.
+Order of the sums. problem/dq_order.py says in which order parts of a query tile are added, and why. A count for each
+query tile says how many are in. A block waits for its turn, and the first one stores instead of adding, so nothing need
+be set to zero. With ordered False only the first part has its turn.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
@@ -37,8 +33,9 @@ from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
+from ..steps.plain import key_tile_of, parts_before
 from . import backward_keys, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
 
 
 def make(config):
@@ -76,42 +73,26 @@ def make(config):
 
     keys = backward_keys.make(config)
     set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
-    first_tile, following_tile = keys.first_tile, keys.following_tile
+    first_tile, following_tile, step_of = keys.first_tile, keys.following_tile, keys.step_of
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
-    set_up, _, _, word, _ = backward_state.make(config)
+    set_up, put, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
 
     @inlined
-    def work_of(ticket, batch, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). Of so many heads abreast that they keep a GPU busy, all last key tiles come first,
-        then those before them: so a tile's turn has come when it begins."""
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
-        lane_group = divide(ticket, int32(together * n_tiles))
-        first_head = int32(lane_group * together)
-        together = int32(min(together, int32(batch * heads_kv) - first_head))
-        within = int32(ticket - first_head * n_tiles)
-        j = divide(within, together)
-        head_of_all = int32(first_head + within - j * together)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32((n_tiles - 1 - j) * tile_n)
-
-    @inlined
-    def parts_before(base, i, right, seqlen_q):
-        """How many key tiles of higher number see query tile i."""
-        # key_tiles' `stop`, from the tile's last query
-        first_key = int64(of_word(base, FIRST_ROW))
-        last_query = min(int64(i) * tile_m + tile_m, seqlen_q) - 1
-        q_pos = last_query + first_key - query_position(base)
-        last_seen = min(q_pos + right, int64(of_word(base, KEYS)) - 1)
-        return uint32((last_seen - first_key) // tile_n)
+    def parts_before_mine(base, i, step, sizes):
+        """How many key tiles add to query tile i before the block's own."""
+        first_key, first_query = int64(of_word(base, FIRST_ROW)), int64(i) * tile_m
+        last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
+        q_start, keys = first_key - query_position(base), int64(of_word(base, KEYS))
+        first_pos, last_pos = first_query + q_start, last_query + q_start
+        return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
     @inlined
     def query_position(base):
@@ -126,11 +107,12 @@ def make(config):
         heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
         begin, stop = of_word(base, BEGIN), of_word(base, STOP)
         steps = int32(of_word(base, GROUP) * (stop - begin))
-        n, member, i = int32(0), int32(0), first_tile(begin, stop)
+        step = step_of(base)
+        n, member, i = int32(0), int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         if steps > 0:
             part = (heads_before * m_tiles + i) * 2 + me
-            before = parts_before(base, i, sizes.right, sizes.seqlen_q)
+            before = parts_before_mine(base, i, step, sizes)
             seen = load_acquire(address(arrays.turns, turns_at + part))
         while n < steps:
             turn = address(arrays.turns, turns_at + part)
@@ -148,10 +130,10 @@ def make(config):
                 add_bytes(target, staged, part_bytes)
             commit_bytes()
             n = int32(n + 1)
-            i, member = following_tile(i, member, begin, stop)
+            i, member = following_tile(i, member, begin, stop, step)
             if n < steps:  # the next turn is looked at while this copy is under way
                 part = ((heads_before + member) * m_tiles + i) * 2 + me
-                before = parts_before(base, i, sizes.right, sizes.seqlen_q)
+                before = parts_before_mine(base, i, step, sizes)
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
             arrive(base + at.dq_empty + 8 * own)
@@ -236,7 +218,7 @@ def make(config):
             distance[r] = float32(0)
         term, lse_factor = float32(0), lse_factor_of(score)
 
-        i, member = first_tile(word(base, BEGIN), word(base, STOP)), int32(0)
+        i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
         steps = int32(word(base, GROUP) * (word(base, STOP) - word(base, BEGIN)))
         n = int32(0)
         wait(base + at.own_full, 0)
@@ -299,7 +281,7 @@ def make(config):
             release_q(base, n)
             issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
             n = int32(n + 1)
-            i, member = following_tile(i, member, word(base, BEGIN), word(base, STOP))
+            i, member = following_tile(i, member, word(base, BEGIN), word(base, STOP), word(base, STEP))
             masked = i >= word(base, CUT) or i < word(base, FREE)
             wait_but_one()
             pin_s(acc_s)
@@ -321,8 +303,10 @@ def make(config):
             set_up(base)
             fence_init()
             ticket = int32(add(address(arrays.turns, 0), uint32(1)))
-            b, h_kv, first_key = work_of(ticket, sizes.batch, sizes.heads_kv, sizes.seqlen_k)
-            set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
+            n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+            b, h_kv, j, step = key_tile_of(ticket, int32(sizes.batch), int32(sizes.heads_kv), n_tiles, int32(abreast))
+            set_up_state(base, int32(b), int32(h_kv), int32(j * tile_n), arrays, strides, sizes)
+            put(base, STEP, step)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -1,7 +1,7 @@
 """What a block that owns a tile of keys does, alike in wgmma_backward_dkdv and wgmma_backward_fused.
 
-It walks over the tiles of queries that see its keys, of each query head of the group in turn: the first tile first with
-config.ascending, else the last first.
+It walks over the tiles of queries that see its keys, of each query head of the group in turn: the last first, or with
+config.both_ways as the word STEP says.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_producer, backward_query_walk, backward_state
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
 
 
 class KeyBlock(NamedTuple):
@@ -30,6 +30,7 @@ class KeyBlock(NamedTuple):
     set_up_state: Any
     first_tile: Any
     following_tile: Any
+    step_of: Any
     of_word: Any
     produce_a: Any
     produce_b: Any
@@ -60,7 +61,7 @@ def make(config):
         config.head_dim,
         config.head_dim_v,
     )
-    of_dk, of_dv, ascending = config.of_dk, config.of_dv, config.ascending
+    of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes = config.lse_delta_bytes
@@ -138,21 +139,26 @@ def make(config):
         put_position(base, first_key - q_start)  # among the queries
 
     @inlined
-    def first_tile(begin, stop):
-        return int32(begin if ascending else stop - 1)
-
-    @inlined
-    def following_tile(i, member, begin, stop):
-        """-> (query tile, member of the group) behind i of member."""
-        i = int32(i + 1) if ascending else int32(i - 1)
-        if i >= stop if ascending else i < begin:
-            i, member = first_tile(begin, stop), int32(member + 1)
-        return i, member
-
-    @inlined
     def of_word(base, which):
         """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
         return int32(load_b32(int32(base + plan.state + which)))
+
+    @inlined
+    def first_tile(begin, stop, step):
+        return int32(stop - 1 if step < 0 else begin)
+
+    @inlined
+    def following_tile(i, member, begin, stop, step):
+        """-> (query tile, member of the group) behind i of member."""
+        i = int32(i + step)
+        if i < begin or i >= stop:
+            i, member = first_tile(begin, stop, step), int32(member + 1)
+        return i, member
+
+    @inlined
+    def step_of(base):
+        """By one thread."""
+        return of_word(base, STEP) if both_ways else int32(-1)
 
     @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
@@ -160,7 +166,7 @@ def make(config):
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
-        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP))
+        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP), step_of(base))
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
@@ -181,13 +187,13 @@ def make(config):
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
-                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP))
+                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP), step_of(base))
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: dO."""
-        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP))
+        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP), step_of(base))
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
@@ -197,7 +203,7 @@ def make(config):
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
-                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP))
+                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP), step_of(base))
 
     @inlined
     def preload(acc, place, factor):
@@ -394,7 +400,7 @@ def make(config):
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
     return KeyBlock(
-        set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of, preload_s, preload_dp,
-        issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of, to_score_gradients,
-        find_visible, term_of, has_row_term, mask_words, write_gradients,
+        set_up_state, first_tile, following_tile, step_of, of_word, produce_a, produce_b, lse_factor_of, preload_s,
+        preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
+        to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip
