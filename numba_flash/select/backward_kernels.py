@@ -185,19 +185,23 @@ def _can_be_one_kernel(problem: BackwardProblem) -> bool:
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
-    """Whether it is the faster form.
+    """Whether it is the faster form. docs/adding_a_tile_row.md has the measurements.
 
-    Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes little time as long as key
-    tiles of a head are no more than its query tiles, and a batch entry has work enough for the line to pass. The number
-    of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
+    Where every query sees every key, its parts of dQ follow each other in a line (problem/dq_order.py). That takes
+    little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
+    the line to pass. Without an order there is no line. The number of entries has no say: a row's bits must not depend
+    on them. Short sequences are taken to come in batches.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
-    # Tiles have columns for 64 or 128. Up to 64 they have 128 queries, too many where a mask cuts tiles.
-    filled = 96 < widest or (48 < widest <= 64 and every_key)
-    if target.simulated or not filled or forward.seqlen_k > forward.seqlen_q:
+    if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
         return False
-    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
+        return True
+    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < (8 if every_key else 4)
+    if problem.deterministic and long_line:
+        return False
+    return forward.heads_kv * forward.seqlen_k >= 16384
 
 
 ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not

@@ -319,7 +319,7 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
 
 
 def test_the_workspace_is_explained():
-    made = problem(64, dtype="float16")
+    made = problem(72, dtype="float16")
     choice = select_backward(made, HOPPER, "auto", "cupy")
     pieces = 2 * 19  # of 16 queries: 300 of each of two heads
     text = str(BackwardExplanation.of(made, HOPPER, choice))
@@ -420,6 +420,16 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
     return [(c.kernel, c.tile_m, c.tile_n, words) for c, words in zip(configs[1:], which, strict=True)]
 
 
+@pytest.fixture
+def two_kernels(monkeypatch):
+    """wgmma's two kernels also where one is faster."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: False)
+    wgmma_configs.cache_clear()
+    yield
+    wgmma_configs.cache_clear()
+
+
+@pytest.mark.usefixtures("two_kernels")
 def test_the_kernels_of_the_hopper_backward():
     both = [("wgmma_dkdv", 64, 128, "dk dv"), ("wgmma_dq", 128, 112, "dq")]
     assert wgmma_tiles(128) == both
@@ -459,6 +469,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     assert dkdv.by_element and dq.by_element
 
 
+@pytest.mark.usefixtures("two_kernels")
 def test_blocks_are_halved_where_they_are_few():
     """2 heads of 500 keys and 300 queries: 8 and 6 blocks of 128 rows."""
     tiles = {n: [row[:3] for row in wgmma_tiles(128, n)] for n in (11, 12, 15, 16)}
@@ -479,8 +490,8 @@ def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
 
 
 def test_when_one_kernel_takes_all_gradients():
-    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, **options):
-        of_q, of_k = ((batch, heads, seqlen, head_dim) for seqlen in (seqlen_q, seqlen_k))
+    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, heads_kv=None, **options):
+        of_q, of_k = (batch, heads, seqlen_q, head_dim), (batch, heads_kv or heads, seqlen_k, head_dim)
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
             lse=empty(*of_q[:3], dtype="float32")
@@ -489,15 +500,31 @@ def test_when_one_kernel_takes_all_gradients():
         return [config.kernel for config in choice.configs]
 
     one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
-    assert kernels() == kernels(head_dim=112) == kernels(seqlen_k=77) == one
+    assert kernels() == kernels(causal=True) == kernels(window=(99, 99)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
-    assert kernels(head_dim=64) == kernels(head_dim=56) == one and kernels(head_dim=48) == two
-    assert kernels(head_dim=64, causal=True) == kernels(head_dim=64, window=(99, 99)) == two
-    assert kernels(causal=True) == one
-    assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
+    assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
+    assert kernels(72) == kernels(80) == two and "wgmma_fused" not in kernels(136)
+    # Few blocks, a long line of them, or queries of one tile of keys.
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=77) == two
+    assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
+    assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
+    assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
+    assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
+    # Without an order there is no line.
+    assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
+    # Short sequences, of which there are many.
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=100) == one and kernels(heads=1, seqlen_q=513) == two
     assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
+
+
+def test_only_sums_of_equal_calls_have_an_order():
+    made = {}
+    for deterministic in (True, False):
+        given = problem(128, dtype="float16", deterministic=deterministic)
+        made[deterministic] = wgmma_configs(given, HOPPER)[1].ordered
+    assert made == {True: True, False: False}
 
 
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):

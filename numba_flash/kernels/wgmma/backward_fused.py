@@ -73,7 +73,7 @@ def make(config):
 
     keys = backward_keys.make(config)
     set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
-    first_tile, following_tile, step_of = keys.first_tile, keys.following_tile, keys.step_of
+    first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
@@ -106,8 +106,8 @@ def make(config):
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
         begin, stop = of_word(base, BEGIN), of_word(base, STOP)
-        steps = int32(of_word(base, GROUP) * (stop - begin))
-        step = step_of(base)
+        step, group = of_word(base, STEP), of_word(base, GROUP)
+        steps = int32(group * (stop - begin))
         n, member, i = int32(0), int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         if steps > 0:
@@ -130,7 +130,7 @@ def make(config):
                 add_bytes(target, staged, part_bytes)
             commit_bytes()
             n = int32(n + 1)
-            i, member = following_tile(i, member, begin, stop, step)
+            i, member = following_tile(i, member, step, group)
             if n < steps:  # the next turn is looked at while this copy is under way
                 part = ((heads_before + member) * m_tiles + i) * 2 + me
                 before = parts_before_mine(base, i, step, sizes)
@@ -281,7 +281,7 @@ def make(config):
             release_q(base, n)
             issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
             n = int32(n + 1)
-            i, member = following_tile(i, member, word(base, BEGIN), word(base, STOP), word(base, STEP))
+            i, member = following_tile(i, member, word(base, STEP), word(base, GROUP))
             masked = i >= word(base, CUT) or i < word(base, FREE)
             wait_but_one()
             pin_s(acc_s)

@@ -30,7 +30,6 @@ class KeyBlock(NamedTuple):
     set_up_state: Any
     first_tile: Any
     following_tile: Any
-    step_of: Any
     of_word: Any
     produce_a: Any
     produce_b: Any
@@ -148,17 +147,29 @@ def make(config):
         return int32(stop - 1 if step < 0 else begin)
 
     @inlined
-    def following_tile(i, member, begin, stop, step):
-        """-> (query tile, member of the group) behind i of member."""
-        i = int32(i + step)
-        if i < begin or i >= stop:
-            i, member = first_tile(begin, stop, step), int32(member + 1)
+    def following_tile(i, member, step, group):
+        """-> (query tile, member of the group) behind i of member, with config.both_ways: each tile of all members
+        first. So blocks that are tiles apart stay so, though some have more tiles to walk than others."""
+        member = int32(member + 1)
+        if member == group:
+            i, member = int32(i + step), int32(0)
         return i, member
 
     @inlined
-    def step_of(base):
-        """By one thread."""
-        return of_word(base, STEP) if both_ways else int32(-1)
+    def start_of(base):
+        """The query tile with which a thread that fetches begins."""
+        return first_tile(of_word(base, BEGIN), of_word(base, STOP), of_word(base, STEP) if both_ways else int32(-1))
+
+    @inlined
+    def advance(base, i, member):
+        """following_tile for such a thread, and for blocks that walk one way: all tiles of a member first."""
+        if both_ways:
+            i, member = following_tile(i, member, of_word(base, STEP), of_word(base, GROUP))
+        else:
+            i = int32(i - 1)
+            if i < of_word(base, BEGIN):
+                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+        return i, member
 
     @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
@@ -166,7 +177,7 @@ def make(config):
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
-        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP), step_of(base))
+        n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
@@ -187,13 +198,13 @@ def make(config):
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
-                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP), step_of(base))
+                i, member = advance(base, i, member)
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: dO."""
-        n, member, i = int32(0), int32(0), first_tile(of_word(base, BEGIN), of_word(base, STOP), step_of(base))
+        n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
@@ -203,7 +214,7 @@ def make(config):
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
-                i, member = following_tile(i, member, of_word(base, BEGIN), of_word(base, STOP), step_of(base))
+                i, member = advance(base, i, member)
 
     @inlined
     def preload(acc, place, factor):
@@ -400,7 +411,7 @@ def make(config):
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
     return KeyBlock(
-        set_up_state, first_tile, following_tile, step_of, of_word, produce_a, produce_b, lse_factor_of, preload_s,
+        set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of, preload_s,
         preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
         to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip
