@@ -13,9 +13,10 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import WgmmaConfig, check_registers
+from numba_flash.config.forward import MaskBitsConfig, WgmmaConfig, check_registers
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.dispatch.launch_backward import grid
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
@@ -517,6 +518,18 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
+
+
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
+    """A mask of no batch entries has no elements. Broadcast dimensions, as an empty array may have all, repeat none."""
+    arrays = {name: empty(0, 2, 300, 64, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(0, 2, 500, 64, dtype="float16") for name in ("k", "v")}
+    mask = empty(0, 1, 1, 500, dtype="bool", strides=(0, 0, 0, 0))
+    made = problem(dtype="float16", **arrays, lse=empty(0, 2, 300, dtype="float32"), mask=mask)
+    configs = select_backward(made, HOPPER, kernel, "cupy").configs
+    assert any(isinstance(config, MaskBitsConfig) for config in configs)
+    assert not any(grid(config, made) for config in configs)
 
 
 def test_only_sums_of_equal_calls_have_an_order():
