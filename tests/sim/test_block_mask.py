@@ -286,7 +286,7 @@ def test_the_longest_tile_comes_first(tiles, of_keys):
     states = np.zeros((2, tiles, words + 1), np.uint32)
     for head, tile, other in np.argwhere(seen):
         states[head, tile, other // STATES_IN_WORD] |= np.uint32(1) << np.uint32(other % STATES_IN_WORD)
-    states[..., :words] |= np.uint32(0xFFFF0000)  # the other half says something else
+    states[..., :words] |= generator.integers(0, 1 << 16, (2, tiles, words), np.uint32) << 16  # of mask_mod alone
     tile = StatesTile(64, 32, 1, of_keys)
     config, name = TileOrderConfig(tile, of_mask=False, threads=threads), "tile_states" + "_of_keys" * of_keys
     arrays, strides = (tuple_class(kind, (name,)) for kind in ("arrays", "strides"))
@@ -309,12 +309,12 @@ def test_the_longest_tile_comes_first(tiles, of_keys):
     np.testing.assert_array_equal(states[..., :-1], before[..., :-1])
 
 
-# Of some heads at a time all longest tiles, then all second ones; each tile once. K and V of two heads stay in L2.
+# Of some heads at a time all longest tiles, then all second ones; each tile once. L2 holds K and V of four heads.
 @pytest.mark.parametrize(("heads", "heads_kv", "of_keys"), [(6, 3, False), (6, 6, False), (6, 3, True)])
 def test_every_tile_is_taken_once(monkeypatch, heads, heads_kv, of_keys):
     seqlen, tile_rows, batch, group = 200, 64, 2, heads // heads_kv
     walked = seqlen * group if of_keys else seqlen
-    monkeypatch.setattr(longest_first, "L2_BYTES", 2 * walked * 2 * (64 + 64))
+    monkeypatch.setattr(longest_first, "L2_BYTES", 4 * walked * 2 * (64 + 64))
     used = uses(mask_mod=Function.of("mask_mod", mods.causal))
     made = WgmmaDkdvConfig if of_keys else WgmmaDqConfig
     name, tiles = "wgmma_dkdv" if of_keys else "wgmma_dq", -(-seqlen // tile_rows)
@@ -335,7 +335,7 @@ def test_every_tile_is_taken_once(monkeypatch, heads, heads_kv, of_keys):
             found[t] = take(np.int32(t), arrays, strides, sizes)
 
     kernel[1, 1](found, states)
-    at_once = 2 if of_keys else 2 * group
+    at_once = 4 if of_keys else 4 * group  # of 6 or 12 heads
     right = []
     for first in range(0, batch * own, at_once):
         for rank in range(tiles):
