@@ -120,10 +120,10 @@ def kernels_before(config: Config, problem: Problem, target: Target) -> list[tup
 
 def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of those of FORWARD_WORKSPACE that there are: what a kernel allocates beside its result."""
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
     if config.kernel == "v1":
         rows, dtype = problem.lse_shape, problem.compute_dtype
-        return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
-    made: dict[str, tuple[tuple[int, ...], str]] = {}
+        made |= dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
     if isinstance(config, TensorConfig) and config.has("mask"):
         made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
     if config.tile_states:

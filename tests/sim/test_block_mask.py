@@ -27,7 +27,7 @@ from numba_flash.select import rungs
 from numba_flash.select.arguments import tuple_class
 
 EMPTY, PARTIAL, FULL = range(3)
-KERNELS = ("v2", "mma", "wgmma")
+KERNELS = ("v1", "v2", "mma", "wgmma")
 
 
 def by_head(b, h, q_pos, k_pos):
@@ -91,7 +91,7 @@ def rung(request):
     return contract.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
-@pytest.fixture(scope="session", params=KERNELS)
+@pytest.fixture(scope="session", params=KERNELS[1:])
 def backward_rung(request):
     tensor = request.param in rungs.TENSOR
     moved = (testing.rows_padded,) if tensor else ()
