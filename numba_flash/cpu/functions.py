@@ -38,7 +38,7 @@ SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
 MOST_FUNCTIONS = 200
 NARROW = 2**28 - 1
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 # s and dS behind score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
