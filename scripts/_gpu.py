@@ -17,6 +17,7 @@ from _clone import commit
 
 import numba_flash
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.dispatch.launch import kernels_before
 from numba_flash.gpu import compiled
 from numba_flash.select import forward as select
 
@@ -155,6 +156,24 @@ def job(arguments, kernel, **options):
     """(Config, compute capability) of one call."""
     explained = numba_flash.explain(**arguments, **options, kernel=kernel)
     return explained.config, explained.target.cc
+
+
+def jobs(arguments, kernel, **options):
+    """The same of all kernels that it runs."""
+    explained = numba_flash.explain(**arguments, **options, kernel=kernel)
+    before = [config for config, _ in kernels_before(explained.config, explained.problem, explained.target)]
+    return [(config, explained.target.cc) for config in (*before, explained.config)]
+
+
+def by_block_mask(arguments, problem):
+    """The arguments of a call with its mask_mod in a block_mask; as they are if it has none."""
+    if arguments.get("mask_mod") is None:
+        return arguments
+    names = ("aux", "causal", "window", "q_offset", "seqlens_k")
+    said = {name: arguments[name] for name in names if name in arguments}
+    extents = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    others = {name: x for name, x in arguments.items() if name not in (*said, "mask_mod")}
+    return others | dict(block_mask=numba_flash.block_mask(arguments["mask_mod"], *extents, **said))
 
 
 # Times.

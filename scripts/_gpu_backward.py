@@ -6,13 +6,15 @@ import importlib
 import time
 
 import numpy as np
-from _gpu import compile_ahead, job, pool
+from _gpu import by_block_mask, compile_ahead, jobs, pool
 
 import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
+from numba_flash.config.wgmma_backward import BY_ELEMENT
 from numba_flash.dispatch import backward as dispatch
+from numba_flash.problem.options import daux_name
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
@@ -41,9 +43,9 @@ class Guarded:
                 assert bool((band == PATTERN).all()), "something was written outside of a gradient or the workspace"
 
 
-def wanted(case, kernel):
-    """Every gradient that the case has and the kernel makes."""
-    every = testing.gradients_of(case)
+def wanted(case, kernel, aux=()):
+    """Every gradient that the case has and the kernel makes, and those of these of aux."""
+    every = (*testing.gradients_of(case), *map(daux_name, aux))
     return tuple(name for name in every if kernel not in rungs.TENSOR or name != "dalibi_slopes")
 
 
@@ -55,18 +57,29 @@ def check_in_a_process(case, found, given, kernel):
     return None
 
 
-def compare(cases, kernel, on_gpu, say=None):
-    """Each case twice, for equal bits, into guarded memory, from the o and lse of the same kernel's forward."""
+def arrays_of(made):
+    """All gradients of a call, those of aux behind the others."""
+    return [*made[:-1], *(made.daux or ())]
+
+
+def compare(cases, kernel, on_gpu, say=None, wanted_aux=(), judges=()):
+    """Each case twice, for equal bits, into guarded memory, from the o and lse of the same kernel's forward; the second
+    time by a block_mask, if it has a mask_mod.
+
+    wanted_aux: {name of a case: of which aux there are gradients}. judges: {name of a case: (another case with the same
+    results, the name that the gradient of aux[0] has there)}.
+    """
     import cupy as cp
 
     start, calls, refused = time.perf_counter(), {}, []
     moved = {name: case.arguments(on_gpu) for name, case in cases.items()}
-    compile_ahead(job(arguments, kernel, return_lse=True) for arguments in moved.values())
+    compile_ahead(each for arguments in moved.values() for each in jobs(arguments, kernel, return_lse=True))
     for number, (name, case) in enumerate(cases.items()):
         tensor, arguments = kernel in rungs.TENSOR, moved.pop(name)
         do, dlse = testing.outer_gradients(case, number, strange_strides=not tensor)
         do = testing.rows_padded(do) if tensor else do
-        options = dict(wanted=wanted(case, kernel), kernel=kernel, dlse=on_gpu(dlse) if number % 2 else None)
+        asked = wanted(case, kernel, dict(wanted_aux).get(name, ()))
+        options = dict(wanted=asked, kernel=kernel, dlse=on_gpu(dlse) if number % 2 else None)
         try:
             o, lse = numba_flash.attention(**arguments, kernel=kernel, return_lse=True)
             arguments |= dict(do=on_gpu(do), o=o, lse=lse) | options
@@ -80,15 +93,15 @@ def compare(cases, kernel, on_gpu, say=None):
         calls[name] = case, arguments, (do, dlse if number % 2 else None), plan
     compile_ahead((config, each[3].target.cc) for each in calls.values() for config in each[3].choice.configs)
     compiled, checks, failures = time.perf_counter(), {}, []
-    for number, (name, (case, arguments, (do, dlse), _)) in enumerate(calls.items()):
+    for number, (name, (case, arguments, (do, dlse), plan)) in enumerate(calls.items()):
         results = []
         try:
-            for _ in range(2):
+            for call in (arguments, by_block_mask(arguments, plan.problem.forward)):
                 guarded = Guarded()
                 with cp.cuda.using_allocator(guarded):
-                    results.append(numba_flash.attention_backward(**arguments))
+                    results.append(numba_flash.attention_backward(**call))
                 guarded.check()
-            for one, other in zip(*results, strict=True):
+            for one, other in zip(*map(arrays_of, results), strict=True):
                 assert one is None or one.tobytes() == other.tobytes(), "two equal calls gave different bits"
         except AssertionError as error:
             failures.append(f"{name}: {error}, in {case}")
@@ -96,9 +109,14 @@ def compare(cases, kernel, on_gpu, say=None):
         except Exception:  # what a launch left behind: nothing works from here on
             print(f"      stopped in {name}, {case}", flush=True)
             raise
-        found = AttentionGradients(*(x if x is None else x.get() for x in results[0]))
+        own = len(results[0]) - 1
+        got = [x if x is None else x.get() for x in arrays_of(results[0])]
+        found, judge = AttentionGradients(*got[:own], daux=tuple(got[own:])), case
+        if name in judges:
+            judge, of_option = judges[name]
+            found = found._replace(daux=(), **{of_option: got[own]} if of_option else {})
         given = do, arguments["o"].get(), arguments["lse"].get(), dlse
-        checks[name] = pool().submit(check_in_a_process, case, found, given, kernel)
+        checks[name] = pool().submit(check_in_a_process, judge, found, given, kernel)
         if say is not None and number % 100 == 99:
             say(number + 1, len(calls))
     failures += [f"{name}: {check.result()}" for name, check in checks.items() if check.result()]
@@ -133,7 +151,9 @@ def check_backward(kernel, options, tools):
     random = compare(cases, kernel, tools.on_gpu, say)
     if options.case:
         return random
-    hard = {f"adversarial {number}": case for number, case in enumerate(adversarial(kernel, options.small))}
+    hard = {
+        f"adversarial {number}": case for number, case in enumerate(adversarial(kernel, options.small, tools.takes))
+    }
     return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
 
 
@@ -152,6 +172,12 @@ def one_kernel_where_possible():
         dispatch._plans.clear()
 
 
+def can_be_one_kernel(case):
+    """Whether nothing in it makes select take two kernels."""
+    two = {"softcap", "alibi_slopes", *BY_ELEMENT} & set(case.options)
+    return max(case.q.shape[3], case.v.shape[3]) <= 128 and not two
+
+
 def check_one_kernel(kernel, options, tools):
     """The problems that wgmma's kernel for all gradients can take: random ones, adversarial ones, whole numbers, the
     same bits again and again."""
@@ -161,13 +187,14 @@ def check_one_kernel(kernel, options, tools):
     while len(cases) < options.problems // 6 and number < 10 * options.problems:
         group = every[number % len(every)]
         case = tools.random_case(kernel, options.small, group, number // len(every))
-        if max(case.q.shape[3], case.v.shape[3]) <= 128 and not {"softcap", "alibi_slopes"} & set(case.options):
+        if can_be_one_kernel(case):
             cases[f"one kernel, {group}:{number // len(every)}"] = case
         number += 1
     with one_kernel_where_possible():
         found = [compare(cases, kernel, tools.on_gpu)]
         if not options.case:
-            hard = {f"adversarial {n}": case for n, case in enumerate(adversarial(kernel, options.small))}
+            every = enumerate(adversarial(kernel, options.small, tools.takes))
+            hard = {f"adversarial {n}": case for n, case in every if can_be_one_kernel(case)}
             found.append(f"adversarial: {compare(hard, kernel, tools.on_gpu)}")
             found.append(f"whole numbers: {check_whole_numbers(kernel, options, tools)}")
             found.append(f"repeats: {check_repeats(kernel, options, tools)}")
@@ -237,11 +264,11 @@ def check_repeats(kernel, options, tools):
     return f"{repeats} times each"
 
 
-def adversarial(kernel, small):
+def adversarial(kernel, small, takes):
     """lse at and beyond both ends of exp, one key that takes all, rows and tiles that see nothing, NaN where nothing
-    looks, groups of heads, lengths around tiles."""
-    g, tensor = np.random.default_rng(8), kernel in rungs.TENSOR
-    dtypes = ("float16", "bfloat16") if tensor else testing.DTYPES
+    looks, groups of heads, lengths around tiles; in each dtype that `takes(kernel, dtype)`."""
+    g = np.random.default_rng(8)
+    dtypes = [dtype for dtype in testing.DTYPES if takes(kernel, dtype)]
     for dtype in dtypes[:1] if small else dtypes:
 
         def case(seqlen_q, seqlen_k, heads=2, heads_kv=1, batch=1, size=1.0, dim=16, dtype=dtype, **options):
@@ -273,12 +300,11 @@ def adversarial(kernel, small):
             struck = case(150, 150, heads=4, heads_kv=2, window=(9, 3), q_offset=0)
             struck.q[:, :, position] = np.nan
             yield struck
-        if not tensor:
-            mask = g.random((2, 1, 40, 190)) < 0.5
-            mask[:, :, :, 17], mask[1, :, 5], mask[0, :, :, 64:128] = False, False, False
-            masked = case(40, 190, batch=2, mask=mask, softcap=2.0, bias=g.standard_normal((40, 1)).astype("float32"))
-            masked.k[:, :, 17], masked.v[:, :, 17] = np.nan, np.inf
-            yield masked
+        mask = g.random((2, 1, 40, 190)) < 0.5
+        mask[:, :, :, 17], mask[1, :, 5], mask[0, :, :, 64:128] = False, False, False
+        masked = case(40, 190, batch=2, mask=mask, softcap=2.0, bias=g.standard_normal((40, 1)).astype("float32"))
+        masked.k[:, :, 17], masked.v[:, :, 17] = np.nan, np.inf
+        yield masked
 
 
 def check_graph(kernel, options, tools):

@@ -96,6 +96,16 @@ def test_gradients_of_aux_agree_with_the_oracle(aux_rung, dtype, options):
     assert all(np.array_equal(x, y) for x, y in zip(found[:2], again[:2], strict=True))
 
 
+# Where o and lse are the kernel's own, and rounded: within the tolerance that is derived from the problem.
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+def test_gradients_of_aux_are_within_the_derived_tolerance(aux_rung, dtype):
+    case = case_of(dtype, softcap=2.0, causal=True)
+    given = contract_backward.incoming(case)
+    found = aux_rung(case, given, (*testing.gradients_of(case), *WANTED))
+    testing.check_gradients(case, found, *given, aux_rung.kernel)
+    assert found.daux[0] is not None and found.daux[2] is None
+
+
 def test_each_gradient_of_aux_by_itself(aux_rung):
     both = found_by(aux_rung, case_of())
     for number in (0, 1):

@@ -7,7 +7,7 @@ from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
 from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
 from .simt_backward import DeltaConfig, HeadSumsConfig
-from .tile_states import TileStatesConfig
+from .tile_states import TileOrderConfig, TileStatesConfig
 
 
 @dataclass(frozen=True)
@@ -212,5 +212,12 @@ class MmaDqConfig(MmaBackwardConfig):
 
 
 BackwardConfig = (
-    AuxElementsConfig | Config | DeltaConfig | HeadSumsConfig | MaskBitsConfig | PreprocessConfig | TileStatesConfig
+    AuxElementsConfig
+    | Config
+    | DeltaConfig
+    | HeadSumsConfig
+    | MaskBitsConfig
+    | PreprocessConfig
+    | TileStatesConfig
+    | TileOrderConfig
 )  # that of every kernel of a backward

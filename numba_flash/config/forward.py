@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
 from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
 
+L2_BYTES = 16 * 2**20  # how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8, "int64": 8}
 
 
@@ -338,7 +339,7 @@ class WgmmaConfig(TensorConfig):
     q_buffers: int = 2
     o_buffer: bool = False
     ping_pong: bool = True
-    l2_bytes: int = 16 * 2**20
+    l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
     cluster: int = 1  # type: ignore[misc]
 

@@ -2,10 +2,15 @@
 
 from typing import NamedTuple
 
-# The arrays of states, for kernels that own queries and for those that own keys.
+# The arrays of states and of the order in which tiles are taken (kernels/score/tile_order.py), for kernels that own
+# queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
-_OF_QUERIES, _OF_KEYS = ("v2", "mma", "wgmma", "v2_dq", "mma_dq", "wgmma_dq"), ("v2_dkdv", "mma_dkdv", "wgmma_dkdv")
+_OF_QUERIES, _OF_KEYS = (
+    ("v1", "v2", "mma", "wgmma", "v2_dq", "mma_dq", "wgmma_dq"),
+    ("v2_dkdv", "mma_dkdv", "wgmma_dkdv"),
+)
 READERS = dict.fromkeys(_OF_QUERIES, TILE_STATES) | dict.fromkeys(_OF_KEYS, TILE_STATES_OF_KEYS)
+SIMT = ("v1", "v2", "v2_dq", "v2_dkdv")  # take tiles in the order of blocks
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
 
 

@@ -1,4 +1,5 @@
-"""Of tiles in which a mask_mod shows nothing, some or all: which kernels ask for them, and what tile_states makes."""
+"""Of tiles in which a mask_mod shows nothing, some or all: which kernels ask for them, and what tile_states and
+tile_order make."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,3 +65,35 @@ class TileStatesConfig(LaunchFacts):
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
         return dict(self.uses).get("aux", ())
+
+
+@dataclass(frozen=True)
+class TileOrderConfig(LaunchFacts):
+    """Of tile_order, which runs behind tile_states, for the same tile.
+
+    of_mask: a mask has its part in the states, which are each call's own then.
+    """
+
+    tile: StatesTile
+    of_mask: bool
+    threads: int = 512
+
+    compute_dtype: ClassVar[str] = "float32"
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    @staticmethod
+    def behind(states: TileStatesConfig) -> "TileOrderConfig":
+        return TileOrderConfig(states.tile, states.has("mask"), states.threads)
+
+    @property
+    def kernel(self) -> str:
+        return "tile_order_of_keys" if self.tile.of_keys else "tile_order"
+
+    @property
+    def tile_states(self) -> str:  # type: ignore[override]
+        return TILE_STATES_OF_KEYS if self.tile.of_keys else TILE_STATES
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        return self.tile

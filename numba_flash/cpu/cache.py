@@ -28,7 +28,7 @@ from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 
 # What is compiled into the CPU's kernels.
-SOURCES = ("cpu/**/*.py", "functions/*.py", "problem/ranges.py")
+SOURCES = ("cpu/**/*.py", "functions/**/*.py", "problem/ranges.py")
 
 
 def entries_folder() -> Path:

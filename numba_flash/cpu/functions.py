@@ -28,7 +28,7 @@ from ..problem.forward import Problem
 from ..problem.strides import contiguous_strides
 from . import plan as slot
 from .cache import c_function
-from .vectors.build import lanes, load, store
+from .vectors.build import Shape, lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, whether it is a row alone, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
@@ -38,7 +38,7 @@ SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
 MOST_FUNCTIONS = 200
 NARROW = 2**28 - 1
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 # s and dS behind score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
@@ -118,7 +118,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
         compiled.truth_of(option, function),
     )
     tables, zero = _tables(aux, base_name), np.dtype(base_name).type(0)
-    hidden = type(zero)(-math.inf)
+    hidden, kept, read = type(zero)(-math.inf), *(_in_halves() if narrow else (_as_they_are, read_place))
 
     @inner
     def value_of(s, slopes, at, where, arrays):
@@ -143,10 +143,10 @@ def _panel(option, function, base_name, aux, derivative, narrow):
             for key in range(keys):
                 one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
         else:
+            own = kept(places, zero)
             for key in range(keys):
                 for r in range(lanes(zero)):
-                    q_pos, head = read_place(places, r), read_place(places, lanes(zero) + r)
-                    where = (whole(b), whole(head), whole(q_pos), whole(key0 + key))
+                    where = (whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r)), whole(key0 + key))
                     one(s, slopes, key * lanes(zero) + r, where, arrays)
 
     panel.__name__ = option
@@ -201,6 +201,41 @@ def read_place(typingctx, address, index):
         return found
 
     return types.int64(types.int64, types.int64), generate
+
+
+@inner
+def _as_they_are(places, zero):
+    return places
+
+
+@functools.cache
+def _in_halves():
+    """-> (keep, read), as read_place reads: places kept as 32 bits. LLVM makes its vectors as long as fits the longest
+    number that is read for them, so those of float32 are twice as long then."""
+    half = ir.IntType(32)
+
+    @intrinsic
+    def keep(typingctx, places, zero):
+        def generate(context, b, sig, args):
+            count = 2 * Shape(sig.args[1]).lanes
+            whole, halves = (ir.VectorType(kind, count) for kind in (ir.IntType(64), half))
+            memory = cgutils.alloca_once(b, ir.ArrayType(half, count))
+            found = b.load(b.inttoptr(args[0], whole.as_pointer()), align=8)
+            b.store(b.trunc(found, halves), b.bitcast(memory, halves.as_pointer()), align=4)
+            return b.ptrtoint(memory, ir.IntType(64))
+
+        return types.int64(types.int64, zero), generate
+
+    @intrinsic
+    def read(typingctx, address, index):
+        def generate(context, b, sig, args):
+            found = b.load(b.gep(b.inttoptr(args[0], half.as_pointer()), [args[1]]))
+            found.set_metadata("noalias", compiled.scope_of_scores(b.module))
+            return b.zext(found, ir.IntType(64))
+
+        return types.int64(types.int64, types.int64), generate
+
+    return keep, read
 
 
 def _of_scores(b, instruction):

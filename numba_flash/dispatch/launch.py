@@ -11,8 +11,8 @@ import numpy as np
 from .. import arrays, reference
 from ..arrays import Array
 from ..config.forward import Config, MaskBitsConfig, TensorConfig
-from ..config.states_of_tiles import TILE_STATES
-from ..config.tile_states import TileStatesConfig
+from ..config.states_of_tiles import SIMT, TILE_STATES
+from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
@@ -110,16 +110,20 @@ def kernels_before(config: Config, problem: Problem, target: Target) -> list[tup
         pieces, _ = mask_bits_layout(problem)
         before.append((MaskBitsConfig(threads=threads), pieces))
     if config.tile_states:
-        before.append((TileStatesConfig.before(config, threads), tile_states.words(problem, config.states_tile)))
+        tile, states = config.states_tile, TileStatesConfig.before(config, threads)
+        before.append((states, tile_states.blocks(problem, tile)))
+        if config.kernel not in SIMT:
+            order = TileOrderConfig.behind(states)
+            before.append((order, tile_states.order_blocks(problem, tile, threads)))
     return before
 
 
 def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of those of FORWARD_WORKSPACE that there are: what a kernel allocates beside its result."""
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
     if config.kernel == "v1":
         rows, dtype = problem.lse_shape, problem.compute_dtype
-        return dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
-    made: dict[str, tuple[tuple[int, ...], str]] = {}
+        made |= dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
     if isinstance(config, TensorConfig) and config.has("mask"):
         made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
     if config.tile_states:
@@ -280,7 +284,8 @@ class Step(NamedTuple):
     ) -> "Step":
         """names: of all arrays, the workspace last."""
         taken = positions(config, names)
-        if not isinstance(config, TileStatesConfig) or config.has("mask"):  # a mask is each call's own
+        of_states = isinstance(config, TileStatesConfig) and not config.has("mask")  # a mask is each call's own
+        if not of_states and not (isinstance(config, TileOrderConfig) and not config.of_mask):
             return Step(launch, taken)
         return Step(launch, taken, workspace.index(config.tile_states), (config, values))
 
@@ -338,19 +343,20 @@ class KernelSequence(Launch):
         device = q.layout.device
         number = 0 if device is None else number_of(device, stream)
         # What a captured stream makes is there when the graph has run, and never before.
-        keys: dict[int | None, Hashable] = {
-            step.makes: (step.key, device, number) for step in self._steps if step.makes is not None
-        }
-        found = {} if number is None else {place: blocks.find(key) for place, key in keys.items()}
+        keys: dict[int, tuple[Hashable, ...]] = {}
+        for _, _, makes, key in self._steps:
+            if makes is not None:  # several kernels may make it, one behind the other
+                keys[makes] = (*keys.get(makes, (device, number)), key)
+        found = {place: None if number is None else blocks.find(key) for place, key in keys.items()}
         made = [found.get(n) or (what and arrays.scratch(q, *what, stream)) for n, what in enumerate(self._workspace)]
         every = (*operands, *made)
         for launch, taken, makes, _ in self._steps:
-            if makes is not None and found.get(makes) is not None:
-                continue
-            launch.run([every[n] for n in taken], stream)
-            array = None if makes is None or number is None else made[makes]
-            if array is not None:
-                blocks.keep(keys[makes], array)
+            if makes is None or found.get(makes) is None:
+                launch.run([every[n] for n in taken], stream)
+        for place, there in found.items():
+            array = made[place]
+            if there is None and number is not None and array is not None:
+                blocks.keep(keys[place], array)
 
 
 def _taking(places: tuple[int, ...]) -> Callable[[Addresses], Addresses]:

@@ -12,7 +12,7 @@ from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
-from ..config.tile_states import TileStatesConfig
+from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
@@ -57,7 +57,9 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, MaskBitsConfig):
         return mask_bits_layout(forward, config.of_keys)[0]
     if isinstance(config, TileStatesConfig):
-        return tile_states.words(forward, config.tile)
+        return tile_states.blocks(forward, config.tile)
+    if isinstance(config, TileOrderConfig):
+        return tile_states.order_blocks(forward, config.tile, config.threads)
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig):

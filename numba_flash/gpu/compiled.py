@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.forward import MaskBitsConfig, SoftmaxConfig
-from ..config.tile_states import TileStatesConfig
+from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..functions.function import Function, explain_failure
 from ..machine import toolchain
 from ..machine.announce import announce
@@ -32,7 +32,7 @@ from .assembler import assemble
 if TYPE_CHECKING:
     from ..config.backward import BackwardConfig
 
-    AnyConfig = BackwardConfig | MaskBitsConfig | TileStatesConfig | SoftmaxConfig
+    AnyConfig = BackwardConfig | MaskBitsConfig | TileStatesConfig | TileOrderConfig | SoftmaxConfig
 else:
     AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
 # the file of each kernel, in numba_flash/kernels
@@ -46,6 +46,7 @@ MODULES = {
     "mask_bits_of_keys": "score.mask_bits",
     "tile_states": "score.tile_states",
     "tile_states_of_keys": "score.tile_states",
+    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "score.tile_order"),
     "v2_dkdv": "simt.v2_backward_dkdv",
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",

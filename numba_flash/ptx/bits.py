@@ -10,3 +10,9 @@ from . import asm
 def highest(typingctx, word):
     """bfind.u32: the number of the highest bit that is 1, int32; -1 where none is. Stand-in: sim.bits.highest."""
     return asm.scalars("bfind.u32 $0, $1;", types.int32(types.uint32))
+
+
+@intrinsic
+def count(typingctx, word):
+    """popc.b32: how many bits are 1, int32. Stand-in: sim.bits.count."""
+    return asm.scalars("popc.b32 $0, $1;", types.int32(types.uint32))

@@ -92,6 +92,7 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 _STATES, _OF_STATES = (TILE_STATES, TILE_STATES_OF_KEYS), _words("mask seqlens_k q_offset")
+_ORDERS = ("tile_order", "tile_order_of_keys")
 FORWARD_WORKSPACE = (
     *_words("acc_o row_sum row_max"),
     MASK_BITS,
@@ -130,6 +131,10 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     **dict.fromkeys(_STATES, Parameters(_OF_STATES, _OF_STATES, _SIZES)),
+    **{
+        order: Parameters((states,), (states,), _words("seqlen_q seqlen_k"))
+        for order, states in zip(_ORDERS, _STATES, strict=True)
+    },
     "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),

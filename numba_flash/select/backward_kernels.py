@@ -11,7 +11,7 @@ from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, 
 from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
-from ..config.tile_states import TileStatesConfig
+from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
     WgmmaBackwardConfig,
@@ -150,7 +150,8 @@ def _with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Ba
             of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
             before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
         if config.tile_states:
-            before.append(TileStatesConfig.before(config, threads))
+            states = TileStatesConfig.before(config, threads)
+            before += [states, TileOrderConfig.behind(states)]
         made += [other for other in before if other not in made] + [config]
     return made
 

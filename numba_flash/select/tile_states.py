@@ -1,10 +1,12 @@
 """The states of tiles under a mask_mod: how many there are, where they lie, and for which entries and heads.
 
-A query tile has a row of words, STATES_IN_WORD tiles of keys in each; for kernels that own keys it is the other way
-around. Where neither the function nor anything else
+A query tile has a row of words, STATES_IN_WORD tiles of keys in each, and behind them one for the order in which tiles
+are taken; for kernels that own keys it is the other way around. Where neither the function nor anything else
 that hides keys differs between batch entries, one entry has states for all; likewise of heads. So there is no more than
 a bit or two for each tile.
 """
+
+import math
 
 from ..config.states_of_tiles import STATES_IN_WORD, StatesTile
 from ..functions.arguments import reads_argument
@@ -27,15 +29,27 @@ def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
 
 
 def words(problem: Problem, tile: StatesTile) -> int:
-    """How many there are, each made by a block."""
+    """How many there are, with those of the order."""
     batch, groups, tiles, of_tile = counts(problem, tile)
-    return batch * groups * tiles * of_tile
+    return batch * groups * tiles * (of_tile + 1)
+
+
+def blocks(problem: Problem, tile: StatesTile) -> int:
+    """Of tile_states, each of which makes a word."""
+    return math.prod(counts(problem, tile))
+
+
+def order_blocks(problem: Problem, tile: StatesTile, threads: int) -> int:
+    """Of tile_order, each of which finds the places of so many tiles."""
+    batch, groups, tiles, _ = counts(problem, tile)
+    return batch * groups * -(-tiles // threads)
 
 
 def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
     """(batch entry, group of heads, own tile), in words; 0 where all have the same."""
     (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
-    return groups * tiles * of_tile * by_batch, tiles * of_tile * by_head, of_tile
+    row = of_tile + 1
+    return groups * tiles * row * by_batch, tiles * row * by_head, row
 
 
 def _differ(problem: Problem) -> tuple[bool, bool]:

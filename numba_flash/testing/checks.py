@@ -1,5 +1,6 @@
 """Results against the oracle's, within a tolerance that is derived from the case."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from .formula import (
     counts_of,
     delta_of,
     finite,
+    of_aux,
     of_each_head,
     of_each_kv_head,
     of_options,
@@ -54,10 +56,11 @@ def check_gradients(
 ) -> None:
     """Raise AssertionError unless the gradients made from do, o, lse and dlse agree with the oracle within tolerance.
 
-    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout; what is None in it is
-    not looked at.
+    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout; what is None in it, or in
+    its daux, is not looked at.
     """
-    given = case, do, o, lse, dlse
+    aux = [number for number, x in enumerate(gradients.daux or ()) if x is not None]
+    given = case, do, o, lse, dlse, aux
     expected, by_hand = oracle_gradients(*given), plain_gradients(*given)
     with np.errstate(all="ignore"):
         floors = _gradient_floors(*given)
@@ -71,6 +74,12 @@ def check_gradients(
             got = heads_first(case, got) if name in ("dq", "dk", "dv") else got
             floor = EPS[array.dtype.name] * np.max(np.abs(finite(right)), initial=0) + getattr(floors, name)
             _compare(f"{what}: {name}", case, got, right, getattr(by_hand, name), floor)
+    for number in aux:
+        got, array, right = np.asarray(gradients.daux[number]), case.options["aux"][number], expected.daux[number]
+        about = f"{what}: daux[{number}]"
+        assert got.dtype == array.dtype and got.shape == array.shape, f"{about} is {got.dtype} {got.shape} in {case}"
+        floor = EPS[array.dtype.name] * np.max(np.abs(finite(right)), initial=0) + floors.daux[number]
+        _compare(about, case, got, right, by_hand.daux[number], floor)
 
 
 def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +94,7 @@ def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tup
 
 
 def _gradient_floors(
-    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None
+    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None, aux: Sequence[int]
 ) -> AttentionGradients:
     """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score, dP and
     delta, by that of the products in them, and what a derivative of the scores lets
@@ -116,7 +125,12 @@ def _gradient_floors(
         dv=of_p * of_each_kv_head((p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
         **of_arrays,
     )
-    return AttentionGradients(**{name: np.max(np.abs(x), initial=0) for name, x in whole.items()})
+    # A term of daux is off by what its dS is, and by the rounding of its own derivative.
+    daux = of_aux(case, ds + eps * p * np.abs(bracket), aux, np.abs) if aux else {}
+    return AttentionGradients(
+        **{name: np.max(np.abs(x), initial=0) for name, x in whole.items()},
+        daux={number: np.max(x, initial=0) for number, x in daux.items()},
+    )
 
 
 def _largest_score(case: Case) -> float:

@@ -1,10 +1,12 @@
 """What a case's results are: the oracle's, in float64."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..api import forward as api
 from ..api.backward import AttentionGradients, attention_backward
-from ..problem.options import GRADIENT_OF
+from ..problem.options import GRADIENT_OF, daux_name
 from .cases import Case, heads_first
 
 
@@ -15,11 +17,17 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def oracle_gradients(
-    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None = None
+    case: Case,
+    do: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    dlse: np.ndarray | None = None,
+    aux: Sequence[int] = (),
 ) -> AttentionGradients:
     """All gradients that the case has, in float64; dq, dk and dv in (batch, heads, seqlen, dim) order.
 
-    o and lse are what some forward made of the case, rounded as they may be: a backward works with just these.
+    o and lse are what some forward made of the case, rounded as they may be: a backward works with just these. aux: the
+    numbers of those of aux whose gradients are wanted, too.
     """
     dq, dk, dv, *rest = attention_backward(
         _widened(do),
@@ -27,7 +35,7 @@ def oracle_gradients(
         o=_widened(o),
         lse=_widened(lse),
         dlse=None if dlse is None else _widened(dlse),
-        wanted=gradients_of(case),
+        wanted=(*gradients_of(case), *map(daux_name, aux)),
         kernel="reference",
     )
     return AttentionGradients(*(heads_first(case, x) for x in (dq, dk, dv)), *rest)

@@ -3,6 +3,7 @@
 It follows the words of the contract, apart from the oracle's own code.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,17 @@ def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plain_gradients(
-    case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None = None
+    case: Case,
+    do: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    dlse: np.ndarray | None = None,
+    aux: Sequence[int] = (),
 ) -> AttentionGradients:
-    """The same as one would write them in the case's own dtype: every step's result is rounded to it."""
+    """The same as one would write them in the case's own dtype: every step's result is rounded to it.
+
+    aux: the numbers of those of aux whose gradients are wanted, too; daux is a dict of these.
+    """
     q, k, v = (np.where(np.isfinite(x), x, 0) for x in of_each_head(case))
     s, through = scores_of(case)
     do, o = (heads_first(case, x).astype(q.dtype) for x in (do, o))
@@ -52,7 +61,8 @@ def plain_gradients(
             weight = rounded(case, np.exp(sinks_of(case).astype(q.dtype) - lse[..., None]))
             of_rows = np.where(weight == 0, 0, -weight * rounded(case, delta))
             made["dsinks"] = summed(of_rows.sum((2, 3)), case.options["sinks"].shape)
-    return AttentionGradients(**made)
+        daux = of_aux(case, ds, aux, lambda x: x) if aux else None
+    return AttentionGradients(**made, daux=daux)
 
 
 def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -85,11 +95,10 @@ def sinks_of(case: Case) -> np.ndarray:
 
 def scores_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Scores (batch, heads, seqlen_q, seqlen_k), -inf for removed keys; the derivative of the softcap there, or 1."""
-    q, k, _ = of_each_head(case)
-    options, compute = case.options, q.dtype.type
+    s = products_of(case)
+    options, compute = case.options, s.dtype.type
     through = np.ones((), compute)
     with np.errstate(all="ignore"):
-        s = rounded(case, compute(scale_of(case)) * rounded(case, np.matmul(q, k.swapaxes(2, 3))))
         visible = visible_keys(case)
         if "score_mod" in options:
             s, through = (rounded(case, x) for x in _by_function(case, s, visible))
@@ -103,6 +112,13 @@ def scores_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
         if "bias" in options:
             s = rounded(case, s + options["bias"].astype(compute))
     return np.where(visible, s, -np.inf), through
+
+
+def products_of(case: Case) -> np.ndarray:
+    """scale * q . k, (batch, heads, seqlen_q, seqlen_k)."""
+    q, k, _ = of_each_head(case)
+    with np.errstate(all="ignore"):
+        return rounded(case, q.dtype.type(scale_of(case)) * rounded(case, np.matmul(q, k.swapaxes(2, 3))))
 
 
 def _by_function(case: Case, s: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -129,6 +145,37 @@ def of_options(case: Case, ds: np.ndarray) -> dict[str, np.ndarray]:
         shape = case.options["alibi_slopes"].shape
         made["dalibi_slopes"] = summed(-np.sum(ds * _distance(case), (2, 3)), shape)
     return made
+
+
+def of_aux(case: Case, ds: np.ndarray, wanted: Sequence[int], term: Callable[[Any], Any]) -> dict[int, np.ndarray]:
+    """The gradients of these of aux from dS, {number: array}: sums of a term for each score and element read for it.
+
+    term: what is added up of it, such as itself, or its size.
+    """
+    aux, base = case.options["aux"], ds.dtype.type
+    found = {number: np.zeros(aux[number].size) for number in wanted}
+    if "score_mod" in case.options:
+        function, q_pos, products = (
+            Function.of("score_mod", case.options["score_mod"]),
+            _positions(case),
+            products_of(case),
+        )
+        tables = [
+            (
+                function_numbers.RecordedTable(base, array, number)
+                if number in wanted
+                else function_numbers.Table(base, array)
+            )
+            for number, array in enumerate(aux)
+        ]
+        cap = case.options.get("softcap")
+        for at in zip(*np.nonzero(ds), strict=True):
+            b, h, i, j = at
+            y, owed = function_numbers.score_of(function, base, products[at], (b, h, q_pos[b, i], j), tables, False)
+            outer = ds[at] * (1 - np.tanh(y / base(cap)) ** 2) if cap else ds[at]
+            for (number, place), slope in function_numbers.parts_of(owed):
+                found[number][place] += term(outer * slope)
+    return {number: x.reshape(aux[number].shape) for number, x in found.items()}
 
 
 def summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -43,6 +43,7 @@ FIRST_LINES = {
     "wgmma_round": "tile_at = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
+    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = thread_index()"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -199,6 +200,10 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_states_of_keys":
             differentiate("v2", mask_mod=mods.causal)
+        elif kernel == "tile_order":
+            numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
+        elif kernel == "tile_order_of_keys":
+            differentiate("mma", mask_mod=mods.causal)
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
         elif "daux" in kernel:

@@ -175,6 +175,15 @@ def test_the_highest_bit_of_a_word():
     np.testing.assert_array_equal(out, [-1, 0, 1, 1, 15, 15, 31, 31])
 
 
+def test_how_many_bits_of_a_word_are_1():
+    def kernel(words, out):
+        out[cuda.threadIdx.x] = bits.count(words[cuda.threadIdx.x])
+
+    words, out = np.array([0, 1, 6, 0x80000001, 0xFFFFFFFF], np.uint32), np.zeros(5, np.int32)
+    launch(kernel, 5, words, out)
+    np.testing.assert_array_equal(out, [0, 1, 2, 2, 32])
+
+
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_and_stmatrix_are_each_others_inverse(count, trans):

@@ -16,7 +16,7 @@ from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, So
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.states_of_tiles import StatesTile
-from numba_flash.config.tile_states import TileStatesConfig
+from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig
 from numba_flash.functions.function import Function
@@ -110,6 +110,7 @@ def test_every_kernel_can_be_made():
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
+        *[TileOrderConfig(tile._replace(of_keys=of_keys), of_mask=False) for of_keys in (False, True)],
         *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
     ]
     assert {config.kernel for config in configs} == set(MODULES)

@@ -210,12 +210,14 @@ def test_what_tensor_cores_launch_for_a_mask_mod(rung, made_by):
     given = dict(dtype="float16", mask_mod=Function.of("mask_mod", earlier))
     configs = made_by(problem(256, **given), HOPPER)  # dK and dV apart, which read the same states
     of_dkdv, of_dq = (c for c in configs if c.kernel.startswith("tile_states"))
-    names = f"tile_states_of_keys {rung}_dkdv {rung}_dkdv tile_states {rung}_dq".split()
+    of_keys, of_queries = (f"tile_states{side} tile_order{side}" for side in ("_of_keys", ""))
+    names = [*of_keys.split(), f"{rung}_dkdv", f"{rung}_dkdv", *of_queries.split(), f"{rung}_dq"]
     assert [config.kernel for config in configs[1:]] == names
-    assert of_dkdv.tile == configs[2].states_tile == configs[3].states_tile and of_dkdv.tile.of_keys
-    assert of_dq.tile == configs[5].states_tile and not of_dq.tile.of_keys
-    assert (of_dkdv.tile.own, of_dkdv.tile.other) == (configs[2].tile_n, configs[2].tile_m)
-    assert (of_dq.tile.own, of_dq.tile.other) == (configs[5].tile_m, configs[5].tile_n)
+    _, _, order_of_dkdv, dk, dv, _, order_of_dq, dq = configs
+    assert of_dkdv.tile == order_of_dkdv.tile == dk.states_tile == dv.states_tile and of_dkdv.tile.of_keys
+    assert of_dq.tile == order_of_dq.tile == dq.states_tile and not of_dq.tile.of_keys
+    assert (of_dkdv.tile.own, of_dkdv.tile.other) == (dk.tile_n, dk.tile_m)
+    assert (of_dq.tile.own, of_dq.tile.other) == (dq.tile_m, dq.tile_n)
 
 
 # The smallest shared memory there is, and the largest rows that must fit into it; tiles shrink with them.

@@ -112,13 +112,17 @@ def test_how_many_states_there_are():
         p = problem(heads=8, seqlen=1000, seqlen_k=96 * 30, mask_mod=Function.of("mask_mod", function), **options)
         return tile_states.counts(p, tile), tile_states.strides(p, tile)
 
-    assert counted(mods.causal) == ((1, 1, 16, 2), (0, 0, 2))
-    assert counted(lambda b, h, i, j: i > h) == ((1, 4, 16, 2), (0, 32, 2))
-    assert counted(lambda b, h, i, j: i > b)[1] == (32, 0, 2)
-    assert counted(mods.causal, seqlens_k=empty(1, dtype="int32"))[1] == (32, 0, 2)
-    assert counted(mods.causal, mask=empty(1, 8, 1000, 2880, dtype="bool"))[1] == (0, 32, 2)
+    # Two words of a tile's states, and one for the order.
+    assert counted(mods.causal) == ((1, 1, 16, 2), (0, 0, 3))
+    assert counted(lambda b, h, i, j: i > h) == ((1, 4, 16, 2), (0, 48, 3))
+    assert counted(lambda b, h, i, j: i > b)[1] == (48, 0, 3)
+    assert counted(mods.causal, seqlens_k=empty(1, dtype="int32"))[1] == (48, 0, 3)
+    assert counted(mods.causal, mask=empty(1, 8, 1000, 2880, dtype="bool"))[1] == (0, 48, 3)
     tile = StatesTile(64, 96, 1, of_keys=True)  # a word for 16 tiles of queries, of which there are 16, and one more
-    assert counted(lambda b, h, i, j: i > h) == ((1, 8, 30, 2), (0, 60, 2))
+    assert counted(lambda b, h, i, j: i > h) == ((1, 8, 30, 2), (0, 90, 3))
+    p = problem(heads=8, seqlen=1000, seqlen_k=96 * 30, mask_mod=Function.of("mask_mod", lambda b, h, i, j: i > h))
+    found = (tile_states.words(p, tile), tile_states.blocks(p, tile), tile_states.order_blocks(p, tile, 16))
+    assert found == (8 * 30 * 3, 8 * 30 * 2, 8 * 2)
 
 
 class Ran(launch.Launch):
@@ -134,16 +138,25 @@ def test_states_are_kept_for_each_stream_and_never_from_a_capture(monkeypatch):
     monkeypatch.setattr(launch, "number_of", lambda device, stream: numbers[stream])
     monkeypatch.setattr(launch.arrays, "scratch", lambda *_: next(made_arrays))
     q = types.SimpleNamespace(layout=types.SimpleNamespace(device=0))
-    steps = [launch.Step(Ran(log, "states"), (1,), 0, "key"), launch.Step(Ran(log, "kernel"), (0, 1))]
+    steps = [
+        launch.Step(Ran(log, "states"), (1,), 0, "key"), launch.Step(Ran(log, "order"), (1,), 0, "other"),
+        launch.Step(Ran(log, "kernel"), (0, 1)),
+    ]  # fmt: skip
     sequence, blocks = launch.KernelSequence(steps, [((3,), "uint32")]), made()
     for stream in (7, 7, 8, 9, 9, 8, 7):
         sequence.run_with_blocks([q], stream, blocks)
     assert log == [
-        ("states", "a", 7), ("kernel", "a", 7), ("kernel", "a", 7),
-        ("states", "b", 8), ("kernel", "b", 8),
-        ("states", "c", 9), ("kernel", "c", 9), ("states", "d", 9), ("kernel", "d", 9),
+        ("states", "a", 7), ("order", "a", 7), ("kernel", "a", 7), ("kernel", "a", 7),
+        ("states", "b", 8), ("order", "b", 8), ("kernel", "b", 8),
+        ("states", "c", 9), ("order", "c", 9), ("kernel", "c", 9),
+        ("states", "d", 9), ("order", "d", 9), ("kernel", "d", 9),
         ("kernel", "b", 8), ("kernel", "a", 7),
     ]  # fmt: skip
     log.clear()
     sequence.run([q], 7)
-    assert log == [("states", "e", 7), ("kernel", "e", 7)]
+    assert log == [("states", "e", 7), ("order", "e", 7), ("kernel", "e", 7)]
+    # What only one of them makes is not taken for what both do: v2 has the states alone.
+    log.clear()
+    one = launch.KernelSequence([steps[0], steps[2]], [((3,), "uint32")])
+    one.run_with_blocks([q], 7, blocks)
+    assert log == [("states", "f", 7), ("kernel", "f", 7)]

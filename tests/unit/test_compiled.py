@@ -8,9 +8,11 @@ import warnings
 import compiler
 import pytest
 
-from numba_flash import testing
+from numba_flash import mods, testing
 from numba_flash.arrays import AUX_DTYPES
 from numba_flash.config.forward import SimtConfig, SoftmaxConfig
+from numba_flash.config.states_of_tiles import StatesTile
+from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
@@ -107,6 +109,15 @@ def reads_a_number(score, b, h, q_pos, k_pos, x):
 def test_functions_may_read_arrays_of_every_dtype(function, aux):
     read = uses(score_mod=Function.of("score_mod", function), aux=(aux,))
     assert ".entry" in compiled.to_ptx(dataclasses.replace(PLAIN, kernel="v1", uses=read), (9, 0))
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_what_runs_before_a_mask_mod(of_keys):
+    tile, used = StatesTile(128, 64, 1, of_keys), uses(mask_mod=Function.of("mask_mod", mods.causal))
+    states = TileStatesConfig("float32", tile, used)
+    for config in (states, TileOrderConfig.behind(states)):
+        made = assembler.assemble(compiled.to_ptx(config, (8, 0)), "sm_80")
+        assert made.spill_bytes == made.stack_bytes == 0 and made.warnings == ()
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"])

@@ -41,12 +41,29 @@ def test_the_check_can_fail(name, how):
     case = Rung("reference").problem(9, 14, alibi_slopes=slopes, bias=bias, sinks=sinks)
     given = incoming(case)
     right = Rung("reference").check(case, given)
-    wrong = getattr(right, name).copy()
+    with pytest.raises(AssertionError, match=f" {name}"):
+        testing.check_gradients(case, right._replace(**{name: struck(getattr(right, name), how)}), *given)
+
+
+@pytest.mark.parametrize("how", ["off", "nan", "dtype"])
+def test_the_check_of_aux_can_fail(how):
+    table, ids = np.random.default_rng(0).standard_normal((2, 7), dtype=np.float32), np.arange(14) % 7
+    case = Rung("reference").problem(
+        9, 14, score_mod=lambda s, b, h, i, j, table, ids: s * table[h, ids[j]], aux=(table, ids), softcap=2.0
+    )
+    given = incoming(case)
+    right = Rung("reference")(case, given, ("dq", "daux[0]"))
+    testing.check_gradients(case, right, *given)
+    with pytest.raises(AssertionError, match=r" daux\[0\]"):
+        testing.check_gradients(case, right._replace(daux=(struck(right.daux[0], how), None)), *given)
+
+
+def struck(x, how):
+    if how == "dtype":
+        return x.astype(np.float64)
+    wrong = x.copy()
     if how == "off":
         wrong += np.float32(1e-4) * np.abs(wrong).max()
-    elif how == "nan":
-        wrong.flat[-1] = np.nan
     else:
-        wrong = wrong.astype(np.float64)
-    with pytest.raises(AssertionError, match=f" {name}"):
-        testing.check_gradients(case, right._replace(**{name: wrong}), *given)
+        wrong.flat[-1] = np.nan
+    return wrong

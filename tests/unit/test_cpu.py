@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import contract
 import ml_dtypes
@@ -334,6 +335,12 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="cannot use its cache folder .*Set NUMBA_FLASH_CACHE_DIR"):
         assert compiled_anew()
     assert compiled_anew(), "and said once: a second warning would be an error here"
+
+
+def test_all_that_is_compiled_is_in_the_key():
+    package = Path(cpu_cache.__file__).parents[1]
+    known = {file for pattern in cpu_cache.SOURCES for file in package.glob(pattern)}
+    assert {file for folder in ("cpu", "functions") for file in (package / folder).rglob("*.py")} <= known
 
 
 def test_other_sources_are_another_entry(folder, monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import numba
 import numpy as np
 import pytest
 from machines import problem
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 import numba_flash
 from numba_flash import mods, testing
@@ -155,6 +158,29 @@ def test_gradients_of_aux_of_every_dtype(threads):
 
 
 KNOWN = {}
+
+
+def llvm_of(function, aux=()):
+    """What LLVM makes of a score_mod in float32, compiled anew."""
+    body = functions._panel("score_mod", Function.of("score_mod", function), "float32", aux, False, narrow=True)
+    made = CFunc(body, normalize_signature(functions.SIGNATURE), locals={}, options=dict(error_model="numpy"))
+    made.compile()
+    return made.inspect_llvm()
+
+
+# A loop with a call in it is none that LLVM makes vectors of.
+def test_a_large_function_is_no_call():
+    text = llvm_of(mods.relative_position(), (("float32", 2),))
+    assert "biased" not in "".join(re.findall(r"call i32 @(\S+)\(", text))
+    assert re.search(r"fmul[ \w]* <\d+ x float>", text)
+
+
+# Its vectors are as long as those of scores, though positions are int64 to the function.
+@pytest.mark.skipif(build.VECTOR_BYTES != 64, reason="with shorter vectors that is for LLVM to weigh")
+def test_positions_do_not_halve_the_vectors():
+    text = llvm_of(lambda s, b, h, i, j: s + math.log(max(abs(i - j), 8) / 8))
+    found = set(re.findall(r"fmul[ \w]* <(\d+) x float>", text))
+    assert "16" in found and "8" not in found  # 4: the end of a row alone
 
 
 def test_code_of_one_function_is_not_that_of_another():

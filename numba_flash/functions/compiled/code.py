@@ -25,7 +25,8 @@ class Value:
 
     def _do(self, what: str, other: Any, turned: bool = False) -> "Value":
         one, two = self.value, self._constant(other)
-        return Value(self.code, getattr(self.code.builder, what)(*((two, one) if turned else (one, two))))
+        operands = (two, one) if turned else (one, two)
+        return Value(self.code, getattr(self.code.builder, what)(*operands, flags=self.code.flags))
 
     def _ask(self, what: str, other: Any) -> "Value":
         compare = self.code.builder.fcmp_unordered if what == "!=" else self.code.builder.fcmp_ordered
@@ -74,10 +75,10 @@ class Value:
 
 
 class Code:
-    """Where code is made, and `f` of rules.py."""
+    """Where code is made, and `f` of rules.py. flags: LLVM's, of the arithmetic that Values do."""
 
-    def __init__(self, context: Any, builder: Any, base: Any):
-        self.context, self.builder, self.base = context, builder, base
+    def __init__(self, context: Any, builder: Any, base: Any, flags: tuple[str, ...] = ()):
+        self.context, self.builder, self.base, self.flags = context, builder, base, flags
         self.zero, self.one = self.number(0), self.number(1)
 
     def number(self, x: float) -> Value:
@@ -88,8 +89,13 @@ class Code:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in on_cpu.FUNCTIONS and not self.on_gpu:
-            return lambda x: on_cpu.FUNCTIONS[name](x, self)
+            return functools.partial(self._on_cpu, name)
         return functools.partial(self._by_target, name)
+
+    def _on_cpu(self, name: str, x: Value) -> Value:
+        """By polynomials, whose products and sums may be rounded once together: they take half of the instructions."""
+        fused = Code(self.context, self.builder, self.base, ("contract",))
+        return Value(self, on_cpu.FUNCTIONS[name](Value(fused, x.value), fused).value)
 
     def _by_target(self, name: str, *values: Value) -> Value:
         own = signature(self.base, *[self.base] * len(values))

@@ -341,7 +341,7 @@ def make(config):
             k_smem + int32(do_at),  # (stages, tile_m, head_dim_v_padded)
             k_smem + int32(rows_at),  # (stages, tile_m)
         )
-        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, seqlen_k)
+        b, h_kv, first_key = tile_of(special.block_index(), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)

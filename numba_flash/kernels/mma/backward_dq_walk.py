@@ -12,7 +12,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import ld_st, memory, special
-from ..score import counts, gradient_functions, positions, tile_walk
+from ..score import counts, gradient_functions, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -56,7 +56,7 @@ def make(config):
     has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
     has_states, states_row, behind_tile, asks_in = of_states.present, of_states.row, of_states.behind, of_states.asks
-    cut_ends = of_states.ends
+    cut_ends, take = of_states.ends, longest_first.make(config).take
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
     row_blocks, block_words, place, minus_delta_at = (
@@ -75,11 +75,15 @@ def make(config):
     @inlined
     def tile_of(block, arrays, strides, sizes):
         """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see most keys."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        head_tiles = divide(block, m_tiles)
-        b = divide(head_tiles, sizes.heads)
-        h = int32(head_tiles - b * sizes.heads)
-        first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
+        if has_states:  # those that see the most tiles
+            b, h, own = take(block, arrays, strides, sizes)
+            first_query = int32(own * tile_m)
+        else:
+            m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+            head_tiles = divide(block, m_tiles)
+            b = divide(head_tiles, sizes.heads)
+            h = int32(head_tiles - b * sizes.heads)
+            first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         return QueryTile(b, h, first_query, int32(0)), TileKeys(h_kv, int32(keys), first_query + q_start)

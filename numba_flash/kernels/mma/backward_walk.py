@@ -11,7 +11,7 @@ from numba import float32, int32, int64
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import memory, special
-from ..score import counts, fragments, gradient_functions, tile_walk
+from ..score import counts, fragments, gradient_functions, longest_first, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -53,6 +53,7 @@ def make(config):
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
     of_states = tile_walk.make(config)
     has_states, states_row, first_tile, asks_in = of_states.present, of_states.row, of_states.first, of_states.asks
+    take = longest_first.make(config).take
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
@@ -63,8 +64,12 @@ def make(config):
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @inlined
-    def tile_of(block, heads_kv, seqlen_k):
+    def tile_of(block, arrays, strides, sizes):
         """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        heads_kv, seqlen_k = sizes.heads_kv, sizes.seqlen_k
+        if has_states:  # those that are seen in the most tiles
+            b, h_kv, own = take(block, arrays, strides, sizes)
+            return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
         head_of_all = divide(block, n_tiles)
         b = divide(head_of_all, heads_kv)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, memory, shared, special, vote
-from ..score import counts, fragment_functions, fragments, positions, sum_terms, tile_walk
+from ..score import counts, fragment_functions, fragments, longest_first, positions, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..score.stage import LOG2_E
@@ -106,6 +106,7 @@ def make(config):
     has_functions, apply_functions, has_score_mod = functions.present, functions.apply, functions.every_tile
     walk = tile_walk.make(config, whole_warp=True)
     has_states, states_row, states_ends, behind, asks_in = walk.present, walk.row, walk.ends, walk.behind, walk.asks
+    take = longest_first.make(config).take
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
@@ -125,11 +126,15 @@ def make(config):
         m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         tiles = divide(block, v_parts)
         part = int32(block - tiles * v_parts)
-        head_tiles = divide(tiles, m_tiles)
-        first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
-        groups = divide(sizes.heads, group)
-        b = divide(head_tiles, groups)
-        h = int32((head_tiles - b * groups) * group)
+        if has_states:  # those that see the most tiles
+            b, head, own = take(tiles, arrays, strides, sizes)
+            h, first_query = int32(head * group), int32(own * queries)
+        else:
+            head_tiles = divide(tiles, m_tiles)
+            first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
+            groups = divide(sizes.heads, group)
+            b = divide(head_tiles, groups)
+            h = int32((head_tiles - b * groups) * group)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         return QueryTile(b, h, first_query, part), TileKeys(h_kv, int32(keys), first_query + q_start)

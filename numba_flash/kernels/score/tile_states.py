@@ -4,10 +4,11 @@ A tile in which nothing is seen can be left out, and one in which all is seen ne
 a tile has two bits. Only positions are asked about that causal, window, lengths and mask leave, so "all" means all of
 those. Elsewhere the function might read past the end of an array.
 
-A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD tiles of keys: bit i says that
-something is seen in the i-th of them, bit 16 + i that something is and something is not, so that mask_mod has to be
-asked again. Where a tile holds rows of several heads, what is seen for one of them is seen. For kernels that own keys
-and walk over queries, a tile of keys has a row of words instead, each for tiles of queries.
+A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD tiles of keys, and behind them one that
+tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles, bit 16 + i that something is and
+something is not, so that mask_mod has to be asked again. Where a tile holds rows of several heads, what is seen for one
+of them is seen. For kernels that own keys and walk over queries, a tile of keys has a row of words instead, each for
+tiles of queries.
 
     own tile's first word = b * strides[0] + h // heads of a tile * strides[1] + own tile * strides[2]
 
@@ -87,12 +88,14 @@ def make(config):
         own_tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
         members = int32(heads) if by[1] != 0 else int32(1)  # else all heads see the same
-        row = divide(block_index(), by[2])
+        words = int32(by[2] - 1)
+        row = divide(block_index(), words)
         head_row = divide(row, own_tiles)
         b = divide(head_row, groups)
         h = int32((head_row - b * groups) * heads)
         own = int32(row - head_row * own_tiles)
-        first_tile = int32((block_index() - row * int32(by[2])) * STATES_IN_WORD)
+        number = int32(block_index() - row * words)
+        first_tile = int32(number * STATES_IN_WORD)
 
         found = cuda.shared.array(STATES_IN_WORD, uint32)
         for place in range(warp, STATES_IN_WORD, warps):
@@ -111,6 +114,6 @@ def make(config):
             word = uint32(0)
             for place in range(STATES_IN_WORD):
                 word |= found[place]
-            states[block_index()] = word
+            states[row * by[2] + number] = word
 
     return tile_states

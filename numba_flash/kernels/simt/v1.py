@@ -20,7 +20,7 @@ from numba import cuda
 
 from ...ptx import shared
 from .. import score
-from ..score import At, positions, sum_terms
+from ..score import At, positions, sum_terms, tile_walk
 from ..steps import elements, tiles
 from ..steps.plain import key_tiles, row_keys
 from ..steps.tiles import row_base
@@ -39,7 +39,10 @@ def make(config):
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
     keys_and_start = positions.make(config)
-    score_value, _, visible, _, count = score.make(config)
+    made = score.make(config)
+    score_value, visible, count = made.value, made.visible_in, made.count
+    walk = tile_walk.make(config)
+    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -80,9 +83,13 @@ def make(config):
             load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
             load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
             for i in range(m_tiles):  # line 4
+                first_row = i * tile_m
+                states = states_row(b, h, first_row, arrays, strides)
+                if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of K_j to Q_i
+                    continue
+                asks = asks_in(states, j, arrays, strides)  # whether mask_mod hides some of it
                 cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
                 # line 5: load Q_i
-                first_row = i * tile_m
                 load_q(
                     q_smem,
                     arrays.q,
@@ -106,7 +113,7 @@ def make(config):
                         k_index = first_y + y
                         at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
-                        if first_key <= k_index and k_index < end_key and visible(at, arrays, strides):
+                        if first_key <= k_index and k_index < end_key and visible(at, asks, arrays, strides):
                             s = score_value(total, at, arrays, strides, score)
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf

@@ -26,6 +26,7 @@ tensor maps of q, k, v and do. dk and dv are contiguous.
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ..score import longest_first
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from . import backward_keys, backward_query_walk, backward_scores, backward_state
@@ -58,14 +59,18 @@ def make(config):
     prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
     bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
     walk = backward_query_walk.make(config, whole_warp=True)
-    has_states, up_to, asks = walk.present, walk.up_to, walk.asks
+    has_states, up_to, asks, take = walk.present, walk.up_to, walk.asks, longest_first.make(config).take
     set_up, _, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
     @inlined
-    def work_of(block, heads_kv, seqlen_k):
+    def work_of(block, arrays, strides, sizes):
         """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        heads_kv, seqlen_k = sizes.heads_kv, sizes.seqlen_k
+        if has_states:  # those that are seen in the most tiles
+            b, h_kv, own = take(block, arrays, strides, sizes)
+            return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
         head_of_all = divide(block, n_tiles)
         b = divide(head_of_all, heads_kv)
@@ -191,7 +196,7 @@ def make(config):
         if thread == 0:
             set_up(base)
             fence_init()
-            b, h_kv, first_key = work_of(block_index(), sizes.heads_kv, sizes.seqlen_k)
+            b, h_kv, first_key = work_of(block_index(), arrays, strides, sizes)
             set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:

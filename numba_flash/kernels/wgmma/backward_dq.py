@@ -17,7 +17,7 @@ import math
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
-from ..score import fragments, positions, tile_walk
+from ..score import fragments, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
@@ -95,11 +95,16 @@ def make(config):
     has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
+    take = longest_first.make(config).take
     behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
 
     @inlined
-    def work_of(block, heads, seqlen_q):
+    def work_of(block, arrays, strides, sizes):
         """-> (b, h, first_query). The last queries of a head come first: under a causal mask they see most."""
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        if has_states:  # those that see the most tiles
+            b, h, own = take(block, arrays, strides, sizes)
+            return b, h, int32(own * tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, heads)
@@ -110,7 +115,7 @@ def make(config):
     def set_up_state(base, arrays, strides, sizes):
         """What the block is to do, for all of its roles; by one thread."""
         left, right = sizes.left, sizes.right
-        b, h, first_query = work_of(block_index(), sizes.heads, sizes.seqlen_q)
+        b, h, first_query = work_of(block_index(), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1

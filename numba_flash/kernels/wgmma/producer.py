@@ -6,7 +6,8 @@ Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and 
 from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
-from ..score import positions, reads, tile_walk
+from ..score import longest_first, positions, reads, tile_walk
+from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
@@ -56,6 +57,7 @@ def make(config):
     keys_and_start = positions.make(config)
     has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
     has_states, states_row, states_ends, behind = walk.present, walk.row, walk.ends, walk.behind
+    take = longest_first.make(config).take
 
     @inlined
     def set_up(base):
@@ -74,23 +76,20 @@ def make(config):
             init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
 
     @inlined
-    def tile_of(t, sizes):
+    def tile_of(t, arrays, strides, sizes):
         """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
 
-        Some heads at a time, last queries first.
+        Some heads at a time, last queries first, or under a mask_mod those that see the most tiles.
         """
+        if has_states:
+            b, head, own = take(t, arrays, strides, sizes)
+            return b, int32(head * group), int32(own * queries)
         m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
         kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
         heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
-        a_round = heads_at_once * m_tiles
-        rounds = divide(t, a_round)
-        in_round = t - rounds * a_round
-        first_head = rounds * heads_at_once
-        heads_here = min(heads_at_once, max(head_tiles - first_head, 1))
-        from_last = divide(in_round, heads_here)
-        head_tile = first_head + (in_round - from_last * heads_here)
+        head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
         b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(sizes.batch)
         return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
@@ -218,7 +217,7 @@ def make(config):
         Where there is none, the first one of all stands for it: consumers issue its S and drop it, so that they need no
         branch.
         """
-        b, h, first_query = tile_of(t, sizes)
+        b, h, first_query = tile_of(t, arrays, strides, sizes)
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)

@@ -5,3 +5,7 @@ import numpy as np
 
 def highest(word):
     return np.int32(int(word).bit_length() - 1)
+
+
+def count(word):
+    return np.int32(int(word).bit_count())

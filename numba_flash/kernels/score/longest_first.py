@@ -1,0 +1,52 @@
+"""Which tile a block takes under a mask_mod: of some heads at a time those that walk the most tiles first. So blocks
+end together, however unequal documents are. tile_order.py has found the order."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from ...config.forward import ITEM_SIZE, L2_BYTES
+from ..steps.head_rounds import in_rounds
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from . import tile_walk
+
+
+class LongestFirst(NamedTuple):
+    present: bool
+    take: Callable[..., Any]  # (t, arrays, strides, sizes) -> (b, head, own tile); b = batch where there is none
+
+
+def make(config: Any) -> LongestFirst:
+    """head: that of K and V for a kernel that owns keys; else a number of heads that share a tile, or one, is one."""
+    if not config.tile_states:
+        return LongestFirst(False, _none)
+    _, _, heads_in_tile, of_keys = config.states_tile
+    own_rows, find = config.states_tile.own, tile_walk.states_of(config)
+    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of what blocks walk over
+
+    @inlined
+    def take(t, arrays, strides, sizes):
+        group = divide(sizes.heads, sizes.heads_kv)
+        own, walked = int32(sizes.seqlen_q), int32(sizes.seqlen_k)
+        heads, sharing = divide(sizes.heads, heads_in_tile), divide(group, heads_in_tile)
+        if of_keys:
+            own, walked = int32(sizes.seqlen_k), int32(sizes.seqlen_q * group)
+            heads, sharing = sizes.heads_kv, int32(1)
+        tiles, head_tiles = divide(own + int32(own_rows - 1), own_rows), int32(sizes.batch * heads)
+        at_once = int32(min(max(divide(l2_rows, max(walked, 1)), 1) * sharing, head_tiles))
+        work = t < head_tiles * tiles
+        head, rank = in_rounds(int32(t if work else 0), tiles, head_tiles, at_once)
+        b = divide(head, heads)
+        h = int32(head - b * heads)
+        states, by = find(arrays, strides)
+        row = int32(b * by[0] + (h * group if of_keys else h) * by[1] + rank * by[2])
+        return int32(b if work else sizes.batch), h, int32(states[row + by[2] - 1])
+
+    return LongestFirst(True, take)
+
+
+@inlined
+def _none(t, arrays, strides, sizes):
+    return int32(0), int32(0), int32(0)

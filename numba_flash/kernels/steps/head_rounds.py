@@ -1,0 +1,17 @@
+"""In which order tiles of many heads are taken: some heads at a time, so that what they read stays in L2."""
+
+from .inlined import inlined
+from .integers import divide
+
+
+@inlined
+def in_rounds(t, tiles, head_tiles, at_once):
+    """-> (head, rank) of the t-th of all tiles, of which each head has `tiles`: of `at_once` heads all first ones, then
+    all second ones. `head` counts through the batch."""
+    a_round = at_once * tiles
+    rounds = divide(t, a_round)
+    in_round = t - rounds * a_round
+    first_head = rounds * at_once
+    heads_here = min(at_once, max(head_tiles - first_head, 1))
+    rank = divide(in_round, heads_here)
+    return first_head + (in_round - rank * heads_here), rank
