@@ -188,7 +188,7 @@ def _can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether it is the faster form. docs/adding_a_tile_row.md has the measurements.
 
-    Where every query sees every key, its parts of dQ follow each other in a line (problem/dq_order.py). That takes
+    Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
     little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
     the line to pass. Without an order there is no line. The number of entries has no say: a row's bits must not depend
     on them. Short sequences are taken to come in batches.

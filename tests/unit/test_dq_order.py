@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numba_flash.problem.dq_order import key_tile_of, parts_before
+from numba_flash.kernels.steps.dq_order import key_tile_of, parts_before
 from numba_flash.problem.ranges import UNBOUNDED, row_keys
 
 

@@ -3,8 +3,9 @@
 Here, and not where they are used, so that each is compiled once and not once a user.
 """
 
-from ...problem import dq_order, ranges
+from ...problem import ranges
 from ...ptx import fragments
+from . import dq_order
 from .inlined import inlined
 
 row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)

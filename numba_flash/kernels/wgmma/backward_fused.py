@@ -8,9 +8,9 @@ and has the sums of dK and dV in registers. Here its dS serves dQ too,
 of which each key tile has a part. Parts are added up in float32 in global memory, by bulk copies that add; a kernel
 behind this one scales and rounds (backward_round).
 
-Order of the sums. problem/dq_order.py says in which order parts of a query tile are added, and why. A count for each
-query tile says how many are in. A block waits for its turn, and the first one stores instead of adding, so nothing need
-be set to zero. With ordered False only the first part has its turn.
+Order of the sums. Parts of a query tile are added in a fixed order; kernels/steps/dq_order.py says in which, and why. A
+count for each query tile says how many are in. A block waits for its turn, and the first one stores instead of adding,
+so nothing need be set to zero. With ordered False only the first part has its turn.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it

@@ -1,4 +1,4 @@
-"""In which order blocks that each own a tile of keys add their parts of dQ: integers only, as in ranges.py.
+"""In which order blocks that each own a tile of keys add their parts of dQ: integers only, as in problem/ranges.py.
 
 Float addition is not associative, so the parts of a query tile are added in a fixed order. A block waits until the
 parts before its own are in. Blocks take their work by tickets, and whoever a block waits for has a lower ticket: so
@@ -9,6 +9,8 @@ keys (step 1). Under a causal mask that is the diagonal, and a block n key tiles
 later: turns come without waiting. But its longest blocks come last. So in a head with an odd number the first key tile
 comes first and blocks walk down from the last query (step -1): its long blocks begin where short ones of the even heads
 end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one way.
+A block walks each query tile of all heads of its group before the next one. Else a short block would come to its second
+head before the long ones that it waits for.
 """
 
 
