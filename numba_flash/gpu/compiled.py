@@ -55,6 +55,8 @@ MODULES = {
     "mma_dq": "mma.backward_dq",
     "mma_dkdv_wide": "mma.backward_dkdv_wide",
     "mma_dq_wide": "mma.backward_dq_wide",
+    "mma_dqkv_wide": "mma.backward_dkdv_wide",
+    "mma_dq_finish": "mma.backward_dq_finish",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",
     "wgmma_fused": "wgmma.backward_fused",

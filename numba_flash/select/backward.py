@@ -17,7 +17,7 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS, BY_NAME, HEAD_GRADIENTS, SEEDED, changes_scores, of_scores
@@ -165,11 +165,14 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 @functools.lru_cache(maxsize=4096)
 def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels in float32 and float64."""
-    made: list[BackwardConfig] = [delta_config(problem, target)]
+    made: list[BackwardConfig] = _wide_fused(problem, target)
+    if made:
+        return (*made, *_head_sums(problem, target, of_blocks=False))
+    made = [delta_config(problem, target)]
     threads, masked = 32 if target.simulated else 512, problem.forward.array("mask") is not None
     if {"dk", "dv"} & set(problem.wanted):
         made += [MaskBitsConfig(of_keys=True, threads=threads)] * masked
-        rows = _usable("mma_dkdv", problem, target)
+        rows = [row for row in _usable("mma_dkdv", problem, target) if not row.of_dq]
         made += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
         made += [MaskBitsConfig(threads=threads)] * masked
@@ -177,6 +180,34 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
     return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
+    """Those where one kernel computes dK, dV and parts of dQ, which takes five products instead of seven; or none.
+
+    Its parts of dQ follow each other in a line, as of wgmma_fused (gains_by_one_kernel).
+    """
+    forward = problem.forward
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not line_is_full(problem):
+        return []
+    for row in (row for row in _usable("mma_dkdv", problem, target) if row.of_dq):
+        features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
+        fused = WideDkdvConfig(**features, kernel="mma_dqkv_wide", of_dq=True)
+        if fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes:
+            tiles_of = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            finish = WideDqFinishConfig(**_features(problem), **tiles_of, kernel="mma_dq_finish")
+            return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
+    return []
+
+
+def line_is_full(problem: BackwardProblem) -> bool:
+    """Whether blocks that follow each other in a line (kernels/mma/backward_dq_parts.py) wait for little. The number of
+    batch entries has no say: a row's bits must not depend on them."""
+    forward = problem.forward
+    if forward.seqlen_k > forward.seqlen_q:
+        return False
+    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class WideBackward(NamedTuple):
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
+    of_dq: bool = False  # the kernel of dK and dV gives parts of dQ too, which are added up in turns
     unread: bool = False  # as of MmaWide
     gpu: str = MEASURED
 
@@ -303,7 +304,7 @@ def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
     return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
 
 
-NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "unread", "gpu", "own_rows", "other_rows")
+NOT_COLUMNS = ("head_dim", "plain", "reads", "apart", "functions", "unread", "of_dq", "gpu", "own_rows", "other_rows")
 
 
 def columns(row: Any) -> dict[str, Any]:
