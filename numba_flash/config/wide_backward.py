@@ -89,7 +89,7 @@ class WideBackwardConfig(Config):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
-        other side, dS and a ticket where dQ needs them, and the end are."""
+        other side, dS and the block's state where dQ needs them, and the end are."""
         starts = [0]
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
@@ -98,7 +98,7 @@ class WideBackwardConfig(Config):
         starts.append(starts[-1] + exchanged)
         starts.append(starts[-1] + self.staged_rows * 2 * self.item_size)
         starts.append(starts[-1] + self.ds_bytes)
-        return (*starts, starts[-1] + (16 if self.ds_bytes else 0))
+        return (*starts, starts[-1] + (32 if self.ds_bytes else 0))
 
 
 @dataclass(frozen=True)

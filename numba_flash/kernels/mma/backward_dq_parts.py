@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
 from ...ptx import ld_st, memory, special
-from ..steps import numbers
+from ..steps import block_state, numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
@@ -29,9 +29,10 @@ from . import backward_wide
 
 
 class DqParts(NamedTuple):
-    """Device functions. i: a query tile of head h; first_key: the block's."""
+    """Device functions. i: a query tile of head h; state: where `keep` has left what every tile needs."""
 
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
+    keep: Callable[..., Any]
     store_ds: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
@@ -70,7 +71,8 @@ def make(config):
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     o_blocks, panels, abreast, turns_at = columns // 8, columns // panel_columns, config.ABREAST, TURNS_AT
     chunks = panels * 2 * 2  # of 16 bytes that a lane has: two of each panel, of two rows
-    dq_count, real = 4 * o_blocks, numbers.of(config.compute_dtype).real
+    dq_count, ds_count, old_count = 4 * o_blocks, 4 * key_blocks, 4 * chunks
+    real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
     multiply, to_operand, lanes, fragment = made.multiply_p_v, made.to_p, made.lanes, made.register
@@ -125,36 +127,47 @@ def make(config):
                         ds[4 * n + 2 * r + x] = load_b32(at).view(np.float32)
 
     @inlined
-    def turn_of(b, h, i, arrays, sizes):
+    def keep(walk, state, arrays, strides, sizes):
+        """Leave what every tile needs at `state`, by one thread: kept through the loop, it would cost registers."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        return address(arrays.turns, turns_at + (int64(b) * sizes.heads + h) * m_tiles + i)
+        turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
+        block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
+        block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
 
     @inlined
-    def parts_before(walk, i, left):
+    def turn_of(h, i, state, sizes):
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        _, turns = block_state.get(state)
+        return turns + 4 * (int64(h) * m_tiles + i)
+
+    @inlined
+    def parts_before(i, state):
         """How many key tiles of lower number see query tile i."""
         # key_tiles' `begin`, from the tile's first query
-        first_seen = min(max(int64(i) * tile_m + walk.q_start - left, int64(0)), int64(walk.keys))
-        return uint32((int64(walk.first_key) - first_seen // tile_n * tile_n) // tile_n)
+        first_from_query, both = block_state.get(state + block_state.SIZE)
+        first_key, keys = both >> 32, int64(int32(both))
+        first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
 
     @inlined
-    def wait_turn(i, h, walk, arrays, sizes):
+    def wait_turn(i, h, state, sizes):
         """One thread, before a barrier: what lower key tiles give is in."""
-        before, turn = parts_before(walk, i, sizes.left), turn_of(walk.b, h, i, arrays, sizes)
+        before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
         while load_acquire(turn) != before:
             pass
 
     @inlined
-    def hand_on(i, h, walk, arrays, sizes):
+    def hand_on(i, h, state, sizes):
         """One thread, behind a barrier after `add`: the next key tile's turn has come."""
-        add_release(turn_of(walk.b, h, i, arrays, sizes), uint32(1))
+        add_release(turn_of(h, i, state, sizes), uint32(1))
 
     @inlined
-    def add(i, h, walk, k_smem, ds_smem, arrays, strides, sizes, score):
+    def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, of query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
-        ds = cuda.local.array(4 * key_blocks, real)  # (tile_n / 8, 4)
+        ds = cuda.local.array(ds_count, real)  # (tile_n / 8, 4)
         operand, other = cuda.local.array(operand_count, fragment), cuda.local.array(other_count, fragment)
-        old, words = cuda.local.array(4 * chunks, uint32), cuda.local.array(4, uint32)
+        old, words = cuda.local.array(old_count, uint32), cuda.local.array(4, uint32)
         values = cuda.local.array(chunk, real)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -168,8 +181,9 @@ def make(config):
 
         query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
         column = int32(first_column + (lane & 3) * (2 * chunk))
-        to = address(arrays.dq, row_base(strides.dq, walk.b, h, query) + column)
-        adds = parts_before(walk, i, sizes.left) != 0
+        dq, _ = block_state.get(state)
+        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
+        adds = parts_before(i, state) != 0
         for r in range(2):
             for n in range(2 * panels):
                 if adds and query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
@@ -189,4 +203,4 @@ def make(config):
                 if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
                     store_v4(to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2), words, 0)
 
-    return DqParts(work_of, store_ds, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, store_ds, wait_turn, add, hand_on)
