@@ -159,3 +159,9 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
     few = rung.problem(5, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     few.v[0, 0, 39, 1] = np.inf  # in one half of the columns, and every row is computed again
     rung.check(few)
+    # Of tiles that warps share, too: which row and which column a score is of.
+    table = np.random.default_rng(3).standard_normal((34, 50), dtype=np.float32)
+    read = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v, q_offset=0)
+    rung.check(
+        read, score_mod=lambda s, b, h, i, j, table: s + table[i, j], aux=(table,), bias=-table, mask=table < 1.5
+    )
