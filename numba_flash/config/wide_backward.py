@@ -66,6 +66,11 @@ class WideBackwardConfig(Config):
         return 0
 
     @property
+    def ds_bytes(self) -> int:
+        """Of dS in shared memory."""
+        return 0
+
+    @property
     def threads(self) -> int:
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
@@ -84,27 +89,68 @@ class WideBackwardConfig(Config):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
-        other side, and the end are."""
+        other side, dS and the block's state where dQ needs them, and the end are."""
         starts = [0]
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
                 starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
         exchanged = self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
         starts.append(starts[-1] + exchanged)
-        return (*starts, starts[-1] + self.staged_rows * 2 * self.item_size)
+        starts.append(starts[-1] + self.staged_rows * 2 * self.item_size)
+        starts.append(starts[-1] + self.ds_bytes)
+        return (*starts, starts[-1] + (32 if self.ds_bytes else 0))
 
 
 @dataclass(frozen=True)
 class WideDkdvConfig(WideBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes."""
+    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes.
+
+    of_dq: its parts of dQ too; with both. Warps have `dq_columns` of them for 16 queries.
+    """
 
     of_dk: bool = True
     of_dv: bool = True
+    of_dq: bool = False
+
+    ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        if self.of_dq:
+            self._check_parts_of_dq()
         super().__post_init__()
+
+    def _check_parts_of_dq(self) -> None:
+        if not (self.of_dk and self.of_dv) or self.warp_rows != 16:
+            raise ValueError("of_dq needs of_dk, of_dv and warps of 16 rows")
+        if self.tile_n not in MmaConfig.KEYS[self.dtype]:
+            raise ValueError(f"of_dq takes {MmaConfig.KEYS[self.dtype]} keys in {self.dtype}, not {self.tile_n}")
+        if self.threads // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
+
+    @property
+    def _column_parts(self) -> int:
+        """In how many parts warps have the columns of dQ."""
+        return max(self.threads // 32 // (self.tile_m // 16), 1)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim_padded // self._column_parts
+
+    @property
+    def ds_pitch(self) -> int:
+        """Elements from a key of dS^T to the next, so that lanes read and write few banks twice."""
+        return self.tile_m + 16 // self.item_size
+
+    @property
+    def ds_bytes(self) -> int:
+        return self.tile_n * self.ds_pitch * self.item_size if self.of_dq else 0
+
+    def _padded(self, columns: int) -> int:
+        step = 128 // self.item_size * max(self.column_groups, self._column_parts if self.of_dq else 1)
+        return -(-columns // step) * step
 
     @property
     def own_rows(self) -> int:
@@ -121,6 +167,21 @@ class WideDkdvConfig(WideBackwardConfig):
     @property
     def summed_columns(self) -> int:
         return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
+
+
+@dataclass(frozen=True)
+class WideDqFinishConfig(Config):
+    """Of mma_dq_finish; tiles as in the WideDkdvConfig whose parts it finishes."""
+
+    group_size: ClassVar[int] = 1
+    ROWS_OF_WARP: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_bytes", 0)
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m // self.ROWS_OF_WARP * 32
 
 
 @dataclass(frozen=True)

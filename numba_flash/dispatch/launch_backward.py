@@ -87,6 +87,9 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
     for config in configs:
         if isinstance(config, TileStatesConfig):
             made[config.tile_states] = (tile_states.words(problem.forward, config.tile),), "uint32"
+        if isinstance(config, WideDkdvConfig) and config.of_dq:
+            tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
+            made["turns"] = (config.TURNS_AT + tiles,), "uint32"
         if isinstance(config, WgmmaFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"

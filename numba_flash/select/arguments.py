@@ -130,7 +130,7 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     **dict.fromkeys(_STATES, Parameters(_OF_STATES, _OF_STATES, _SIZES)),
-    "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
+    "delta": Parameters(_words("do o dlse delta turns"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
     "v2_dbias": Parameters(
@@ -152,6 +152,8 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "mma_dq_wide": _wide_backward(("dq",)),
+    "mma_dqkv_wide": _with_arrays(_wide_backward(("dq", "dk", "dv"), MASK_BITS_OF_KEYS), "turns"),
+    "mma_dq_finish": _wide_backward(("dq",)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),

@@ -20,7 +20,7 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
@@ -95,10 +95,13 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 @functools.lru_cache(maxsize=4096)
 def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels in float32 and float64."""
+    fused = _wide_fused(problem, target)
+    if fused:
+        return (*fused, *_head_sums(problem, target, of_blocks=False))
     made: list[BackwardConfig] = [delta_config(problem, target)]
     own: list[Config] = []
     if {"dk", "dv"} & set(problem.wanted):
-        rows = _usable("mma_dkdv", problem, target)
+        rows = [row for row in _usable("mma_dkdv", problem, target) if not row.of_dq]
         own += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
         own += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
@@ -106,6 +109,34 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
     return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
+    """Those where one kernel computes dK, dV and parts of dQ, which takes five products instead of seven; or none.
+
+    Its parts of dQ follow each other in a line, as of wgmma_fused (gains_by_one_kernel).
+    """
+    forward = problem.forward
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not line_is_full(problem):
+        return []
+    for row in (row for row in _usable("mma_dkdv", problem, target) if row.of_dq):
+        features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
+        fused = WideDkdvConfig(**features, kernel="mma_dqkv_wide", of_dq=True)
+        if fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes:
+            tiles_of = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            finish = WideDqFinishConfig(**_features(problem), **tiles_of, kernel="mma_dq_finish")
+            return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
+    return []
+
+
+def line_is_full(problem: BackwardProblem) -> bool:
+    """Whether blocks that follow each other in a line (kernels/mma/backward_dq_parts.py) wait for little. The number of
+    batch entries has no say: a row's bits must not depend on them."""
+    forward = problem.forward
+    if forward.seqlen_k > forward.seqlen_q:
+        return False
+    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class WideBackward(NamedTuple):
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
+    of_dq: bool = False  # the kernel of dK and dV gives parts of dQ too, which are added up in turns
     unread: bool = False  # as of MmaWide
     gpu: str = MEASURED
 
@@ -369,6 +370,7 @@ NOT_COLUMNS = (
     "apart",
     "functions",
     "unread",
+    "of_dq",
     "by_element",
     "gpu",
     "own_rows",

@@ -8,7 +8,8 @@ KV head and walks over the tiles of queries that see it, of each query head of t
     dV += P^T dO      dK += dS^T Q    and at the end dK *= scale
 
 with the products of the forward in these dtypes (backward_wide.py). dO of a tile comes while dK is summed up from the
-tile before, and Q with lse and delta while dP is computed.
+tile before, and Q with lse and delta while dP is computed. With config.of_dq the block's parts of dQ come from the same
+dS (backward_dq_parts.py), and backward_dq_wide.py is not needed: five products instead of seven.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, memory, shared, special
+from ...ptx import cp_async, ld_st, memory, shared, special
 from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -29,7 +30,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_wide
+from . import backward_dq_parts, backward_wide
 
 
 class Registers(NamedTuple):
@@ -68,7 +69,8 @@ class Walk(NamedTuple):
     h_kv: int
     first_key: int
     q_start: int
-    begin: int  # the first tile of a head
+    keys: int  # how many are valid
+    begin: int  # the first tile of a head; with dQ they are walked from the last on
     tiles: int  # of a head
 
 
@@ -77,7 +79,10 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
+    _, v_at, q_at, do_at, _, rows_at, ds_at, state_at, _ = config.shared_offsets()
+    of_dq, parts = config.of_dq, backward_dq_parts.make(config) if config.of_dq else None
+    if parts is not None:
+        work_of, keep, store_ds, wait_turn, add_dq, hand_on = parts
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
     dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
@@ -112,6 +117,28 @@ def make(config):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
 
     @inlined
+    def lanes_of(k_smem):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
+        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
+        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
+        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
+        return Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
+
+    @inlined
+    def kept(lanes, k_smem):
+        return lanes
+
+    @inlined
+    def found_again(lanes, k_smem):
+        """With the thread's number read anew, addresses are not kept in registers through the other products."""
+        return lanes_of(k_smem)
+
+    again = found_again if of_dq else kept
+
+    @inlined
     def tile_of(block, heads_kv, seqlen_k):
         """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
@@ -124,7 +151,8 @@ def make(config):
         """-> (i, h) of the t-th tile of queries."""
         member = divide(t, walk.tiles)
         h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
-        return int32(walk.begin + t - member * walk.tiles), int32(h)
+        i = t - member * walk.tiles
+        return int32(walk.begin + (walk.tiles - 1 - i if of_dq else i)), int32(h)
 
     @inlined
     def load_others(t, do_smem, walk, arrays, strides, sizes):
@@ -238,20 +266,39 @@ def make(config):
         kept_of(kept, first_q_pos, walk.b, h, key, arrays, sizes)
 
     @inlined
+    def hand_on_before(t, walk, k_smem, sizes):
+        """Behind a barrier: what the block has given before its t-th tile of queries is in dQ."""
+        if special.thread_index() == 0 and t > 0:
+            i, h = turn(int32(t - 1), walk, sizes)
+            hand_on(i, h, k_smem + int32(state_at), sizes)
+
+    @inlined
+    def place_of(k_smem, arrays, sizes):
+        """-> (b, h_kv, first_key) of this block."""
+        if not of_dq:
+            return tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
+        if special.thread_index() == 0:
+            ld_st.store_b32(k_smem + int32(state_at), memory.add(memory.address(arrays.turns, 0), uint32(1)))
+        cuda.syncthreads()
+        return work_of(int32(ld_st.load_b32(k_smem + int32(state_at))), sizes)
+
+    @inlined
     def step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         i, h = turn(t, walk, sizes)
         wait_all()
-        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before
+        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before, and with its dQ
+        if of_dq:
+            hand_on_before(t, walk, k_smem, sizes)
         load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            multiply_v_do(
-                registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do, lanes.exchanged
-            )
+            now = again(lanes, k_smem)
+            multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, now.v, now.do, now.exchanged)
         wait_all()
         cuda.syncthreads()  # Q, lse and delta are there
-        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
+        now = again(lanes, k_smem)
+        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, now.k, now.q, now.exchanged)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         if of_dk and has_functions:
@@ -262,28 +309,32 @@ def make(config):
         weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
         if of_dv:
             to_operand(registers.acc_s, registers.p_frag)
-            multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
+            now = again(lanes, k_smem)
+            multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, now.do_transposed)
+        if of_dq:
+            store_ds(registers.acc_dp, k_smem + int32(ds_at))
+            if special.thread_index() == 0:
+                wait_turn(i, h, k_smem + int32(state_at), sizes)
         cuda.syncthreads()  # everyone is done with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
             to_operand(registers.acc_dp, registers.p_frag)
-            multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
+            now = again(lanes, k_smem)
+            multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, now.q_transposed)
+        if of_dq:
+            add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
 
     @cuda.jit
     def flash_attention_mma_dkdv_wide(arrays, strides, sizes, score):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
-        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
-        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
-        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
-        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
-        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
-        lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
+        v_smem, do_smem = k_smem + int32(v_at), k_smem + int32(do_at)
+        lanes = lanes_of(k_smem)
 
-        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
+        b, h_kv, first_key = place_of(k_smem, arrays, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
@@ -296,7 +347,11 @@ def make(config):
             begin = max(int32(begin), divide(first, tile_m))
             stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
+        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
+        if of_dq:
+            cuda.syncthreads()  # the ticket has been read
+            if thread == 0:
+                keep(walk, k_smem + int32(state_at), arrays, strides, sizes)
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, tile_m / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_m / 8, 4)
@@ -334,6 +389,9 @@ def make(config):
         while t < end:
             step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score)
             t = int32(t + 1)
+        if of_dq:
+            cuda.syncthreads()
+            hand_on_before(t, walk, k_smem, sizes)
 
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid, column_group = int32(keys_left - first_row), warp & (groups - 1)

@@ -64,7 +64,7 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     alignment = config.ALIGNMENT
-    _, do_at, k_at, v_at, _, _, _ = config.shared_offsets()
+    _, do_at, k_at, v_at, *_ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
     dq_columns = head_dim_padded // groups

@@ -52,6 +52,13 @@ def products(config, first_columns, second_columns):
     return PRODUCTS[config.dtype].make(view)
 
 
+def dq_product(config):
+    """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
+    columns = config.dq_columns
+    view = View(config.dtype, config.tile_m, config.tile_n, 16, columns, columns, 1, config.large_f64, 0)
+    return PRODUCTS[config.dtype].make(view)
+
+
 def storer(config, columns, padded):
     """-> store_rows, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
     warp_rows, own_padded = config.warp_rows, padded // config.column_groups

@@ -1,0 +1,206 @@
+"""Parts of dQ that a block of keys gives, in float32 and float64: what makes backward_dkdv_wide.py five products.
+
+    dQ += dS K     with dS^T by way of shared memory, from where warps take it as rows of queries
+
+Every key tile has a part of dQ of a query tile. Parts are added up in dQ itself, in global memory, in the order of
+their key tiles, so all runs give the same bits. A count for each query tile says how many are in. A block waits for its
+turn; the first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a ticket: key
+tiles of a head in ascending order. So who waits does so for a block that has begun before it, and since all walk over
+the queries in the same order, the last first, blocks of a head follow each other like runners in a line. That is the
+way of kernels/wgmma/backward_fused.py.
+
+All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, int32, int64, uint32, uint64
+
+from ...ptx import ld_st, memory, special
+from ..steps import block_state, numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.lse_delta import TURNS_AT
+from ..steps.plain import first_column_of, first_row_of
+from ..steps.tiles import row_base
+from . import backward_wide
+
+
+class DqParts(NamedTuple):
+    """Device functions. i: a query tile of head h; state: where `keep` has left what every tile needs."""
+
+    work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
+    keep: Callable[..., Any]
+    store_ds: Callable[..., Any]
+    wait_turn: Callable[..., Any]
+    add: Callable[..., Any]
+    hand_on: Callable[..., Any]
+
+
+@inlined
+def bits_of(values, words):
+    """words (4,) <- 16 bytes of values."""
+    words[0], words[1] = values[0].view(np.uint32), values[1].view(np.uint32)
+    words[2], words[3] = values[2].view(np.uint32), values[3].view(np.uint32)
+
+
+@inlined
+def bits_of_f64(values, words):
+    for x in range(2):
+        both = values[x].view(np.uint64)
+        words[2 * x], words[2 * x + 1] = uint32(both & uint64(0xFFFFFFFF)), uint32(both >> uint64(32))
+
+
+@inlined
+def number_of(words, x):
+    return words[x].view(np.float32)
+
+
+@inlined
+def number_of_f64(words, x):
+    return uint64(uint64(words[2 * x]) | (uint64(words[2 * x + 1]) << uint64(32))).view(np.float64)
+
+
+def make(config):
+    tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
+    head_dim, columns, pitch = config.head_dim, config.dq_columns, config.ds_pitch
+    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
+    strips, key_blocks, query_blocks = tile_m // 16, tile_n // 8, tile_m // 8
+    chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
+    o_blocks, panels, abreast, turns_at = columns // 8, columns // panel_columns, config.ABREAST, TURNS_AT
+    chunks = panels * 2 * 2  # of 16 bytes that a lane has: two of each panel, of two rows
+    dq_count, ds_count, old_count = 4 * o_blocks, 4 * key_blocks, 4 * chunks
+    real = numbers.of(config.compute_dtype).real
+    to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
+    made = backward_wide.dq_product(config)
+    multiply, to_operand, lanes, fragment = made.multiply_p_v, made.to_p, made.lanes, made.register
+    operand_count, other_count = made.p_count, made.kv_count
+    load_b32, store_b32, store_pair = ld_st.load_b32, ld_st.store_b32, ld_st.store_v2_f64
+    load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
+    load_acquire, add_release = memory.load_acquire, memory.add_release
+
+    @inlined
+    def work_of(ticket, sizes):
+        """Of so many heads abreast that they keep a GPU busy, all first key tiles come first, then all second ones: so
+        a tile's turn has come when it begins."""
+        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
+        first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
+        together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
+        within = int32(ticket - first_head * n_tiles)
+        j = divide(within, together)
+        head_of_all = int32(first_head + within - j * together)
+        b = divide(head_of_all, sizes.heads_kv)
+        return b, int32(head_of_all - b * sizes.heads_kv), int32(j * tile_n)
+
+    @inlined
+    def store_ds(acc_dp, ds_smem):
+        """The warp's keys of dS^T (tile_n, tile_m) to shared memory; two warps that own them have a half each."""
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        key = (warp >> shift) * 16 + int32(first_row_of(lane))
+        place = ds_smem + (key * pitch + int32(first_column_of(lane))) * size
+        for n in range(query_blocks):
+            if groups == 1 or (warp & (groups - 1)) == n & 1:
+                for r in range(2):
+                    at = place + (8 * r * pitch + 8 * n) * size
+                    if double:
+                        store_pair(at, acc_dp, 4 * n + 2 * r)
+                    else:
+                        for x in range(2):
+                            store_b32(at + 4 * x, acc_dp[4 * n + 2 * r + x].view(np.uint32))
+
+    @inlined
+    def load_ds(ds, strip, lane, ds_smem):
+        """ds (tile_n / 8, 4) <- dS of a strip of queries, as accumulators hold it."""
+        place = ds_smem + (int32(first_column_of(lane)) * pitch + strip * 16 + int32(first_row_of(lane))) * size
+        for n in range(key_blocks):
+            for r in range(2):
+                for x in range(2):
+                    at = place + ((8 * n + x) * pitch + 8 * r) * size
+                    if double:
+                        low, high = uint64(load_b32(at)), uint64(load_b32(at + 4))
+                        ds[4 * n + 2 * r + x] = uint64(low | (high << uint64(32))).view(np.float64)
+                    else:
+                        ds[4 * n + 2 * r + x] = load_b32(at).view(np.float32)
+
+    @inlined
+    def keep(walk, state, arrays, strides, sizes):
+        """Leave what every tile needs at `state`, by one thread: kept through the loop, it would cost registers."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
+        block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
+        block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
+
+    @inlined
+    def turn_of(h, i, state, sizes):
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        _, turns = block_state.get(state)
+        return turns + 4 * (int64(h) * m_tiles + i)
+
+    @inlined
+    def parts_before(i, state):
+        """How many key tiles of lower number see query tile i."""
+        # key_tiles' `begin`, from the tile's first query
+        first_from_query, both = block_state.get(state + block_state.SIZE)
+        first_key, keys = both >> 32, int64(int32(both))
+        first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+
+    @inlined
+    def wait_turn(i, h, state, sizes):
+        """One thread, before a barrier: what lower key tiles give is in."""
+        before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
+        while load_acquire(turn) != before:
+            pass
+
+    @inlined
+    def hand_on(i, h, state, sizes):
+        """One thread, behind a barrier after `add`: the next key tile's turn has come."""
+        add_release(turn_of(h, i, state, sizes), uint32(1))
+
+    @inlined
+    def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
+        """dQ += scale * dS K, of query tile i."""
+        acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
+        ds = cuda.local.array(ds_count, real)  # (tile_n / 8, 4)
+        operand, other = cuda.local.array(operand_count, fragment), cuda.local.array(other_count, fragment)
+        old, words = cuda.local.array(old_count, uint32), cuda.local.array(4, uint32)
+        values = cuda.local.array(chunk, real)
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        strip, first_column = warp % strips, (warp // strips) * columns
+        for x in range(dq_count):
+            acc[x] = real(0)
+        load_ds(ds, strip, lane, ds_smem)
+        to_operand(ds, operand)
+        _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
+        multiply(acc, operand, other, k_lane + (warp // strips) * (panels * tile_n * 128))
+
+        query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
+        column = int32(first_column + (lane & 3) * (2 * chunk))
+        dq, _ = block_state.get(state)
+        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
+        adds = parts_before(i, state) != 0
+        for r in range(2):
+            for n in range(2 * panels):
+                if adds and query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
+                    at = to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2)
+                    load_v4(old, 4 * (r * 2 * panels + n), at)
+                else:
+                    for x in range(4):
+                        old[4 * (r * 2 * panels + n) + x] = uint32(0)
+        for r in range(2):
+            for n in range(2 * panels):
+                for x in range(4):
+                    words[x] = old[4 * (r * 2 * panels + n) + x]
+                for j in range(chunk):
+                    part = acc[((n // 2) * chunk + j) * 4 + 2 * r + n % 2]
+                    values[j] = part * score.scale + to_number(words, j)
+                to_words(values, words)
+                if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
+                    store_v4(to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2), words, 0)
+
+    return DqParts(work_of, keep, store_ds, wait_turn, add, hand_on)
