@@ -18,6 +18,8 @@ class WideBackwardConfig(Config):
     column_groups: int = 1
     large_f64: bool = False
     bias_pairs: bool = False
+    unrolled: bool = False
+    chains: int = 1
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
@@ -66,6 +68,11 @@ class WideBackwardConfig(Config):
         return 0
 
     @property
+    def exchanges(self) -> int:
+        """How many of P and dS warps exchange that own the same rows."""
+        return 1
+
+    @property
     def ds_bytes(self) -> int:
         """Of dS in shared memory."""
         return 0
@@ -94,7 +101,7 @@ class WideBackwardConfig(Config):
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
                 starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
-        exchanged = self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
+        exchanged = self.own_rows * self.other_rows * self.item_size * self.exchanges if self.column_groups > 1 else 0
         starts.append(starts[-1] + exchanged)
         starts.append(starts[-1] + self.staged_rows * 2 * self.item_size)
         starts.append(starts[-1] + self.ds_bytes)
@@ -123,8 +130,8 @@ class WideDkdvConfig(WideBackwardConfig):
         super().__post_init__()
 
     def _check_parts_of_dq(self) -> None:
-        if not (self.of_dk and self.of_dv) or self.warp_rows != 16:
-            raise ValueError("of_dq needs of_dk, of_dv and warps of 16 rows")
+        if not (self.of_dk and self.of_dv):
+            raise ValueError("of_dq needs of_dk and of_dv")
         if self.tile_n not in MmaConfig.KEYS[self.dtype]:
             raise ValueError(f"of_dq takes {MmaConfig.KEYS[self.dtype]} keys in {self.dtype}, not {self.tile_n}")
         if self.threads // 32 % (self.tile_m // 16):
@@ -138,6 +145,10 @@ class WideDkdvConfig(WideBackwardConfig):
     @property
     def dq_columns(self) -> int:
         return self.head_dim_padded // self._column_parts
+
+    @property
+    def exchanges(self) -> int:
+        return self.of_dv + (self.of_dk and not self.of_dq)  # dQ needs all of dS in another order
 
     @property
     def ds_pitch(self) -> int:

@@ -34,6 +34,7 @@ class DqParts(NamedTuple):
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
     store_ds: Callable[..., Any]
+    load_ds: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
     hand_on: Callable[..., Any]
@@ -77,7 +78,8 @@ def make(config):
     made = backward_wide.dq_product(config)
     multiply, to_operand, lanes, fragment = made.multiply_p_v, made.to_p, made.lanes, made.register
     operand_count, other_count = made.p_count, made.kv_count
-    load_b32, store_b32, store_pair = ld_st.load_b32, ld_st.store_b32, ld_st.store_v2_f64
+    load_b32, store_b32, store_pair, load_pair = ld_st.load_b32, ld_st.store_b32, ld_st.store_v2_f64, ld_st.load_v2_f64
+    warp_rows, rows, own_blocks = config.warp_rows, config.warp_rows // 8, tile_m // groups // 8
     load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
     load_acquire, add_release = memory.load_acquire, memory.add_release
 
@@ -96,21 +98,41 @@ def make(config):
         return b, int32(head_of_all - b * sizes.heads_kv), int32(j * tile_n)
 
     @inlined
-    def store_ds(acc_dp, ds_smem):
-        """The warp's keys of dS^T (tile_n, tile_m) to shared memory; two warps that own them have a half each."""
+    def own_place(ds_smem, first_column):
+        """Where the lane's rows of the warp's keys begin in dS^T (tile_n, tile_m)."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        key = (warp >> shift) * 16 + int32(first_row_of(lane))
-        place = ds_smem + (key * pitch + int32(first_column_of(lane))) * size
+        key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
+        return ds_smem + (key * pitch + first_column + int32(first_column_of(lane))) * size
+
+    @inlined
+    def store_ds(acc_dp, ds_smem):
+        """The warp's part of dS^T to shared memory."""
+        warp = special.thread_index() >> int32(5)
+        place = own_place(ds_smem, (warp & (groups - 1)) * (tile_m // groups))
+        for n in range(own_blocks):
+            for r in range(rows):
+                at = place + (8 * r * pitch + 8 * n) * size
+                of = ((r // 2) * own_blocks + n) * 4 + 2 * (r % 2)
+                if double:
+                    store_pair(at, acc_dp, of)
+                else:
+                    for x in range(2):
+                        store_b32(at + 4 * x, acc_dp[of + x].view(np.uint32))
+
+    @inlined
+    def load_keys(ds, ds_smem):
+        """ds (strips, tile_m / 8, 4) <- the warp's keys of dS^T, as accumulators hold them."""
+        place = own_place(ds_smem, int32(0))
         for n in range(query_blocks):
-            if groups == 1 or (warp & (groups - 1)) == n & 1:
-                for r in range(2):
-                    at = place + (8 * r * pitch + 8 * n) * size
-                    if double:
-                        store_pair(at, acc_dp, 4 * n + 2 * r)
-                    else:
-                        for x in range(2):
-                            store_b32(at + 4 * x, acc_dp[4 * n + 2 * r + x].view(np.uint32))
+            for r in range(rows):
+                at = place + (8 * r * pitch + 8 * n) * size
+                of = ((r // 2) * query_blocks + n) * 4 + 2 * (r % 2)
+                if double:
+                    load_pair(ds, of, at)
+                else:
+                    for x in range(2):
+                        ds[of + x] = load_b32(at + 4 * x).view(np.float32)
 
     @inlined
     def load_ds(ds, strip, lane, ds_smem):
@@ -203,4 +225,4 @@ def make(config):
                 if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
                     store_v4(to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2), words, 0)
 
-    return DqParts(work_of, keep, store_ds, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, store_ds, load_keys, wait_turn, add, hand_on)

@@ -13,7 +13,7 @@ from ...ptx import shfl
 from ..steps import numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
-from . import products_float32, products_float64, rows_wide
+from . import exchanged_scores, products_float32, products_float64, rows_wide
 
 PRODUCTS = dict(float32=products_float32, float64=products_float64)
 
@@ -29,6 +29,8 @@ class View(NamedTuple):
     group_columns: int  # and those of the second that a warp sums up
     column_groups: int
     large_f64: bool
+    unrolled: bool
+    chains: int
     exchange_at: int
     tile_state_entries: int = 0
 
@@ -47,15 +49,28 @@ def products(config, first_columns, second_columns):
         second_columns // config.column_groups,
         config.column_groups,
         config.large_f64,
+        config.unrolled,
+        config.chains,
         config.shared_offsets()[4],
     )
     return PRODUCTS[config.dtype].make(view)
 
 
+def exchange(config):
+    """-> Exchange of P, and of dS behind it, between warps that own the same rows; and bytes of one."""
+    view = View(
+        config.dtype, config.own_rows, config.other_rows, config.warp_rows, 0, 0, config.column_groups,
+        config.large_f64, False, 1, config.shared_offsets()[4],
+    )  # fmt: skip
+    return exchanged_scores.make(view), config.own_rows * config.other_rows * config.item_size
+
+
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns = config.dq_columns
-    view = View(config.dtype, config.tile_m, config.tile_n, 16, columns, columns, 1, config.large_f64, 0)
+    view = View(
+        config.dtype, config.tile_m, config.tile_n, 16, columns, columns, 1, config.large_f64, False, config.chains, 0
+    )
     return PRODUCTS[config.dtype].make(view)
 
 

@@ -1,8 +1,11 @@
-"""Scores between the two warps that own the same rows: each has computed those of one half of a tile's keys.
+"""Scores, or weights, between the two warps that own the same rows: each has computed those of one half of a tile's keys.
 
 What a lane of one warp holds, the same lane of the other needs where it is. So 16 bytes of each lane lie beside each
 other, in no order of rows or columns. Both halves are read back: a register has no number that depends on the warp.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, int32, uint32
@@ -13,8 +16,16 @@ from ..steps.inlined import inlined
 ROW = 512  # bytes of 16 from every lane
 
 
+class Exchange(NamedTuple):
+    """Device functions of a warp, and how many bytes a block needs for one exchange."""
+
+    place: Callable[..., Any]  # (lane, warp, q_smem) -> s_lane, where the lane's 16 bytes begin in those of its warps
+    put: Callable[..., Any]  # (own, s_lane): own (strips, blocks / 2, 4) of this warp
+    meet: Callable[..., Any]  # (): both have put theirs
+    get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
+
+
 def make(config):
-    """-> (place, exchange), device functions."""
     strips, blocks, double = config.warp_rows // 16, config.tile_n // 8, config.dtype == "float64"
     half, chunks, chunk = blocks // 2, 2 if double else 1, 2 if double else 4  # 16 bytes of a block, and their elements
     _, _, _, _, tile_at, _ = config.shared_offsets()
@@ -23,12 +34,10 @@ def make(config):
 
     @inlined
     def place(lane, warp, q_smem):
-        """Where the lane's 16 bytes begin in those of its two warps."""
         return q_smem + int32(begin) + (warp >> 1) * pair_bytes + lane * 16
 
     @inlined
-    def exchange(acc_s, own, s_lane):
-        """acc_s (strips, blocks, 4) <- own (strips, blocks / 2, 4) of this warp and of the other one."""
+    def put(own, s_lane):
         warp = special.thread_index() >> int32(5)
         words = cuda.local.array(4, uint32)
         for n in range(strips * half):
@@ -41,7 +50,14 @@ def make(config):
                     for i in range(4):
                         words[i] = own[4 * n + i].view(np.uint32)
                     ld_st.store_v4(at, words, 0)
-        bar.sync(1 + (warp >> 1), 64)
+
+    @inlined
+    def meet():
+        bar.sync(1 + (special.thread_index() >> int32(6)), 64)
+
+    @inlined
+    def get(acc_s, s_lane):
+        words = cuda.local.array(4, uint32)
         for n in range(strips * blocks):
             for c in range(chunks):
                 at = s_lane + (n * chunks + c) * ROW
@@ -52,4 +68,4 @@ def make(config):
                     for i in range(4):
                         acc_s[4 * n + i] = words[i].view(np.float32)
 
-    return place, exchange
+    return Exchange(place, put, meet, get)

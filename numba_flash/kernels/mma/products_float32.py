@@ -52,7 +52,8 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    place, exchange = exchanged_scores.make(config)
+    chains, unrolled = config.chains, config.unrolled
+    place, put, meet, get = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
@@ -83,15 +84,17 @@ def make(config):
     def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
         """acc[acc_at : +4] += a . b over 16 columns; parts of a from a on, 8 of each, and 4 of b."""
         part = cuda.local.array(4, float32)
+        large = cuda.local.array(4, float32)
         for i in range(4):
             part[i] = float32(0)
+            large[i] = float32(0)
         for k in range(2):
             mma.m16n8k8_tf32(part, 0, a_small, a + 4 * k, b_big, 2 * k)
             mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_small, 2 * k)
         for k in range(2):
-            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_big, 2 * k)
+            mma.m16n8k8_tf32(large if chains == 2 else part, 0, a_big, a + 4 * k, b_big, 2 * k)
         for i in range(4):
-            acc[acc_at + i] += part[i]
+            acc[acc_at + i] += part[i] + large[i] if chains == 2 else part[i]
 
     @inlined
     def add_columns(acc_s, q_frag, k_frag, q_at, k_at):
@@ -114,11 +117,17 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float32(0)
         q_at, k_at = q_lane, k_lane
-        for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
-            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-            # The other half of the panel is a bit of the address away.
-            q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
-            k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
+        if unrolled:
+            for _ in range(special.opaque(steps // 2)):  # a panel each
+                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+                add_columns(acc_s, q_frag, k_frag, int32(q_at ^ int32(64)), int32(k_at ^ int32(64)))
+                q_at, k_at = int32(q_at + int32(q_panel)), int32(k_at + int32(kv_panel))
+        else:
+            for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
+                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+                # The other half of the panel is a bit of the address away.
+                q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
+                k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
@@ -127,7 +136,9 @@ def make(config):
         else:
             own = cuda.local.array(own_count, float32)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            exchange(acc_s, own, s_lane)
+            put(own, s_lane)
+            meet()
+            get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):
@@ -182,4 +193,4 @@ def make(config):
             add_keys(THIRD, acc_o, p_frag, v_frag, v_lane)
             add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
-    return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
+    return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores)

@@ -29,7 +29,7 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    place, exchange = exchanged_scores.make(config)
+    place, put, meet, get = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -92,7 +92,9 @@ def make(config):
         else:
             own = cuda.local.array(own_count, float64)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            exchange(acc_s, own, s_lane)
+            put(own, s_lane)
+            meet()
+            get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):
@@ -122,4 +124,4 @@ def make(config):
         if tile_n > 16:
             add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
 
-    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
+    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores)
