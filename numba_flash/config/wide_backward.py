@@ -132,8 +132,6 @@ class WideDkdvConfig(WideBackwardConfig):
     def _check_parts_of_dq(self) -> None:
         if not (self.of_dk and self.of_dv):
             raise ValueError("of_dq needs of_dk and of_dv")
-        if self.tile_n not in MmaConfig.KEYS[self.dtype]:
-            raise ValueError(f"of_dq takes {MmaConfig.KEYS[self.dtype]} keys in {self.dtype}, not {self.tile_n}")
         if self.threads // 32 % (self.tile_m // 16):
             raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
 

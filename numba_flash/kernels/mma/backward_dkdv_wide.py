@@ -85,12 +85,13 @@ def make(config):
     if parts is not None:
         work_of, keep, store_ds, load_ds, wait_turn, add_dq, hand_on = parts
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips, all_blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
+    strips, rows = warp_rows // 16, warp_rows // 8
     columns = tile_m // groups  # of scores that a warp computes
     blocks = columns // 8
     dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
     s_count = strips * blocks * 4
-    weight_count = strips * all_blocks * 4 if groups > 1 else 1
+    weight_count = strips * 8 if groups > 1 else 1  # of 16 queries
+    steps_16 = tile_m // 16
     dk_count, dv_count = (strips * n // 2 if wanted else 1 for n, wanted in ((dk_columns, of_dk), (dv_columns, of_dv)))
 
     real = numbers.of(config.compute_dtype).real
@@ -101,10 +102,15 @@ def make(config):
     multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_part, s_and_dv.multiply_p_v, s_and_dv.to_p
     multiply_v_do, multiply_ds_q = dp_and_dk.multiply_part, dp_and_dk.multiply_p_v
     s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
-    (_, put, meet, get), exchanged_bytes = backward_wide.exchange(config)
+    (_, put, meet, _, get_16, step_16), exchanged_bytes = backward_wide.exchange(config)
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
-    own_count, other_count, operand_count = s_and_dv.q_count, s_and_dv.kv_count, s_and_dv.p_count
+    to_16, add_p_do, add_ds_q = s_and_dv.to_16, s_and_dv.add_16, dp_and_dk.add_16
+    own_count, other_count, operand_count = (
+        s_and_dv.q_count,
+        s_and_dv.kv_count,
+        s_and_dv.p_count if groups == 1 else strips * 8,
+    )
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
@@ -330,10 +336,16 @@ def make(config):
             store_ds(registers.acc_dp, k_smem + int32(ds_at))
         if of_dv:
             now = again(lanes, k_smem)
-            if groups > 1:
-                get(registers.weights, now.exchanged)
-            to_operand(registers.weights if groups > 1 else registers.acc_s, registers.p_frag)
-            multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, now.do_transposed)
+            if groups == 1:
+                to_operand(registers.acc_s, registers.p_frag)
+                multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, now.do_transposed)
+            else:
+                at, rows_at_16 = now.exchanged, now.do_transposed
+                for _ in range(special.opaque(steps_16)):
+                    get_16(registers.weights, at)
+                    to_16(registers.weights, registers.p_frag)
+                    add_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
+                    at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
         if of_dq:
             if special.thread_index() == 0:
                 wait_turn(i, h, k_smem + int32(state_at), sizes)
@@ -343,13 +355,21 @@ def make(config):
         cp_async.commit_group()
         if of_dk:
             now = again(lanes, k_smem)
-            if groups > 1:
-                if of_dq:
-                    load_ds(registers.weights, k_smem + int32(ds_at))
-                else:
-                    get(registers.weights, now.exchanged + of_dv * exchanged_bytes)
-            to_operand(registers.weights if groups > 1 else registers.acc_dp, registers.p_frag)
-            multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, now.q_transposed)
+            if groups == 1:
+                to_operand(registers.acc_dp, registers.p_frag)
+                multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, now.q_transposed)
+            else:
+                at = k_smem + int32(ds_at) if of_dq else now.exchanged + of_dv * exchanged_bytes
+                rows_at_16 = now.q_transposed
+                for _ in range(special.opaque(steps_16)):
+                    if of_dq:
+                        load_ds(registers.weights, at)
+                    else:
+                        get_16(registers.weights, at)
+                    to_16(registers.weights, registers.p_frag)
+                    add_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, rows_at_16)
+                    at = int32(at + (16 * size if of_dq else step_16))
+                    rows_at_16 = int32(rows_at_16 + 2048)
         if of_dq:
             add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
 
@@ -384,7 +404,7 @@ def make(config):
             cuda.local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
             cuda.local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
             cuda.local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
-            cuda.local.array(weight_count, real),  # weights (strips, tile_m / 8, 4)
+            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
             cuda.local.array(own_count, fragment),  # own_frag
             cuda.local.array(other_count, fragment),  # other_frag
             cuda.local.array(operand_count, fragment),  # p_frag

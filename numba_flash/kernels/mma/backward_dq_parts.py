@@ -68,16 +68,16 @@ def make(config):
     tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
     head_dim, columns, pitch = config.head_dim, config.dq_columns, config.ds_pitch
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips, key_blocks, query_blocks = tile_m // 16, tile_n // 8, tile_m // 8
+    strips = tile_m // 16
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     o_blocks, panels, abreast, turns_at = columns // 8, columns // panel_columns, config.ABREAST, TURNS_AT
     chunks = panels * 2 * 2  # of 16 bytes that a lane has: two of each panel, of two rows
-    dq_count, ds_count, old_count = 4 * o_blocks, 4 * key_blocks, 4 * chunks
+    dq_count, old_count = 4 * o_blocks, 4 * chunks
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
-    multiply, to_operand, lanes, fragment = made.multiply_p_v, made.to_p, made.lanes, made.register
-    operand_count, other_count = made.p_count, made.kv_count
+    add_16, to_16, lanes, fragment = made.add_16, made.to_16, made.lanes, made.register
+    other_count = made.kv_count
     load_b32, store_b32, store_pair, load_pair = ld_st.load_b32, ld_st.store_b32, ld_st.store_v2_f64, ld_st.load_v2_f64
     warp_rows, rows, own_blocks = config.warp_rows, config.warp_rows // 8, tile_m // groups // 8
     load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
@@ -122,12 +122,12 @@ def make(config):
 
     @inlined
     def load_keys(ds, ds_smem):
-        """ds (strips, tile_m / 8, 4) <- the warp's keys of dS^T, as accumulators hold them."""
+        """ds (strips, 2, 4) <- the warp's keys of dS^T and 16 queries, as accumulators hold them."""
         place = own_place(ds_smem, int32(0))
-        for n in range(query_blocks):
+        for n in range(2):
             for r in range(rows):
                 at = place + (8 * r * pitch + 8 * n) * size
-                of = ((r // 2) * query_blocks + n) * 4 + 2 * (r % 2)
+                of = ((r // 2) * 2 + n) * 4 + 2 * (r % 2)
                 if double:
                     load_pair(ds, of, at)
                 else:
@@ -135,10 +135,9 @@ def make(config):
                         ds[of + x] = load_b32(at + 4 * x).view(np.float32)
 
     @inlined
-    def load_ds(ds, strip, lane, ds_smem):
-        """ds (tile_n / 8, 4) <- dS of a strip of queries, as accumulators hold it."""
-        place = ds_smem + (int32(first_column_of(lane)) * pitch + strip * 16 + int32(first_row_of(lane))) * size
-        for n in range(key_blocks):
+    def load_16(ds, place):
+        """ds (2, 4) <- dS of a strip of queries and 16 keys, as accumulators hold it. place: the lane's first."""
+        for n in range(2):
             for r in range(2):
                 for x in range(2):
                     at = place + ((8 * n + x) * pitch + 8 * r) * size
@@ -187,8 +186,8 @@ def make(config):
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, of query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
-        ds = cuda.local.array(ds_count, real)  # (tile_n / 8, 4)
-        operand, other = cuda.local.array(operand_count, fragment), cuda.local.array(other_count, fragment)
+        ds = cuda.local.array(8, real)  # (2, 4), of 16 keys
+        operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
         old, words = cuda.local.array(old_count, uint32), cuda.local.array(4, uint32)
         values = cuda.local.array(chunk, real)
         thread = special.thread_index()
@@ -196,10 +195,14 @@ def make(config):
         strip, first_column = warp % strips, (warp // strips) * columns
         for x in range(dq_count):
             acc[x] = real(0)
-        load_ds(ds, strip, lane, ds_smem)
-        to_operand(ds, operand)
+        place = ds_smem + (int32(first_column_of(lane)) * pitch + strip * 16 + int32(first_row_of(lane))) * size
         _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
-        multiply(acc, operand, other, k_lane + (warp // strips) * (panels * tile_n * 128))
+        k_lane += (warp // strips) * (panels * tile_n * 128)
+        for _ in range(special.opaque(tile_n // 16)):
+            load_16(ds, place)
+            to_16(ds, operand)
+            add_16(acc, operand, other, k_lane)
+            place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
 
         query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
         column = int32(first_column + (lane & 3) * (2 * chunk))

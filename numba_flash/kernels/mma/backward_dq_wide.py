@@ -67,12 +67,13 @@ def make(config):
     alignment = config.ALIGNMENT
     _, do_at, k_at, v_at, *_ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips, all_blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
+    strips, rows = warp_rows // 16, warp_rows // 8
     columns = tile_n // groups  # of scores that a warp computes
     blocks = columns // 8
     dq_columns = head_dim_padded // groups
     s_count, dq_count = strips * blocks * 4, strips * dq_columns // 2
-    weight_count = strips * all_blocks * 4 if groups > 1 else 1
+    weight_count = strips * 8 if groups > 1 else 1  # of 16 keys
+    steps_16 = tile_n // 16
 
     real = numbers.of(config.compute_dtype).real
     load_q, load_k = (async_tiles.loader(tile, head_dim_padded, threads, 1, size) for tile in (tile_m, tile_n))
@@ -81,9 +82,14 @@ def make(config):
     of_dp = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
     multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_part, s_and_dq.multiply_p_v, s_and_dq.to_p
     multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_part, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
-    (_, put, meet, get), _ = backward_wide.exchange(config)
+    (_, put, meet, _, get_16, step_16), _ = backward_wide.exchange(config)
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
-    own_count, other_count, operand_count = s_and_dq.q_count, s_and_dq.kv_count, s_and_dq.p_count
+    to_16, add_ds_k = s_and_dq.to_16, s_and_dq.add_16
+    own_count, other_count, operand_count = (
+        s_and_dq.q_count,
+        s_and_dq.kv_count,
+        s_and_dq.p_count if groups == 1 else strips * 8,
+    )
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
@@ -231,9 +237,15 @@ def make(config):
         if groups > 1:
             put(registers.acc_dp, lanes.exchanged)
             meet()
-            get(registers.weights, lanes.exchanged)
-        to_operand(registers.weights if groups > 1 else registers.acc_dp, registers.ds_frag)
-        multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
+            at, rows_at = lanes.exchanged, lanes.k_transposed
+            for _ in range(special.opaque(steps_16)):
+                get_16(registers.weights, at)
+                to_16(registers.weights, registers.ds_frag)
+                add_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, rows_at)
+                at, rows_at = int32(at + step_16), int32(rows_at + 2048)
+        else:
+            to_operand(registers.acc_dp, registers.ds_frag)
+            multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
 
     @cuda.jit
     def flash_attention_mma_dq_wide(arrays, strides, sizes, score):
@@ -263,7 +275,7 @@ def make(config):
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
             cuda.local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
-            cuda.local.array(weight_count, real),  # weights (strips, tile_n / 8, 4)
+            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
             cuda.local.array(own_count, fragment),  # own_frag
             cuda.local.array(other_count, fragment),  # other_frag
             cuda.local.array(operand_count, fragment),  # ds_frag

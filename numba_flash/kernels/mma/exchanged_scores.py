@@ -23,6 +23,8 @@ class Exchange(NamedTuple):
     put: Callable[..., Any]  # (own, s_lane): own (strips, blocks / 2, 4) of this warp
     meet: Callable[..., Any]  # (): both have put theirs
     get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
+    get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of both, 16 columns
+    step: int  # bytes from 16 columns to the next
 
 
 def make(config):
@@ -68,4 +70,19 @@ def make(config):
                     for i in range(4):
                         acc_s[4 * n + i] = words[i].view(np.float32)
 
-    return Exchange(place, put, meet, get)
+    @inlined
+    def get_16(weights, s_lane):
+        """weights (strips, 2, 4) <- those of 16 columns; s_lane: as much further as get_16 reads of them, ROWS_16."""
+        words = cuda.local.array(4, uint32)
+        for strip in range(strips):
+            for n in range(2):
+                for c in range(chunks):
+                    at = s_lane + ((strip * blocks + n) * chunks + c) * ROW
+                    if double:
+                        ld_st.load_v2_f64(weights, (strip * 2 + n) * 4 + chunk * c, at)
+                    else:
+                        ld_st.load_v4(words, 0, at)
+                        for i in range(4):
+                            weights[(strip * 2 + n) * 4 + i] = words[i].view(np.float32)
+
+    return Exchange(place, put, meet, get, get_16, 2 * chunks * ROW)

@@ -18,7 +18,7 @@ from ..steps.plain import panel_offset
 from . import exchanged_scores
 from .products import Products
 
-FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
+FIRST, SECOND, TWO = np.int32(0), np.int32(1), np.int32(2)  # not Python's own: see inlined.py
 
 
 def make(config):
@@ -29,7 +29,7 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    place, put, meet, get = exchanged_scores.make(config)
+    place, put, meet, get, _, _ = exchanged_scores.make(config)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -104,24 +104,38 @@ def make(config):
                 p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
-    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
-        """acc_o += 16 keys of P . V."""
+    def to_16(weights, p_frag):
+        """p_frag (strips, 2, 4) <- weights in the order of an operand."""
+        for block in range(strips * 2):
+            for i in range(4):
+                p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2]
+
+    @inlined
+    def add_rows(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
+        """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
         column = cuda.local.array(4, float64)
         for n in range(o_blocks // 2):
             for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
                 at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
-                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
+                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
             for j in range(2):
                 for key in range(4):
                     column[key] = v_frag[2 * key + j]
                 for strip in range(strips):
                     at_o = (strip * o_blocks + 2 * n + j) * 4
-                    add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+                    add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
+
+    @inlined
+    def add_16(acc_o, p_frag, v_frag, v_lane):
+        """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
+        add_rows(FIRST, acc_o, p_frag, TWO, v_frag, v_lane)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        add_rows(FIRST, acc_o, p_frag, s_blocks, v_frag, v_lane)
         if tile_n > 16:
-            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
+            add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
 
-    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores)
+    return Products(
+        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16
+    )
