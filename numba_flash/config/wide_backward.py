@@ -1,5 +1,6 @@
 """Configs of the backward on tensor cores in float32 and float64."""
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ class WideBackwardConfig(Config):
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
+    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -35,8 +37,8 @@ class WideBackwardConfig(Config):
         if self.other_rows not in MmaConfig.KEYS[self.dtype]:
             allowed = MmaConfig.KEYS[self.dtype]
             raise ValueError(f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
-        if self.column_groups not in (1, 2):
-            raise ValueError(f"column_groups must be 1 or 2, not {self.column_groups}")
+        if self.column_groups not in self.GROUPS:
+            raise ValueError(f"column_groups must be one of {self.GROUPS}, not {self.column_groups}")
         sums = self.summed_columns // self.column_groups * self.item_size // 4 * self.warp_rows // 16
         if sums > self.SUMS:
             raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {self.SUMS}")
@@ -73,11 +75,6 @@ class WideBackwardConfig(Config):
         return 1
 
     @property
-    def ds_bytes(self) -> int:
-        """Of dS in shared memory."""
-        return 0
-
-    @property
     def threads(self) -> int:
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
@@ -96,70 +93,31 @@ class WideBackwardConfig(Config):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
-        other side, dS and the block's state where dQ needs them, and the end are."""
+        other side, and the end are."""
         starts = [0]
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
                 starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
         exchanged = self.own_rows * self.other_rows * self.item_size * self.exchanges if self.column_groups > 1 else 0
         starts.append(starts[-1] + exchanged)
-        starts.append(starts[-1] + self.staged_rows * 2 * self.item_size)
-        starts.append(starts[-1] + self.ds_bytes)
-        return (*starts, starts[-1] + (32 if self.ds_bytes else 0))
+        return (*starts, starts[-1] + self.staged_rows * 2 * self.item_size)
 
 
 @dataclass(frozen=True)
 class WideDkdvConfig(WideBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes.
-
-    of_dq: its parts of dQ too; with both. Warps have `dq_columns` of them for 16 queries.
-    """
+    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes."""
 
     of_dk: bool = True
     of_dv: bool = True
-    of_dq: bool = False
-
-    ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
-    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
-        if self.of_dq:
-            self._check_parts_of_dq()
         super().__post_init__()
-
-    def _check_parts_of_dq(self) -> None:
-        if not (self.of_dk and self.of_dv):
-            raise ValueError("of_dq needs of_dk and of_dv")
-        if self.threads // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
-
-    @property
-    def _column_parts(self) -> int:
-        """In how many parts warps have the columns of dQ."""
-        return max(self.threads // 32 // (self.tile_m // 16), 1)
-
-    @property
-    def dq_columns(self) -> int:
-        return self.head_dim_padded // self._column_parts
 
     @property
     def exchanges(self) -> int:
-        return self.of_dv + (self.of_dk and not self.of_dq)  # dQ needs all of dS in another order
-
-    @property
-    def ds_pitch(self) -> int:
-        """Elements from a key of dS^T to the next, so that lanes read and write few banks twice."""
-        return self.tile_m + 16 // self.item_size
-
-    @property
-    def ds_bytes(self) -> int:
-        return self.tile_n * self.ds_pitch * self.item_size if self.of_dq else 0
-
-    def _padded(self, columns: int) -> int:
-        step = 128 // self.item_size * max(self.column_groups, self._column_parts if self.of_dq else 1)
-        return -(-columns // step) * step
+        return self.of_dv + self.of_dk
 
     @property
     def own_rows(self) -> int:
@@ -179,8 +137,72 @@ class WideDkdvConfig(WideBackwardConfig):
 
 
 @dataclass(frozen=True)
+class WideFusedConfig(WideBackwardConfig):
+    """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
+
+    column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
+    queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
+    """
+
+    column_groups: int = 2
+
+    of_dk: ClassVar[bool] = True
+    of_dv: ClassVar[bool] = True
+    GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
+    ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
+        if self.tile_m // 8 % (self.column_groups // 2):
+            raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
+        if self.head_dim_padded != self.head_dim_v_padded:
+            raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} must fill the same panels")
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def summed_columns(self) -> int:
+        return self.head_dim_padded + self.head_dim_v_padded
+
+    @property
+    def _column_parts(self) -> int:
+        """In how many parts warps have the columns of dQ."""
+        return max(self.threads // 32 // (self.tile_m // 16), 1)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim_padded // self._column_parts
+
+    def _padded(self, columns: int) -> int:
+        step = 128 // self.item_size * max(self.column_groups, self._column_parts)
+        return -(-columns // step) * step
+
+    @property
+    def pitch(self) -> int:
+        """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
+        return self.tile_m + 16 // self.item_size
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
+        own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
+        weights = self.tile_n * self.pitch * self.item_size
+        return tuple(
+            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 32))
+        )
+
+
+@dataclass(frozen=True)
 class WideDqFinishConfig(Config):
-    """Of mma_dq_finish; tiles as in the WideDkdvConfig whose parts it finishes."""
+    """Of mma_dq_finish; tiles as in the WideFusedConfig whose parts it finishes."""
 
     group_size: ClassVar[int] = 1
     ROWS_OF_WARP: ClassVar[int] = 4

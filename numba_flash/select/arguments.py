@@ -152,7 +152,7 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "mma_dq_wide": _wide_backward(("dq",)),
-    "mma_dqkv_wide": _with_arrays(_wide_backward(("dq", "dk", "dv"), MASK_BITS_OF_KEYS), "turns"),
+    "mma_wide_fused": _with_arrays(_wide_backward(("dq", "dk", "dv")), "turns"),
     "mma_dq_finish": _wide_backward(("dq",)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),

@@ -20,7 +20,7 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
@@ -101,7 +101,7 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     made: list[BackwardConfig] = [delta_config(problem, target)]
     own: list[Config] = []
     if {"dk", "dv"} & set(problem.wanted):
-        rows = [row for row in _usable("mma_dkdv", problem, target) if not row.of_dq]
+        rows = _usable("mma_dkdv", problem, target)
         own += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
         own += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
@@ -120,9 +120,9 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not line_is_full(problem):
         return []
-    for row in (row for row in _usable("mma_dkdv", problem, target) if row.of_dq):
+    for row in _usable("mma_wide_fused", problem, target):
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
-        fused = WideDkdvConfig(**features, kernel="mma_dqkv_wide", of_dq=True)
+        fused = WideFusedConfig(**features, kernel="mma_wide_fused")
         if fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes:
             tiles_of = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
             finish = WideDqFinishConfig(**_features(problem), **tiles_of, kernel="mma_dq_finish")

@@ -44,6 +44,8 @@ class MmaWide(NamedTuple):
     rescale_threshold: int
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # not where something is read or asked for each score
+    unrolled: bool = False
+    chains: int = 1
     gpu: str = MEASURED
 
 
@@ -106,8 +108,9 @@ class WideBackward(NamedTuple):
     blocks_per_sm: int
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
-    of_dq: bool = False  # the kernel of dK and dV gives parts of dQ too, which are added up in turns
     unread: bool = False  # as of MmaWide
+    unrolled: bool = False
+    chains: int = 1
     gpu: str = MEASURED
 
 
@@ -269,6 +272,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
+    "mma_wide_fused_float32": (),
+    "mma_wide_fused_float64": (),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
@@ -370,7 +375,6 @@ NOT_COLUMNS = (
     "apart",
     "functions",
     "unread",
-    "of_dq",
     "by_element",
     "gpu",
     "own_rows",

@@ -37,7 +37,7 @@ FIRST_LINES = {
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
     **dict.fromkeys(
-        ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_dqkv_wide"), "_smem = aligned(shared.address("
+        ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
     ),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
@@ -190,9 +190,9 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
 def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q == 23)
-    if kernel in ("mma_dqkv_wide", "mma_dq_finish"):
-        row = tiles.WideBackward(256, 16, 16, 16, 1, 0, plain=True, of_dq=True, gpu=tiles.SIMULATOR)
-        monkeypatch.setitem(tiles.TABLES, "mma_dkdv_float32", (row, *tiles.TABLES["mma_dkdv_float32"]))
+    if kernel in ("mma_wide_fused", "mma_dq_finish"):
+        row = tiles.WideBackward(256, 16, 16, 16, 2, 0, plain=True, gpu=tiles.SIMULATOR)
+        monkeypatch.setitem(tiles.TABLES, "mma_wide_fused_float32", (row,))
         monkeypatch.setattr(select_backward, "line_is_full", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
@@ -207,7 +207,7 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_states_of_keys":
             differentiate("v2", mask_mod=mods.causal)
-        elif kernel in ("mma_dqkv_wide", "mma_dq_finish"):
+        elif kernel in ("mma_wide_fused", "mma_dq_finish"):
             differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)

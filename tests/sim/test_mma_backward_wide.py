@@ -149,11 +149,19 @@ ONE_KERNEL = {
 }
 
 
-@pytest.fixture(params=[("float32", 16, 16, 1), ("float32", 32, 32, 1), ("float32", 32, 16, 2), ("float64", 32, 16, 2)])
+@pytest.fixture(
+    params=[
+        ("float32", 16, 16, 16, 2),
+        ("float32", 32, 32, 32, 4),
+        ("float32", 32, 32, 16, 2),
+        ("float64", 32, 16, 16, 2),
+        ("float64", 32, 16, 32, 4),
+    ]
+)
 def one_kernel(request, monkeypatch, nothing_remembered):
-    dtype, own, other, groups = request.param
-    row = tiles.WideBackward(256, own, other, 16, groups, 0, plain=True, of_dq=True, gpu=tiles.SIMULATOR)
-    monkeypatch.setitem(tiles.TABLES, f"mma_dkdv_{dtype}", (row, *tiles.TABLES[f"mma_dkdv_{dtype}"]))
+    dtype, own, other, warp_rows, groups = request.param
+    row = tiles.WideBackward(256, own, other, warp_rows, groups, 0, plain=True, gpu=tiles.SIMULATOR)
+    monkeypatch.setitem(tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
     monkeypatch.setattr(select_backward, "line_is_full", lambda problem: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
@@ -161,7 +169,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
 @pytest.mark.parametrize("how", ONE_KERNEL)
 def test_parts_of_dq(one_kernel, how):
     case = one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=24, head_dim_v=40, **ONE_KERNEL[how])
-    assert "mma_dqkv_wide" in str(explained(case))
+    assert "mma_wide_fused" in str(explained(case))
     one_kernel.check(case)
 
 

@@ -8,8 +8,7 @@ KV head and walks over the tiles of queries that see it, of each query head of t
     dV += P^T dO      dK += dS^T Q    and at the end dK *= scale
 
 with the products of the forward in these dtypes (backward_wide.py). dO of a tile comes while dK is summed up from the
-tile before, and Q with lse and delta while dP is computed. With config.of_dq the block's parts of dQ come from the same
-dS (backward_dq_parts.py), and backward_dq_wide.py is not needed: five products instead of seven.
+tile before, and Q with lse and delta while dP is computed.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, ld_st, memory, shared, special
+from ...ptx import cp_async, memory, shared, special
 from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -30,7 +29,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_dq_parts, backward_wide
+from . import backward_wide
 
 
 class Registers(NamedTuple):
@@ -70,8 +69,7 @@ class Walk(NamedTuple):
     h_kv: int
     first_key: int
     q_start: int
-    keys: int  # how many are valid
-    begin: int  # the first tile of a head; with dQ they are walked from the last on
+    begin: int  # the first tile of a head
     tiles: int  # of a head
 
 
@@ -80,10 +78,7 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    _, v_at, q_at, do_at, _, rows_at, ds_at, state_at, _ = config.shared_offsets()
-    of_dq, parts = config.of_dq, backward_dq_parts.make(config) if config.of_dq else None
-    if parts is not None:
-        work_of, keep, store_ds, load_ds, wait_turn, add_dq, hand_on = parts
+    _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
     columns = tile_m // groups  # of scores that a warp computes
@@ -128,28 +123,6 @@ def make(config):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
 
     @inlined
-    def lanes_of(k_smem):
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
-        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
-        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
-        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
-        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
-        return Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
-
-    @inlined
-    def kept(lanes, k_smem):
-        return lanes
-
-    @inlined
-    def found_again(lanes, k_smem):
-        """With the thread's number read anew, addresses are not kept in registers through the other products."""
-        return lanes_of(k_smem)
-
-    again = found_again if of_dq else kept
-
-    @inlined
     def tile_of(block, heads_kv, seqlen_k):
         """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
@@ -162,8 +135,7 @@ def make(config):
         """-> (i, h) of the t-th tile of queries."""
         member = divide(t, walk.tiles)
         h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
-        i = t - member * walk.tiles
-        return int32(walk.begin + (walk.tiles - 1 - i if of_dq else i)), int32(h)
+        return int32(walk.begin + t - member * walk.tiles), int32(h)
 
     @inlined
     def load_others(t, do_smem, walk, arrays, strides, sizes):
@@ -284,39 +256,18 @@ def make(config):
         kept_of(kept, first_q_pos, walk.b, h, key, arrays, sizes)
 
     @inlined
-    def hand_on_before(t, walk, k_smem, sizes):
-        """Behind a barrier: what the block has given before its t-th tile of queries is in dQ."""
-        if special.thread_index() == 0 and t > 0:
-            i, h = turn(int32(t - 1), walk, sizes)
-            hand_on(i, h, k_smem + int32(state_at), sizes)
-
-    @inlined
-    def place_of(k_smem, arrays, sizes):
-        """-> (b, h_kv, first_key) of this block."""
-        if not of_dq:
-            return tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
-        if special.thread_index() == 0:
-            ld_st.store_b32(k_smem + int32(state_at), memory.add(memory.address(arrays.turns, 0), uint32(1)))
-        cuda.syncthreads()
-        return work_of(int32(ld_st.load_b32(k_smem + int32(state_at))), sizes)
-
-    @inlined
     def step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         i, h = turn(t, walk, sizes)
         wait_all()
-        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before, and with its dQ
-        if of_dq:
-            hand_on_before(t, walk, k_smem, sizes)
+        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before
         load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            now = again(lanes, k_smem)
-            multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, now.v, now.do)
+            multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do)
         wait_all()
         cuda.syncthreads()  # Q, lse and delta are there
-        now = again(lanes, k_smem)
-        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, now.k, now.q)
+        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         if of_dk and has_functions:
@@ -326,62 +277,51 @@ def make(config):
         term = row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
         if groups > 1:
-            now = again(lanes, k_smem)
             if of_dv:
-                put(registers.acc_s, now.exchanged)
-            if of_dk and not of_dq:
-                put(registers.acc_dp, now.exchanged + of_dv * exchanged_bytes)
+                put(registers.acc_s, lanes.exchanged)
+            if of_dk:
+                put(registers.acc_dp, lanes.exchanged + of_dv * exchanged_bytes)
             meet()
-        if of_dq:
-            store_ds(registers.acc_dp, k_smem + int32(ds_at))
         if of_dv:
-            now = again(lanes, k_smem)
             if groups == 1:
                 to_operand(registers.acc_s, registers.p_frag)
-                multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, now.do_transposed)
+                multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
             else:
-                at, rows_at_16 = now.exchanged, now.do_transposed
+                at, rows_at_16 = lanes.exchanged, lanes.do_transposed
                 for _ in range(special.opaque(steps_16)):
                     get_16(registers.weights, at)
                     to_16(registers.weights, registers.p_frag)
                     add_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
                     at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
-        if of_dq:
-            if special.thread_index() == 0:
-                wait_turn(i, h, k_smem + int32(state_at), sizes)
         cuda.syncthreads()  # everyone is done with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            now = again(lanes, k_smem)
             if groups == 1:
                 to_operand(registers.acc_dp, registers.p_frag)
-                multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, now.q_transposed)
+                multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
             else:
-                at = k_smem + int32(ds_at) if of_dq else now.exchanged + of_dv * exchanged_bytes
-                rows_at_16 = now.q_transposed
+                at, rows_at_16 = lanes.exchanged + of_dv * exchanged_bytes, lanes.q_transposed
                 for _ in range(special.opaque(steps_16)):
-                    if of_dq:
-                        load_ds(registers.weights, at)
-                    else:
-                        get_16(registers.weights, at)
+                    get_16(registers.weights, at)
                     to_16(registers.weights, registers.p_frag)
                     add_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, rows_at_16)
-                    at = int32(at + (16 * size if of_dq else step_16))
-                    rows_at_16 = int32(rows_at_16 + 2048)
-        if of_dq:
-            add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
+                    at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
 
     @cuda.jit
     def flash_attention_mma_dkdv_wide(arrays, strides, sizes, score):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
-        v_smem, do_smem = k_smem + int32(v_at), k_smem + int32(do_at)
-        lanes = lanes_of(k_smem)
+        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
+        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
+        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
+        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
+        lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
 
-        b, h_kv, first_key = place_of(k_smem, arrays, sizes)
+        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
@@ -394,11 +334,7 @@ def make(config):
             begin = max(int32(begin), divide(first, tile_m))
             stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
-        if of_dq:
-            cuda.syncthreads()  # the ticket has been read
-            if thread == 0:
-                keep(walk, k_smem + int32(state_at), arrays, strides, sizes)
+        walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
         registers = Registers(
             cuda.local.array(s_count, real),  # acc_s (strips, columns / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
@@ -437,9 +373,6 @@ def make(config):
         while t < end:
             step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score)
             t = int32(t + 1)
-        if of_dq:
-            cuda.syncthreads()
-            hand_on_before(t, walk, k_smem, sizes)
 
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid, column_group = int32(keys_left - first_row), warp & (groups - 1)

@@ -1,4 +1,4 @@
-"""Parts of dQ that a block of keys gives, in float32 and float64: what makes backward_dkdv_wide.py five products.
+"""Parts of dQ that a block of keys gives, in float32 and float64: what makes backward_wide_fused.py five products.
 
     dQ += dS K     with dS^T by way of shared memory, from where warps take it as rows of queries
 
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
-from ...ptx import ld_st, memory, special
+from ...ptx import memory, special
 from ..steps import block_state, numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.plain import first_row_of
 from ..steps.tiles import row_base
-from . import backward_wide
+from . import backward_wide, shared_weights
 
 
 class DqParts(NamedTuple):
@@ -33,8 +33,6 @@ class DqParts(NamedTuple):
 
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
-    store_ds: Callable[..., Any]
-    load_ds: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
     hand_on: Callable[..., Any]
@@ -66,20 +64,16 @@ def number_of_f64(words, x):
 
 def make(config):
     tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
-    head_dim, columns, pitch = config.head_dim, config.dq_columns, config.ds_pitch
-    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips = tile_m // 16
+    head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
-    o_blocks, panels, abreast, turns_at = columns // 8, columns // panel_columns, config.ABREAST, TURNS_AT
-    chunks = panels * 2 * 2  # of 16 bytes that a lane has: two of each panel, of two rows
-    dq_count, old_count = 4 * o_blocks, 4 * chunks
+    panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
+    dq_count, old_count = columns // 2, 8 * panels  # old: two chunks of each panel, of a row
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
-    add_16, to_16, lanes, fragment = made.add_16, made.to_16, made.lanes, made.register
-    other_count = made.kv_count
-    load_b32, store_b32, store_pair, load_pair = ld_st.load_b32, ld_st.store_b32, ld_st.store_v2_f64, ld_st.load_v2_f64
-    warp_rows, rows, own_blocks = config.warp_rows, config.warp_rows // 8, tile_m // groups // 8
+    add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
+    weights = shared_weights.make(pitch, 1, double)
+    turned_place, turned = weights.turned_place, weights.turned
     load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
     load_acquire, add_release = memory.load_acquire, memory.add_release
 
@@ -96,56 +90,6 @@ def make(config):
         head_of_all = int32(first_head + within - j * together)
         b = divide(head_of_all, sizes.heads_kv)
         return b, int32(head_of_all - b * sizes.heads_kv), int32(j * tile_n)
-
-    @inlined
-    def own_place(ds_smem, first_column):
-        """Where the lane's rows of the warp's keys begin in dS^T (tile_n, tile_m)."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        return ds_smem + (key * pitch + first_column + int32(first_column_of(lane))) * size
-
-    @inlined
-    def store_ds(acc_dp, ds_smem):
-        """The warp's part of dS^T to shared memory."""
-        warp = special.thread_index() >> int32(5)
-        place = own_place(ds_smem, (warp & (groups - 1)) * (tile_m // groups))
-        for n in range(own_blocks):
-            for r in range(rows):
-                at = place + (8 * r * pitch + 8 * n) * size
-                of = ((r // 2) * own_blocks + n) * 4 + 2 * (r % 2)
-                if double:
-                    store_pair(at, acc_dp, of)
-                else:
-                    for x in range(2):
-                        store_b32(at + 4 * x, acc_dp[of + x].view(np.uint32))
-
-    @inlined
-    def load_keys(ds, ds_smem):
-        """ds (strips, 2, 4) <- the warp's keys of dS^T and 16 queries, as accumulators hold them."""
-        place = own_place(ds_smem, int32(0))
-        for n in range(2):
-            for r in range(rows):
-                at = place + (8 * r * pitch + 8 * n) * size
-                of = ((r // 2) * 2 + n) * 4 + 2 * (r % 2)
-                if double:
-                    load_pair(ds, of, at)
-                else:
-                    for x in range(2):
-                        ds[of + x] = load_b32(at + 4 * x).view(np.float32)
-
-    @inlined
-    def load_16(ds, place):
-        """ds (2, 4) <- dS of a strip of queries and 16 keys, as accumulators hold it. place: the lane's first."""
-        for n in range(2):
-            for r in range(2):
-                for x in range(2):
-                    at = place + ((8 * n + x) * pitch + 8 * r) * size
-                    if double:
-                        low, high = uint64(load_b32(at)), uint64(load_b32(at + 4))
-                        ds[4 * n + 2 * r + x] = uint64(low | (high << uint64(32))).view(np.float64)
-                    else:
-                        ds[4 * n + 2 * r + x] = load_b32(at).view(np.float32)
 
     @inlined
     def keep(walk, state, arrays, strides, sizes):
@@ -186,7 +130,6 @@ def make(config):
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, of query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
-        ds = cuda.local.array(8, real)  # (2, 4), of 16 keys
         operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
         old, words = cuda.local.array(old_count, uint32), cuda.local.array(4, uint32)
         values = cuda.local.array(chunk, real)
@@ -195,12 +138,11 @@ def make(config):
         strip, first_column = warp % strips, (warp // strips) * columns
         for x in range(dq_count):
             acc[x] = real(0)
-        place = ds_smem + (int32(first_column_of(lane)) * pitch + strip * 16 + int32(first_row_of(lane))) * size
+        place = turned_place(lane, ds_smem) + strip * (16 * size)
         _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
         k_lane += (warp // strips) * (panels * tile_n * 128)
         for _ in range(special.opaque(tile_n // 16)):
-            load_16(ds, place)
-            to_16(ds, operand)
+            turned(operand, place)
             add_16(acc, operand, other, k_lane)
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
 
@@ -210,22 +152,21 @@ def make(config):
         to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
         adds = parts_before(i, state) != 0
         for r in range(2):
+            row = to + (8 * r * strides.dq[2]) * size
             for n in range(2 * panels):
                 if adds and query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
-                    at = to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2)
-                    load_v4(old, 4 * (r * 2 * panels + n), at)
+                    load_v4(old, 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
                 else:
                     for x in range(4):
-                        old[4 * (r * 2 * panels + n) + x] = uint32(0)
-        for r in range(2):
+                        old[4 * n + x] = uint32(0)
             for n in range(2 * panels):
                 for x in range(4):
-                    words[x] = old[4 * (r * 2 * panels + n) + x]
+                    words[x] = old[4 * n + x]
                 for j in range(chunk):
                     part = acc[((n // 2) * chunk + j) * 4 + 2 * r + n % 2]
                     values[j] = part * score.scale + to_number(words, j)
                 to_words(values, words)
                 if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
-                    store_v4(to + (8 * r * strides.dq[2]) * size + 128 * (n // 2) + 16 * (n % 2), words, 0)
+                    store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
 
-    return DqParts(work_of, keep, store_ds, load_keys, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, wait_turn, add, hand_on)

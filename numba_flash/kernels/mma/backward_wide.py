@@ -65,13 +65,21 @@ def exchange(config):
     return exchanged_scores.make(view), config.own_rows * config.other_rows * config.item_size
 
 
+def fused_products(config, groups):
+    """Of the kernel that computes all gradients, where so many warps share rows: each has as large a part of the scores,
+    and of the columns that are summed up."""
+    padded = config.head_dim_padded
+    rows = config.tile_n, config.tile_m, config.warp_rows
+    of_warps = groups, config.large_f64, config.unrolled, config.chains
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0))
+
+
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
-    columns = config.dq_columns
-    view = View(
-        config.dtype, config.tile_m, config.tile_n, 16, columns, columns, 1, config.large_f64, False, config.chains, 0
+    columns, of_warps = config.dq_columns, (1, config.large_f64, False, config.chains)
+    return PRODUCTS[config.dtype].make(
+        View(config.dtype, config.tile_m, config.tile_n, 16, columns, columns, *of_warps, 0)
     )
-    return PRODUCTS[config.dtype].make(view)
 
 
 def storer(config, columns, padded):
