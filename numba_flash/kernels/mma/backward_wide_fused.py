@@ -149,8 +149,9 @@ def make(config):
         for strip in range(strips):
             for n in range(blocks):
                 of = (strip * blocks + n) * 4
-                x = registers.acc[of] if role else registers.acc[of + 2]
-                y = registers.acc[of + 1] if role else registers.acc[of + 3]
+                first, second = registers.acc[of], registers.acc[of + 1]
+                third, fourth = registers.acc[of + 2], registers.acc[of + 3]
+                x, y = first if role else third, second if role else fourth
                 put(x, y, at + (strip * 16 * pitch + 8 * n) * size)
 
     @inlined
@@ -170,8 +171,8 @@ def make(config):
                 pair(given, at if role else at + to_ds)
                 for x in range(2):
                     of = (strip * blocks + n) * 4 + x
-                    s = given[x] if role else registers.acc[of]
-                    dp = registers.acc[of + 2] if role else given[x]
+                    upper, lower = registers.acc[of], registers.acc[of + 2]
+                    s, dp = given[x] if role else upper, lower if role else given[x]
                     query = int32(i * tile_m + first_column + n * 8 + x)
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
