@@ -196,7 +196,7 @@ class WideFusedConfig(WideBackwardConfig):
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
         weights = self.tile_n * self.pitch * self.item_size
         return tuple(
-            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 32))
+            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
         )
 
 

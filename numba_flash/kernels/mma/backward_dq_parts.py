@@ -28,11 +28,24 @@ from ..steps.tiles import row_base
 from . import backward_wide, shared_weights
 
 
+class Walk(NamedTuple):
+    """The tiles of queries of each head, the last one first, one head behind the other."""
+
+    b: int
+    h_kv: int
+    first_key: int
+    q_start: int
+    keys: int  # how many are valid
+    begin: int  # the first tile of a head
+    tiles: int  # of a head
+
+
 class DqParts(NamedTuple):
     """Device functions. i: a query tile of head h; state: where `keep` has left what every tile needs."""
 
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
+    walk_of: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
     hand_on: Callable[..., Any]
@@ -98,6 +111,17 @@ def make(config):
         turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
         block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
         block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
+        place, begin_and_tiles = int64(walk.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
+        block_state.put(state + 2 * block_state.SIZE, place, begin_and_tiles)
+
+    @inlined
+    def walk_of(state, sizes):
+        """-> Walk, as it was kept."""
+        first_from_query, first_and_keys = block_state.get(state + block_state.SIZE)
+        place, begin_and_tiles = block_state.get(state + 2 * block_state.SIZE)
+        b, first_key, begin = int32(place >> 32), int32(first_and_keys >> 32), int32(begin_and_tiles >> 32)
+        q_start, keys, tiles = first_from_query + sizes.left, int32(first_and_keys), int32(begin_and_tiles)
+        return Walk(b, int32(place), first_key, q_start, keys, begin, tiles)
 
     @inlined
     def turn_of(h, i, state, sizes):
@@ -169,4 +193,4 @@ def make(config):
                 if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
                     store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
 
-    return DqParts(work_of, keep, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)

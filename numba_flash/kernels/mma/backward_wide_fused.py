@@ -31,6 +31,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_dq_parts, backward_wide, shared_weights
+from .backward_dq_parts import Walk
 
 
 class Registers(NamedTuple):
@@ -42,20 +43,6 @@ class Registers(NamedTuple):
     own_frag: Any
     other_frag: Any
     p_frag: Any
-    first_query: Any  # of those that see a key
-    end_query: Any
-
-
-class Walk(NamedTuple):
-    """The tiles of queries of each head, the last one first, one head behind the other."""
-
-    b: int
-    h_kv: int
-    first_key: int
-    q_start: int
-    keys: int  # how many are valid
-    begin: int  # the first tile of a head
-    tiles: int  # of a head
 
 
 def make(config):
@@ -81,7 +68,7 @@ def make(config):
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
     recompute_keys, wait_all = recompute.make(config), cp_async.wait_group(0)
-    work_of, keep, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
+    work_of, keep, walk_of, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
 
     @inlined
     def aligned(address):
@@ -110,8 +97,9 @@ def make(config):
         return int32(walk.begin + walk.tiles - 1 - (t - member * walk.tiles)), int32(h)
 
     @inlined
-    def load_do(t, k_smem, walk, arrays, strides, sizes):
+    def load_do(t, k_smem, arrays, strides, sizes):
         """Start the copies of dO of the t-th tile of queries, if there is one."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
@@ -120,8 +108,9 @@ def make(config):
             load_other(k_smem + int32(do_at), source, stride, 0, rows_left, head_dim_v, special.thread_index())
 
     @inlined
-    def load_queries(t, k_smem, walk, arrays, strides, sizes):
+    def load_queries(t, k_smem, arrays, strides, sizes):
         """Likewise of Q, with lse and delta."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
@@ -155,7 +144,7 @@ def make(config):
                 put(x, y, at + (strip * 16 * pitch + 8 * n) * size)
 
     @inlined
-    def weigh(i, registers, k_smem, walk, term, score):
+    def weigh(i, registers, k_smem, walk, term, sizes, score):
         """P^T and dS^T of the warp's half to shared memory."""
         lane, (part, role) = special.thread_index() & int32(31), part_and_role()
         row = int32(first_row_of_warp() + 8 * role)
@@ -164,6 +153,11 @@ def make(config):
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
         given, p, ds = (cuda.local.array(2, real), cuda.local.array(2, real), cuda.local.array(2, real))
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
+        first_query, end_query = cuda.local.array(strips, int32), cuda.local.array(strips, int32)  # that see a key
+        for strip in range(strips):
+            at_key = int32(walk.first_key + key + strip * 16)
+            first, end = key_queries(at_key, walk.q_start, sizes.left, sizes.right, sizes.seqlen_q)
+            first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.keys else int32(0)
         for n in range(blocks):
             of_pair(lse, delta, k_smem + int32(rows_at), first_column + n * 8)
             for strip in range(strips):
@@ -176,7 +170,7 @@ def make(config):
                     query = int32(i * tile_m + first_column + n * 8 + x)
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
-                    seen = query >= registers.first_query[strip] and query < registers.end_query[strip]
+                    seen = query >= first_query[strip] and query < end_query[strip]
                     p[x] = found if seen else real(0)
                     ds[x] = found * (dp - delta[x]) * derivative if seen else real(0)
                 put(p[0], p[1], at)
@@ -195,29 +189,37 @@ def make(config):
             at, rows_lane = int32(at + 16 * size), int32(rows_lane + 2048)
 
     @inlined
-    def step(t, registers, k_smem, walk, arrays, strides, sizes, score):
+    def hand_on_before(t, k_smem, sizes):
+        """Behind a barrier: what the block has given before its t-th tile of queries is in dQ."""
+        if special.thread_index() == 0 and t > 0:
+            i, h = turn(int32(t - 1), walk_of(k_smem + int32(state_at), sizes), sizes)
+            hand_on(i, h, k_smem + int32(state_at), sizes)
+
+    @inlined
+    def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
-        i, h = turn(t, walk, sizes)
         wait_all()
         cuda.syncthreads()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
-        if special.thread_index() == 0 and t > 0:
-            before, its_head = turn(int32(t - 1), walk, sizes)
-            hand_on(before, its_head, k_smem + int32(state_at), sizes)
+        hand_on_before(t, k_smem, sizes)
         find_scores(registers, k_smem)
         give_half(registers, k_smem)
         meet()
-        weigh(i, registers, k_smem, walk, row_term(walk.b, h, arrays, strides), score)
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        weigh(i, registers, k_smem, walk, row_term(walk.b, h, arrays, strides), sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
         if special.thread_index() == 0:
+            i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
             wait_turn(i, h, k_smem + int32(state_at), sizes)
         cuda.syncthreads()  # everyone is done with dO, all of dS is there, and it is this block's turn
-        load_do(int32(t + 1), k_smem, walk, arrays, strides, sizes)
+        load_do(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
         add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
         cuda.syncthreads()  # everyone is done with Q
-        load_queries(int32(t + 1), k_smem, walk, arrays, strides, sizes)
+        load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
+        i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
         add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
 
     @cuda.jit
@@ -248,36 +250,29 @@ def make(config):
             cuda.local.array(own_count, fragment),  # own_frag
             cuda.local.array(other_count, fragment),  # other_frag
             cuda.local.array(own_count, fragment),  # p_frag (strips, 2, 4)
-            cuda.local.array(strips, int32),  # first_query
-            cuda.local.array(strips, int32),  # end_query
         )
         for x in range(sum_count):
             registers.acc_dk[x] = real(0)
             registers.acc_dv[x] = real(0)
-        _, role = part_and_role()
-        for strip in range(strips):
-            key = int32(first_key + first_row_of_warp() + int32(first_row_of(lane)) + 8 * role + 16 * strip)
-            first, end = key_queries(key, q_start, left, right, seqlen_q)
-            registers.first_query[strip] = int32(first)
-            registers.end_query[strip] = int32(end) if key < keys else int32(0)
-
+        cuda.syncthreads()  # what was kept is there
         if tiles > 0:
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
             v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
             load_own(k_smem + int32(v_at), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
-            load_do(int32(0), k_smem, walk, arrays, strides, sizes)
-            load_queries(int32(0), k_smem, walk, arrays, strides, sizes)
+            load_do(int32(0), k_smem, arrays, strides, sizes)
+            load_queries(int32(0), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
         t, end = int32(0), int32(tiles * divide(sizes.heads, sizes.heads_kv))
         while t < end:
-            step(t, registers, k_smem, walk, arrays, strides, sizes, score)
+            step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
         cuda.syncthreads()
-        if thread == 0 and end > 0:
-            before, its_head = turn(int32(end - 1), walk, sizes)
-            hand_on(before, its_head, state, sizes)
+        hand_on_before(end, k_smem, sizes)
 
+        walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
+        b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
+        keys_left = int32(min(walk.keys - first_key, tile_n))
         first_row, column = first_row_of_warp(), (warp & (groups - 1)) * columns
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid = int32(keys_left - first_row)
