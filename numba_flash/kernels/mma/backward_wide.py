@@ -57,7 +57,7 @@ def products(config, first_columns, second_columns):
 
 
 def exchange(config):
-    """-> Exchange of P, and of dS behind it, between warps that own the same rows; and bytes of one."""
+    """-> Exchange of P, and of dS behind it, between two warps that own the same rows; and bytes of one."""
     view = View(
         config.dtype, config.own_rows, config.other_rows, config.warp_rows, 0, 0, config.column_groups,
         config.large_f64, False, 1, config.shared_offsets()[4],
@@ -66,20 +66,18 @@ def exchange(config):
 
 
 def fused_products(config, groups):
-    """Of the kernel that computes all gradients, where so many warps share rows: each has as large a part of the scores,
-    and of the columns that are summed up."""
-    padded = config.head_dim_padded
-    rows = config.tile_n, config.tile_m, config.warp_rows
+    """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the scores, and of
+    the columns that are summed up."""
+    padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
     of_warps = groups, config.large_f64, config.unrolled, config.chains
     return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0))
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
-    columns, of_warps = config.dq_columns, (1, config.large_f64, False, config.chains)
-    return PRODUCTS[config.dtype].make(
-        View(config.dtype, config.tile_m, config.tile_n, 16, columns, columns, *of_warps, 0)
-    )
+    columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
+    of_warps = 1, config.large_f64, False, config.chains
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, columns, columns, *of_warps, 0))
 
 
 def storer(config, columns, padded):

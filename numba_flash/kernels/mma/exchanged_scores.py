@@ -1,4 +1,5 @@
-"""Scores, or weights, between the two warps that own the same rows: each has computed those of one half of a tile's keys.
+"""Scores between the two warps that own the same rows, and P or dS in a backward: each has computed those of one half
+of a tile's columns.
 
 What a lane of one warp holds, the same lane of the other needs where it is. So 16 bytes of each lane lie beside each
 other, in no order of rows or columns. Both halves are read back: a register has no number that depends on the warp.

@@ -1,8 +1,8 @@
-"""P^T and dS^T of a tile in shared memory, (keys, queries) each, for kernels whose warps own parts of several products.
+"""P^T and dS^T of a tile in shared memory, (keys, queries) each, where every warp of a block takes what it multiplies.
 
-In float32 the queries of each 8 lie in the order 0, 2, 4, 6, 1, 3, 5, 7. So a lane's two neighbours of an accumulator go
-into words that no other lane's go into the banks of, and ldmatrix hands out the operand of products_float32.py. Rows are
-16 bytes longer than they need be, for the same reason.
+In float32 the queries of each 8 lie in the order 0, 2, 4, 6, 1, 3, 5, 7. So ldmatrix hands out the operand that
+products_float32.py takes, and what lanes write at a time lies in different banks. For the banks' sake rows are 16 bytes
+longer than they need be, too.
 """
 
 from collections.abc import Callable
