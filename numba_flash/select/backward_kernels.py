@@ -124,8 +124,8 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
         fused = WideFusedConfig(**features, kernel="mma_wide_fused")
         if fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes:
-            tiles_of = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-            finish = WideDqFinishConfig(**_features(problem), **tiles_of, kernel="mma_dq_finish")
+            of_finish = _features(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            finish = WideDqFinishConfig(**of_finish, kernel="mma_dq_finish")
             return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
     return []
 

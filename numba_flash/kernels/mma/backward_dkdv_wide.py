@@ -97,7 +97,7 @@ def make(config):
     multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_part, s_and_dv.multiply_p_v, s_and_dv.to_p
     multiply_v_do, multiply_ds_q = dp_and_dk.multiply_part, dp_and_dk.multiply_p_v
     s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
-    (_, put, meet, _, get_16, step_16), exchanged_bytes = backward_wide.exchange(config)
+    (_, put, meet, _, get_16, step_16, *_), exchanged_bytes = backward_wide.exchange(config)
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
     to_16, add_p_do, add_ds_q = s_and_dv.to_16, s_and_dv.add_16, dp_and_dk.add_16

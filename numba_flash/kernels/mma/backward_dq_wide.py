@@ -82,7 +82,7 @@ def make(config):
     of_dp = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
     multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_part, s_and_dq.multiply_p_v, s_and_dq.to_p
     multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_part, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
-    (_, put, meet, _, get_16, step_16), _ = backward_wide.exchange(config)
+    (_, put, meet, _, get_16, step_16, *_), _ = backward_wide.exchange(config)
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
     to_16, add_ds_k = s_and_dq.to_16, s_and_dq.add_16
     own_count, other_count, operand_count = (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, int32, uint32
+from numba import cuda, float64, int32, uint32
 
 from ...ptx import bar, ld_st, special
 from ..steps.inlined import inlined
@@ -26,6 +26,8 @@ class Exchange(NamedTuple):
     get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
     get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of both, 16 columns
     step: int  # bytes from 16 columns to the next
+    put_all: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4), of a part of the product's terms
+    get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += that of the other one
 
 
 def make(config):
@@ -33,7 +35,8 @@ def make(config):
     half, chunks, chunk = blocks // 2, 2 if double else 1, 2 if double else 4  # 16 bytes of a block, and their elements
     _, _, _, _, tile_at, _ = config.shared_offsets()
     begin = tile_at + config.tile_state_entries * 16
-    pair_bytes = strips * blocks * chunks * ROW
+    all_bytes = strips * blocks * chunks * ROW
+    pair_bytes = all_bytes * (2 if config.splits_columns else 1)
 
     @inlined
     def place(lane, warp, q_smem):
@@ -86,4 +89,18 @@ def make(config):
                         for i in range(4):
                             weights[(strip * 2 + n) * 4 + i] = words[i].view(np.float32)
 
-    return Exchange(place, put, meet, get, get_16, 2 * chunks * ROW)
+    @inlined
+    def put_all(acc_s, s_lane):
+        own = s_lane + ((special.thread_index() >> int32(5)) & 1) * all_bytes
+        for n in range(strips * blocks * 2):
+            ld_st.store_v2_f64(own + n * ROW, acc_s, 2 * n)
+
+    @inlined
+    def get_sum(acc_s, s_lane):
+        other, two = s_lane + ((~(special.thread_index() >> int32(5))) & 1) * all_bytes, cuda.local.array(2, float64)
+        for n in range(strips * blocks * 2):
+            ld_st.load_v2_f64(two, 0, other + n * ROW)
+            acc_s[2 * n] += two[0]
+            acc_s[2 * n + 1] += two[1]
+
+    return Exchange(place, put, meet, get, get_16, 2 * chunks * ROW, put_all, get_sum)

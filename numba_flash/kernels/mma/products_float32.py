@@ -53,7 +53,8 @@ def make(config):
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
     chains, unrolled = config.chains, config.unrolled
-    place, put, meet, get, _, _ = exchanged_scores.make(config)
+    exchanged = exchanged_scores.make(config)
+    place, put, meet, get = exchanged.place, exchanged.put, exchanged.meet, exchanged.get
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
