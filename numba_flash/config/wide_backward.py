@@ -21,6 +21,7 @@ class WideBackwardConfig(Config):
     bias_pairs: bool = False
     unrolled: bool = False
     chains: int = 1
+    early: bool = False
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head

@@ -111,6 +111,7 @@ class WideBackward(NamedTuple):
     unread: bool = False  # as of MmaWide
     unrolled: bool = False
     chains: int = 1
+    early: bool = False
     gpu: str = MEASURED
 
 

@@ -87,6 +87,7 @@ USES = {
     "ld_st.store_b32": ("st.shared.b32", "ld_st.store_b32(at, uint32(i))"),
     "ld_st.load_v4": ("ld.shared.v4.b32", "ld_st.load_v4(u, 0, at)"),
     "ld_st.store_v2_f64": ("st.shared.v2.f64", "ld_st.store_v2_f64(at, d, 0)"),
+    "ld_st.load_f64": ("ld.shared.f64", "d[0] = ld_st.load_f64(at)"),
     "ld_st.load_v2_f64": ("ld.shared.v2.f64", "ld_st.load_v2_f64(d, 0, at)"),
     "ld_st.store_v4": ("st.shared.v4.b32", "ld_st.store_v4(at, u, 0)"),
     "mbarrier.init": ("mbarrier.init.shared::cta.b64", "mbarrier.init(at, 1)"),

@@ -80,7 +80,9 @@ def make(config):
     head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
+    early = config.early
     dq_count, old_count = columns // 2, 8 * panels  # old: two chunks of each panel, of a row
+    kept_count = old_count * (2 if early else 1)
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -151,15 +153,48 @@ def make(config):
         add_release(turn_of(h, i, state, sizes), uint32(1))
 
     @inlined
+    def load_old(old, at, row, columns_left):
+        """old[at : at + old_count] <- what dQ has in a row so far, from the lane's first column on."""
+        for n in range(2 * panels):
+            if (n // 2 * 8 + n % 2) * chunk < columns_left:
+                load_v4(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
+            else:
+                for x in range(4):
+                    old[at + 4 * n + x] = uint32(0)
+
+    @inlined
+    def store_new(acc, first, old, at, row, columns_left, score):
+        """A row of dQ <- what it had and the accumulators from `first` on."""
+        values, words = cuda.local.array(chunk, real), cuda.local.array(4, uint32)
+        for n in range(2 * panels):
+            for x in range(4):
+                words[x] = old[at + 4 * n + x]
+            for j in range(chunk):
+                part = acc[((n // 2) * chunk + j) * 4 + first + n % 2]
+                values[j] = part * score.scale + to_number(words, j)
+            to_words(values, words)
+            if (n // 2 * 8 + n % 2) * chunk < columns_left:
+                store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
+
+    @inlined
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, of query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
         operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
-        old, words = cuda.local.array(old_count, uint32), cuda.local.array(4, uint32)
-        values = cuda.local.array(chunk, real)
+        old = cuda.local.array(kept_count, uint32)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         strip, first_column = warp % strips, (warp // strips) * columns
+        query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
+        column = int32(first_column + (lane & 3) * (2 * chunk))
+        dq, _ = block_state.get(state)
+        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
+        adds = parts_before(i, state) != 0
+        next_rows, columns_left = (8 * strides.dq[2]) * size, int32(head_dim - column)
+        rows_left = int32(sizes.seqlen_q - query)
+        if early:
+            load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
+            load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
         for x in range(dq_count):
             acc[x] = real(0)
         place = turned_place(lane, ds_smem) + strip * (16 * size)
@@ -169,28 +204,12 @@ def make(config):
             turned(operand, place)
             add_16(acc, operand, other, k_lane)
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
-
-        query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
-        column = int32(first_column + (lane & 3) * (2 * chunk))
-        dq, _ = block_state.get(state)
-        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
-        adds = parts_before(i, state) != 0
-        for r in range(2):
-            row = to + (8 * r * strides.dq[2]) * size
-            for n in range(2 * panels):
-                if adds and query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
-                    load_v4(old, 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
-                else:
-                    for x in range(4):
-                        old[4 * n + x] = uint32(0)
-            for n in range(2 * panels):
-                for x in range(4):
-                    words[x] = old[4 * n + x]
-                for j in range(chunk):
-                    part = acc[((n // 2) * chunk + j) * 4 + 2 * r + n % 2]
-                    values[j] = part * score.scale + to_number(words, j)
-                to_words(values, words)
-                if query + 8 * r < sizes.seqlen_q and column + (n // 2 * 8 + n % 2) * chunk < head_dim:
-                    store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
+        if not early:
+            load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
+        store_new(acc, 0, old, 0, to, columns_left if rows_left > 0 else int32(0), score)
+        if not early:
+            load_old(old, 0, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
+        second = old_count if early else 0
+        store_new(acc, 2, old, second, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
 
     return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)

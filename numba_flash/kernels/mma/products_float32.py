@@ -93,9 +93,9 @@ def make(config):
             mma.m16n8k8_tf32(part, 0, a_small, a + 4 * k, b_big, 2 * k)
             mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_small, 2 * k)
         for k in range(2):
-            mma.m16n8k8_tf32(large if chains == 2 else part, 0, a_big, a + 4 * k, b_big, 2 * k)
+            mma.m16n8k8_tf32(large if chains == 3 else part, 0, a_big, a + 4 * k, b_big, 2 * k)
         for i in range(4):
-            acc[acc_at + i] += part[i] + large[i] if chains == 2 else part[i]
+            acc[acc_at + i] += part[i] + large[i] if chains == 3 else part[i]
 
     @inlined
     def add_columns(acc_s, q_frag, k_frag, q_at, k_at):

@@ -39,7 +39,7 @@ def make(config):
         exchanged.put_all,
     )
     by_columns = groups > 1 and config.splits_columns
-    half_steps = steps // 2
+    half_steps, unrolled = steps // 2, config.unrolled
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -81,27 +81,41 @@ def make(config):
         ld_st.load_v2_f64(values, 2, at ^ int32(16))
 
     @inlined
+    def add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at):
+        """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys."""
+        for strip in range(strips):
+            for half in range(2):
+                load_row(k_frag, q_at + strip * 2048 + half * 1024)
+                for i in range(4):
+                    q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+        for n in range(blocks):
+            load_row(k_frag, k_at + n * 1024)
+            for strip in range(strips):
+                add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+
+    @inlined
     def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
-        """acc_s (strips, blocks, 4) = Q . K^T over so many panels and blocks of 8 keys."""
+        """acc_s (strips, blocks, 4) = Q . K^T over so many panels."""
         for i in range(strips * blocks * 4):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
         for _ in range(special.opaque(count)):  # written out, it would take too many registers
-            for strip in range(strips):
-                for half in range(2):
-                    load_row(k_frag, q_at + strip * 2048 + half * 1024)
-                    for i in range(4):
-                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
-            for n in range(blocks):
-                load_row(k_frag, k_at + n * 1024)
-                for strip in range(strips):
-                    add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
             q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
+        if unrolled:
+            for i in range(own_count):
+                acc_s[i] = float64(0)
+            q_at, k_at = q_lane, k_lane
+            for _ in range(special.opaque(half_steps)):
+                add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
+                add_panel(own_blocks, acc_s, q_frag, k_frag, int32(q_at + q_panel), int32(k_at + kv_panel))
+                q_at, k_at = int32(q_at + 2 * q_panel), int32(k_at + 2 * kv_panel)
+        else:
+            add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):

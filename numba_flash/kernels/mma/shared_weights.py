@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int32, uint64
+from numba import cuda, float32, float64, int32
 
 from ...ptx import ld_st, ldmatrix
 from ..steps.inlined import inlined
@@ -31,12 +31,8 @@ class SharedWeights(NamedTuple):
 def make(pitch, strips, double):
     """pitch: elements from a key to the next."""
     size = 8 if double else 4
-    load_b32, store_b32, load_v2_f64, store_v2_f64 = (
-        ld_st.load_b32,
-        ld_st.store_b32,
-        ld_st.load_v2_f64,
-        ld_st.store_v2_f64,
-    )
+    load_b32, store_b32, load_f64 = ld_st.load_b32, ld_st.store_b32, ld_st.load_f64
+    load_v2_f64, store_v2_f64 = ld_st.load_v2_f64, ld_st.store_v2_f64
 
     @inlined
     def place(lane, smem):
@@ -103,9 +99,7 @@ def make(pitch, strips, double):
         for n in range(2):
             for x in range(2):
                 for r in range(2):
-                    word = at + ((8 * n + x) * pitch + 8 * r) * 8
-                    low, high = uint64(load_b32(word)), uint64(load_b32(word + 4))
-                    p_frag[4 * n + 2 * x + r] = uint64(low | (high << uint64(32))).view(np.float64)
+                    p_frag[4 * n + 2 * x + r] = load_f64(int32(at + ((8 * n + x) * pitch + 8 * r) * 8))
 
     if double:
         return SharedWeights(place, pair_f64, put_f64, operand_place, operand_f64, turned_place, turned_f64)
