@@ -242,7 +242,6 @@ class MmaConfig(TensorConfig):
     column_groups: int = 1
     large_f64: bool = False
     unrolled: bool = False
-    chains: int = 1
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))

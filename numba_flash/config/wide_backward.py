@@ -20,7 +20,6 @@ class WideBackwardConfig(Config):
     large_f64: bool = False
     bias_pairs: bool = False
     unrolled: bool = False
-    chains: int = 1
     early: bool = False
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
@@ -159,8 +158,6 @@ class WideFusedConfig(WideBackwardConfig):
             raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
             raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
-        if self.head_dim_padded != self.head_dim_v_padded:
-            raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} must fill the same panels")
 
     @property
     def own_rows(self) -> int:
@@ -173,6 +170,15 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def summed_columns(self) -> int:
         return self.head_dim_padded + self.head_dim_v_padded
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Of all tiles alike: what a warp does is then the same for S as for dP."""
+        return self._padded(max(self.head_dim, self.head_dim_v))
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self.head_dim_padded
 
     @property
     def _column_parts(self) -> int:

@@ -112,13 +112,11 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
 
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
-    """Those where one kernel computes dK, dV and parts of dQ, which takes five products instead of seven; or none.
-
-    Its parts of dQ follow each other in a line, as of wgmma_fused (gains_by_one_kernel).
-    """
+    """Where it is the faster form, one kernel of dK, dV and parts of dQ, with what goes before and behind it. It takes
+    five products instead of seven. Else none."""
     forward = problem.forward
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not line_is_full(problem):
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not gains_by_one_wide_kernel(problem):
         return []
     for row in _usable("mma_wide_fused", problem, target):
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
@@ -130,11 +128,14 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     return []
 
 
-def line_is_full(problem: BackwardProblem) -> bool:
-    """Whether blocks that follow each other in a line (kernels/mma/backward_dq_parts.py) wait for little. The number of
-    batch entries has no say: a row's bits must not depend on them."""
+def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
+    """Whether the one kernel of float32 and float64 is the faster form. Its parts of dQ follow each other in a line, too
+    (gains_by_one_kernel)."""
     forward = problem.forward
-    if forward.seqlen_k > forward.seqlen_q:
+    narrow, wide = sorted((forward.head_dim, forward.head_dim_v))
+    # All its tiles have as many columns: up to 64, 128 or 256 in float32, and 256 in float64.
+    filled = narrow > (32 if forward.dtype == "float32" else 160) and 2 * narrow > wide
+    if not filled or forward.seqlen_k > forward.seqlen_q:
         return False
     return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
 

@@ -45,7 +45,6 @@ class MmaWide(NamedTuple):
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # not where something is read or asked for each score
     unrolled: bool = False
-    chains: int = 1
     gpu: str = MEASURED
 
 
@@ -110,7 +109,6 @@ class WideBackward(NamedTuple):
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # as of MmaWide
     unrolled: bool = False
-    chains: int = 1
     early: bool = False
     gpu: str = MEASURED
 
@@ -259,7 +257,9 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_dkdv_float32": (
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(128, 32, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
@@ -268,13 +268,18 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_dkdv_float64": (
         WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
-    "mma_wide_fused_float32": (),
-    "mma_wide_fused_float64": (),
+    "mma_wide_fused_float32": (
+        WideBackward(64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, plain=True),
+        WideBackward(128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, plain=True),
+        WideBackward(256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, plain=True),
+    ),
+    "mma_wide_fused_float64": (WideBackward(256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, plain=True),),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),

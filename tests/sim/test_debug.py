@@ -193,7 +193,7 @@ def test_every_kernel(kernel, monkeypatch):
     if kernel in ("mma_wide_fused", "mma_dq_finish"):
         row = tiles.WideBackward(256, 16, 16, 16, 2, 0, plain=True, gpu=tiles.SIMULATOR)
         monkeypatch.setitem(tiles.TABLES, "mma_wide_fused_float32", (row,))
-        monkeypatch.setattr(select_backward, "line_is_full", lambda problem: problem.forward.seqlen_q == 22)
+        monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)

@@ -162,7 +162,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
     dtype, own, other, warp_rows, groups = request.param
     row = tiles.WideBackward(256, own, other, warp_rows, groups, 0, plain=True, gpu=tiles.SIMULATOR)
     monkeypatch.setitem(tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
-    monkeypatch.setattr(select_backward, "line_is_full", lambda problem: problem.forward.seqlen_q > 0)
+    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
 

@@ -52,7 +52,7 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    chains, unrolled = config.chains, config.unrolled
+    unrolled = config.unrolled
     exchanged = exchanged_scores.make(config)
     place, put, meet, get = exchanged.place, exchanged.put, exchanged.meet, exchanged.get
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
@@ -85,17 +85,15 @@ def make(config):
     def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
         """acc[acc_at : +4] += a . b over 16 columns; parts of a from a on, 8 of each, and 4 of b."""
         part = cuda.local.array(4, float32)
-        large = cuda.local.array(4, float32)
         for i in range(4):
             part[i] = float32(0)
-            large[i] = float32(0)
         for k in range(2):
             mma.m16n8k8_tf32(part, 0, a_small, a + 4 * k, b_big, 2 * k)
             mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_small, 2 * k)
         for k in range(2):
-            mma.m16n8k8_tf32(large if chains == 3 else part, 0, a_big, a + 4 * k, b_big, 2 * k)
+            mma.m16n8k8_tf32(part, 0, a_big, a + 4 * k, b_big, 2 * k)
         for i in range(4):
-            acc[acc_at + i] += part[i] + large[i] if chains == 3 else part[i]
+            acc[acc_at + i] += part[i]
 
     @inlined
     def add_columns(acc_s, q_frag, k_frag, q_at, k_at):
