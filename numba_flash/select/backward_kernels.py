@@ -129,8 +129,8 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
 
 
 def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
-    """Whether the one kernel of float32 and float64 is the faster form. Its parts of dQ follow each other in a line, too
-    (gains_by_one_kernel)."""
+    """Whether the one kernel of float32 and float64 is the faster form. Its parts of dQ, too, follow each other in a
+    line (gains_by_one_kernel)."""
     forward = problem.forward
     narrow, wide = sorted((forward.head_dim, forward.head_dim_v))
     # All its tiles have as many columns: up to 64, 128 or 256 in float32, and 256 in float64.

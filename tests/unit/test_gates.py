@@ -68,7 +68,8 @@ WIDE = {  # mma in other dtypes, and the instructions of its products
     "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
 }
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
-for kernel in HEAD_SUMS:
+WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
+for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 REGISTERS = 65536  # of a multiprocessor
 
@@ -114,7 +115,7 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
-    if dtype not in WIDE or kernel in HEAD_SUMS:
+    if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
         return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
