@@ -82,7 +82,7 @@ def make(config):
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
     early = config.early
     dq_count, old_count = columns // 2, 8 * panels  # old: two chunks of each panel, of a row
-    kept_count = old_count * (2 if early else 1)
+    kept_count = 2 * old_count
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -206,10 +206,8 @@ def make(config):
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
         if not early:
             load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
+            load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
         store_new(acc, 0, old, 0, to, columns_left if rows_left > 0 else int32(0), score)
-        if not early:
-            load_old(old, 0, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
-        second = old_count if early else 0
-        store_new(acc, 2, old, second, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
+        store_new(acc, 2, old, old_count, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
 
     return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)

@@ -209,7 +209,7 @@ def make(config):
         weigh(i, registers, k_smem, walk, row_term(walk.b, h, arrays, strides), sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
-        if special.thread_index() == 0:
+        if special.thread_index() == threads - 1:
             i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
             wait_turn(i, h, k_smem + int32(state_at), sizes)
         cuda.syncthreads()  # everyone is done with dO, all of dS is there, and it is this block's turn
