@@ -234,7 +234,7 @@ class MmaConfig(TensorConfig):
     registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
     many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
     its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4.
+    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
     """
 
     warp_rows: int = 16

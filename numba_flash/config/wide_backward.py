@@ -12,7 +12,7 @@ class WideBackwardConfig(Config):
     """What mma_dkdv_wide and mma_dq_wide share.
 
     A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side. Warps own
-    `warp_rows` rows. column_groups, large_f64, bias_pairs: as of MmaConfig.
+    `warp_rows` rows. column_groups, large_f64, unrolled, bias_pairs: as of MmaConfig.
     """
 
     warp_rows: int = 16
@@ -20,7 +20,6 @@ class WideBackwardConfig(Config):
     large_f64: bool = False
     bias_pairs: bool = False
     unrolled: bool = False
-    early: bool = False
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head

@@ -109,7 +109,6 @@ class WideBackward(NamedTuple):
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # as of MmaWide
     unrolled: bool = False
-    early: bool = False
     gpu: str = MEASURED
 
 
@@ -179,7 +178,9 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
-        MmaWide(256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
+        MmaWide(
+            256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True, unrolled=True
+        ),
         MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
         MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
@@ -276,8 +277,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_wide_fused_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, plain=True),
-        WideBackward(128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, plain=True),
-        WideBackward(256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, plain=True),
+        WideBackward(128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, plain=True, unrolled=True),
+        WideBackward(256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, plain=True, unrolled=True),
     ),
     "mma_wide_fused_float64": (WideBackward(256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, plain=True),),
     "mma_dq_float32": (

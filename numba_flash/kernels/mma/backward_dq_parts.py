@@ -80,9 +80,7 @@ def make(config):
     head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
-    early = config.early
-    dq_count, old_count = columns // 2, 8 * panels  # old: two chunks of each panel, of a row
-    kept_count = 2 * old_count
+    dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -181,7 +179,7 @@ def make(config):
         """dQ += scale * dS K, of query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
         operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
-        old = cuda.local.array(kept_count, uint32)
+        old = cuda.local.array(both_count, uint32)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         strip, first_column = warp % strips, (warp // strips) * columns
@@ -192,9 +190,6 @@ def make(config):
         adds = parts_before(i, state) != 0
         next_rows, columns_left = (8 * strides.dq[2]) * size, int32(head_dim - column)
         rows_left = int32(sizes.seqlen_q - query)
-        if early:
-            load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
-            load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
         for x in range(dq_count):
             acc[x] = real(0)
         place = turned_place(lane, ds_smem) + strip * (16 * size)
@@ -204,9 +199,8 @@ def make(config):
             turned(operand, place)
             add_16(acc, operand, other, k_lane)
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
-        if not early:
-            load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
-            load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
+        load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
+        load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
         store_new(acc, 0, old, 0, to, columns_left if rows_left > 0 else int32(0), score)
         store_new(acc, 2, old, old_count, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
 
