@@ -178,9 +178,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
-        MmaWide(
-            256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True, unrolled=True
-        ),
+        MmaWide(256, 64, 64, 16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True, unrolled=True),
         MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
         MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
