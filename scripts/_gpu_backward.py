@@ -93,6 +93,9 @@ def compare(cases, kernel, on_gpu, say=None):
         except AssertionError as error:
             failures.append(f"{name}: {error}, in {case}")
             continue
+        except Exception:  # what a launch left behind: nothing works from here on
+            print(f"      stopped in {name}, {case}", flush=True)
+            raise
         found = AttentionGradients(*(x if x is None else x.get() for x in results[0]))
         given = do, arguments["o"].get(), arguments["lse"].get(), dlse
         checks[name] = pool().submit(check_in_a_process, case, found, given, kernel)

@@ -182,14 +182,14 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    lse_first, delta_first: S and dP begin with -lse / scale and -delta instead of 0, so that nothing has to wait for
-    these afterwards. For scores that no option changes; lse_first for a scale that is not 0.
     """
 
     of_dk: bool = True
     of_dv: bool = True
-    lse_first: bool = False
-    delta_first: bool = False
+
+    both_ways: ClassVar[bool] = False  # a block is told which way to walk
+    lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
+    delta_first: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
@@ -238,9 +238,17 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 class WgmmaFusedConfig(WgmmaDkdvConfig):
     """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
-    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
+    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
+    the parts are added in the order of their keys, so that equal calls give equal bits. lse_first: S begins with
+    -lse / scale instead of 0, as dP does with -delta, so that nothing has to wait for these afterwards; for a scale
+    that is not 0.
     """
 
+    ordered: bool = True
+    lse_first: bool = True  # type: ignore[misc]
+
+    both_ways: ClassVar[bool] = True
+    delta_first: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time

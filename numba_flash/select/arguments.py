@@ -282,7 +282,7 @@ MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels
 def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:
     """-> (how many pieces mask_bits makes, the strides by which they are read: batch, head, piece, row), in words."""
     p, mask = problem, problem.array("mask")
-    if mask is None:
+    if mask is None or p.batch == 0:  # an empty batch has an empty mask
         return 0, (0, 0, 0, 0)
     rows, columns, by_row = p.seqlen_q, p.seqlen_k, mask.strides[2]
     if of_keys:

@@ -116,28 +116,29 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     five products instead of seven. Else none."""
     forward = problem.forward
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not gains_by_one_wide_kernel(problem):
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
         return []
     for row in _usable("mma_wide_fused", problem, target):
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
         fused = WideFusedConfig(**features, kernel="mma_wide_fused")
-        if fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes:
+        fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
+        if fits and gains_by_one_wide_kernel(problem, row):
             of_finish = _features(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
             finish = WideDqFinishConfig(**of_finish, kernel="mma_dq_finish")
             return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
     return []
 
 
-def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
-    """Whether the one kernel of float32 and float64 is the faster form. Its parts of dQ, too, follow each other in a
-    line (gains_by_one_kernel)."""
+def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused) -> bool:
+    """Whether the one kernel of float32 and float64 is the faster form.
+
+    Its tiles have columns for row.head_dim. Its parts of dQ follow each other in a line, so that it wants work for a
+    batch entry, as gains_by_one_kernel does. docs/adding_a_tile_row.md has the measurements.
+    """
     forward = problem.forward
-    narrow, wide = sorted((forward.head_dim, forward.head_dim_v))
-    # All its tiles have as many columns: up to 64, 128 or 256 in float32, and 256 in float64.
-    filled = narrow > (32 if forward.dtype == "float32" else 160) and 2 * narrow > wide
-    if not filled or forward.seqlen_k > forward.seqlen_q:
-        return False
-    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+    filled = min(forward.head_dim, forward.head_dim_v) > row.above
+    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < 8
+    return filled and not long_line and forward.heads_kv * forward.seqlen_k >= row.least_keys
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
@@ -217,22 +218,26 @@ def _can_be_one_kernel(problem: BackwardProblem) -> bool:
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
-    """Whether it is the faster form.
+    """Whether it is the faster form. docs/adding_a_tile_row.md has the measurements.
 
-    Its parts of dQ follow each other in a line (kernels/wgmma/backward_fused.py). That takes little time as long as key
-    tiles of a head are no more than its query tiles, and a batch entry has work enough for the line to pass. The number
-    of entries has no say: a row's bits must not depend on them. docs/adding_a_tile_row.md has the measurements.
+    Where every query sees every key, its parts of dQ follow each other in a line (problem/dq_order.py). That takes
+    little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
+    the line to pass. Without an order there is no line. The number of entries has no say: a row's bits must not depend
+    on them. Short sequences are taken to come in batches.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
-    # Tiles have columns for 64 or 128. Up to 64 they have 128 queries, too many where a mask cuts tiles.
-    filled = 96 < widest or (48 < widest <= 64 and every_key)
-    if target.simulated or not filled or forward.seqlen_k > forward.seqlen_q:
+    if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
         return False
-    return forward.heads >= 8 and forward.heads * forward.seqlen_q >= 16384
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
+        return True
+    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < (8 if every_key else 4)
+    if problem.deterministic and long_line:
+        return False
+    return forward.heads_kv * forward.seqlen_k >= 16384
 
 
-ONLY_FUSED = ("stages_a", "stages_b", "lse_first", "delta_first")  # what a wgmma_round has not
+ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -240,8 +245,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = _features(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    if problem.forward.number("scale") == 0:  # S cannot begin with -lse / scale
-        features |= dict(lse_first=False)
+    features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
     return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)

@@ -112,6 +112,22 @@ class WideBackward(NamedTuple):
     gpu: str = MEASURED
 
 
+class WideFused(NamedTuple):
+    """Of mma's backward in float32 and float64 as one kernel, for scores that no option changes."""
+
+    above: int  # head_dim, both of q and k and of v
+    head_dim: int
+    own_rows: int
+    other_rows: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    least_keys: int  # of all heads of a batch entry: with fewer, its line of parts of dQ takes too long
+    unrolled: bool = False
+    plain: bool = True
+    gpu: str = MEASURED
+
+
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a mask, a
 # mask_mod or random bits alone; one kind, which is functions, bias with mask, or random bits; several kinds, or a bias
 # beside another option of the score.
@@ -147,8 +163,6 @@ class WgmmaFused(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
-    lse_first: bool
-    delta_first: bool
     gpu: str = MEASURED
 
 
@@ -274,11 +288,13 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
     ),
     "mma_wide_fused_float32": (
-        WideBackward(64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, plain=True),
-        WideBackward(128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, plain=True, unrolled=True),
-        WideBackward(256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, plain=True, unrolled=True),
+        WideFused(32, 64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, least_keys=65536),
+        WideFused(64, 128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, least_keys=16384, unrolled=True),
+        WideFused(128, 256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, least_keys=8192, unrolled=True),
     ),
-    "mma_wide_fused_float64": (WideBackward(256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, plain=True),),
+    "mma_wide_fused_float64": (
+        WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),
+    ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
@@ -340,8 +356,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (
-        WgmmaFused(64, 128, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
-        WgmmaFused(128, 64, 128, stages_a=2, stages_b=2, lse_first=False, delta_first=False),
+        WgmmaFused(64, 128, 128, stages_a=2, stages_b=2),
+        WgmmaFused(128, 64, 128, stages_a=2, stages_b=2),
     ),
 }
 
@@ -382,6 +398,8 @@ NOT_COLUMNS = (
     "unread",
     "by_element",
     "gpu",
+    "above",
+    "least_keys",
     "own_rows",
     "other_rows",
 )

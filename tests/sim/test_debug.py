@@ -191,9 +191,11 @@ def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q == 23)
     if kernel in ("mma_wide_fused", "mma_dq_finish"):
-        row = tiles.WideBackward(256, 16, 16, 16, 2, 0, plain=True, gpu=tiles.SIMULATOR)
+        row = tiles.WideFused(0, 256, 16, 16, 16, 2, 0, 0, gpu=tiles.SIMULATOR)
         monkeypatch.setitem(tiles.TABLES, "mma_wide_fused_float32", (row,))
-        monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
+        monkeypatch.setattr(
+            select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
+        )
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)

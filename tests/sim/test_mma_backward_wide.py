@@ -160,9 +160,9 @@ ONE_KERNEL = {
 )
 def one_kernel(request, monkeypatch, nothing_remembered):
     dtype, own, other, warp_rows, groups = request.param
-    row = tiles.WideBackward(256, own, other, warp_rows, groups, 0, plain=True, gpu=tiles.SIMULATOR)
+    row = tiles.WideFused(0, 256, own, other, warp_rows, groups, 0, 0, unrolled=groups == 4, gpu=tiles.SIMULATOR)
     monkeypatch.setitem(tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
-    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q > 0)
+    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
 

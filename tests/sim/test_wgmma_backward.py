@@ -53,20 +53,21 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
 
 # Two tiles of keys, and two of queries: of 64, or up to head_dim 64 of 128. A group, once.
 @pytest.mark.slow
-@pytest.mark.parametrize("lse_first", [False, True])
 @pytest.mark.parametrize(
-    ("options", "seqlen_q", "heads", "head_dim"),
-    [({}, 135, 1, 40), (dict(causal=True), 70, 2, 69), (dict(window=(30, 10), q_offset=50), 70, 1, 69)],
-    ids=["full", "causal", "window"],
-)
+    ("options", "seqlen_q", "heads", "heads_kv", "head_dim"),
+    [
+        ({}, 135, 1, 1, 40), ({}, 70, 2, 2, 69), (dict(causal=True), 70, 2, 1, 69), (dict(causal=True), 135, 2, 2, 40),
+        (dict(window=(30, 10), q_offset=50), 70, 1, 1, 69), (dict(window=(30, 10), q_offset=50), 70, 2, 2, 69),
+        (dict(scale=0.0), 70, 1, 1, 69),
+    ],
+    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "window, both ways", "scale 0"],
+)  # fmt: skip
 def test_one_kernel_for_all_gradients(
-    rung, options, seqlen_q, heads, head_dim, lse_first, monkeypatch, nothing_remembered
+    rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
 ):
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
-    rows = [row._replace(lse_first=lse_first, delta_first=lse_first) for row in tiles.TABLES["wgmma_fused"]]
-    monkeypatch.setitem(tiles.TABLES, "wgmma_fused", tuple(rows))
     # Rows of dQ that meet NaN are computed again, which takes minutes where it is all of them.
-    case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=1, head_dim=head_dim, head_dim_v=23)
+    case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (np.nan, np.inf) if options else (1e3, -1e3)
     gradients = rung.check(case, seqlens_k=np.array([132], np.int32), **options)
     assert all(np.isfinite(x).all() for x in gradients[:3])

@@ -13,16 +13,17 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import WgmmaConfig, check_registers
+from numba_flash.config.forward import MaskBitsConfig, WgmmaConfig, check_registers
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
+from numba_flash.dispatch.launch_backward import grid
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments, backward_kernels, tiles
+from numba_flash.select import arguments, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
@@ -320,7 +321,7 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
 
 
 def test_the_workspace_is_explained():
-    made = problem(64, dtype="float16")
+    made = problem(72, dtype="float16")
     choice = select_backward(made, HOPPER, "auto", "cupy")
     pieces = 2 * 19  # of 16 queries: 300 of each of two heads
     text = str(BackwardExplanation.of(made, HOPPER, choice))
@@ -421,6 +422,16 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
     return [(c.kernel, c.tile_m, c.tile_n, words) for c, words in zip(configs[1:], which, strict=True)]
 
 
+@pytest.fixture
+def two_kernels(monkeypatch):
+    """wgmma's two kernels also where one is faster."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: False)
+    wgmma_configs.cache_clear()
+    yield
+    wgmma_configs.cache_clear()
+
+
+@pytest.mark.usefixtures("two_kernels")
 def test_the_kernels_of_the_hopper_backward():
     both = [("wgmma_dkdv", 64, 128, "dk dv"), ("wgmma_dq", 128, 112, "dq")]
     assert wgmma_tiles(128) == both
@@ -460,6 +471,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     assert dkdv.by_element and dq.by_element
 
 
+@pytest.mark.usefixtures("two_kernels")
 def test_blocks_are_halved_where_they_are_few():
     """2 heads of 500 keys and 300 queries: 8 and 6 blocks of 128 rows."""
     tiles = {n: [row[:3] for row in wgmma_tiles(128, n)] for n in (11, 12, 15, 16)}
@@ -487,22 +499,23 @@ def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
         return [config.kernel for config in wide_configs(problem(head_dim, dtype=dtype, **given, **more), target)]
 
     one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
-    assert all(kernels(head_dim) == one for head_dim in (36, 64, 68, 128, 132, 256)) and kernels(32) == two
-    assert kernels(256, dtype="float64") == kernels(162, dtype="float64") == one
+    assert all(kernels(head_dim, heads=32) == one for head_dim in (36, 64, 68, 128, 132, 256))
+    assert kernels(32, heads=32) == kernels(64, heads=16) == two
+    assert kernels(256, 1024, 1024) == kernels(256, 1024, 1024, dtype="float64") == kernels(162, dtype="float64") == one
     assert kernels(128, dtype="float64") == two, "that is faster there"
-    assert kernels() == kernels(seqlen_k=77) == kernels(causal=True) == kernels(window=(9, 9)) == one
+    assert kernels() == kernels(causal=True) == kernels(window=(9, 9)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
-    assert kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
+    assert kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_k=2047) == two
     assert kernels(wanted=("dk", "dv")) == two[:2]
     for changed in (dict(softcap=5.0), dict(dropout_p=0.1), dict(mask_mod=Function.of("mask_mod", earlier))):
         assert "mma_wide_fused" not in kernels(**changed)
-    assert kernels(head_dim=62) == two, "rows of dq have to begin at multiples of 16 bytes"
+    assert kernels(head_dim=126) == two, "rows of dq have to begin at multiples of 16 bytes"
     assert kernels(target=RTX_5090)[1] == "mma_dkdv_wide", "where its tiles do not fit"
 
 
 def test_when_one_kernel_takes_all_gradients():
-    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, **options):
-        of_q, of_k = ((batch, heads, seqlen, head_dim) for seqlen in (seqlen_q, seqlen_k))
+    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, heads_kv=None, **options):
+        of_q, of_k = (batch, heads, seqlen_q, head_dim), (batch, heads_kv or heads, seqlen_k, head_dim)
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
             lse=empty(*of_q[:3], dtype="float32")
@@ -511,28 +524,52 @@ def test_when_one_kernel_takes_all_gradients():
         return [config.kernel for config in choice.configs]
 
     one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
-    assert kernels() == kernels(head_dim=112) == kernels(seqlen_k=77) == one
+    assert kernels() == kernels(causal=True) == kernels(window=(99, 99)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
-    assert kernels(head_dim=64) == kernels(head_dim=56) == one and kernels(head_dim=48) == two
-    assert kernels(head_dim=64, causal=True) == kernels(head_dim=64, window=(99, 99)) == two
-    assert kernels(causal=True) == one
-    assert kernels(head_dim=96) == kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_q=2047) == two
+    assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
+    assert kernels(72) == kernels(80) == two and "wgmma_fused" not in kernels(136)
+    # Few blocks, a long line of them, or queries of one tile of keys.
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=77) == two
+    assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
+    assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
+    assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
+    assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
+    # Without an order there is no line.
+    assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
+    # Short sequences, of which there are many.
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=100) == one and kernels(heads=1, seqlen_q=513) == two
     assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
 
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
+    """A mask of no batch entries has no elements. Broadcast dimensions, as an empty array may have all, repeat none."""
+    arrays = {name: empty(0, 2, 300, 64, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(0, 2, 500, 64, dtype="float16") for name in ("k", "v")}
+    mask = empty(0, 1, 1, 500, dtype="bool", strides=(0, 0, 0, 0))
+    made = problem(dtype="float16", **arrays, lse=empty(0, 2, 300, dtype="float32"), mask=mask)
+    configs = select_backward(made, HOPPER, kernel, "cupy").configs
+    assert any(isinstance(config, MaskBitsConfig) for config in configs)
+    assert not any(grid(config, made) for config in configs)
+
+
+def test_only_sums_of_equal_calls_have_an_order():
+    made = {}
+    for deterministic in (True, False):
+        given = problem(128, dtype="float16", deterministic=deterministic)
+        made[deterministic] = wgmma_configs(given, HOPPER)[1].ordered
+    assert made == {True: True, False: False}
+
+
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):
-    rows = [row._replace(lse_first=True, delta_first=True) for row in tiles.TABLES["wgmma_fused"]]
-    monkeypatch.setitem(tiles.TABLES, "wgmma_fused", tuple(rows))
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
     wgmma_configs.cache_clear()
-    try:
-        for scale, lse_first in ((0.3, True), (0.0, False)):
-            _, fused, _ = wgmma_configs(problem(64, dtype="float16", scale=scale), HOPPER)
-            assert (fused.lse_first, fused.delta_first) == (lse_first, True)
-    finally:
-        wgmma_configs.cache_clear()
+    for scale in (0.3, 0.0):
+        _, fused, _ = wgmma_configs(problem(64, dtype="float16", scale=scale), HOPPER)
+        assert fused.lse_first == (scale != 0)
+    wgmma_configs.cache_clear()
 
 
 def test_where_shared_memory_begins_is_said_to_the_assembler():

@@ -313,9 +313,9 @@ def backward_gates():
         for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
             fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
             yield f"wgmma_fused-{row.head_dim}-{name}", fused
-            if name == "plain":  # as docs/adding_a_tile_row.md says, what fits
-                ahead = dict(lse_first=True, delta_first=row.head_dim == 64)
-                yield f"wgmma_fused-{row.head_dim}-ahead", dataclasses.replace(fused, **ahead)
+            if name == "plain":
+                yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
+                yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
     yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)

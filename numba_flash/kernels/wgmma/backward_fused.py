@@ -8,11 +8,9 @@ and has the sums of dK and dV in registers. Here its dS serves dQ too,
 of which each key tile has a part. Parts are added up in float32 in global memory, by bulk copies that add; a kernel
 behind this one scales and rounds (backward_round).
 
-Order of the sums. Float addition is not associative, so parts of a query tile are added in the order of their key tiles
-and all runs give the same bits. A count for each query tile says how many are in; a block waits for its turn, and the
-first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a ticket: key tiles of a
-head in ascending order, many heads abreast. So who waits does so for a block that has begun before it, and since all
-walk over the queries in the same order, blocks of a head follow each other like runners in a line.
+Order of the sums. problem/dq_order.py says in which order parts of a query tile are added, and why. A count for each
+query tile says how many are in. A block waits for its turn, and the first one stores instead of adding, so nothing need
+be set to zero. With ordered False only the first part has its turn.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
@@ -35,8 +33,9 @@ from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
+from ..steps.plain import key_tile_of, parts_before
 from . import backward_keys, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
 
 
 def make(config):
@@ -45,7 +44,7 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    turns_at, abreast = TURNS_AT, config.ABREAST
+    turns_at, abreast, ordered = TURNS_AT, config.ABREAST, config.ordered
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -74,40 +73,26 @@ def make(config):
 
     keys = backward_keys.make(config)
     set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
+    first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
-    preload_s, preload_dp = keys.preload_s, keys.preload_dp
+    lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
-    set_up, _, _, word, _ = backward_state.make(config)
+    set_up, put, _, word, _ = backward_state.make(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
 
     @inlined
-    def work_of(ticket, batch, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). Of so many heads abreast that they keep a GPU busy, all first key tiles come first,
-        then all second ones: so a tile's turn has come when it begins."""
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
-        lane_group = divide(ticket, int32(together * n_tiles))
-        first_head = int32(lane_group * together)
-        together = int32(min(together, int32(batch * heads_kv) - first_head))
-        within = int32(ticket - first_head * n_tiles)
-        j = divide(within, together)
-        head_of_all = int32(first_head + within - j * together)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32(j * tile_n)
-
-    @inlined
-    def parts_before(base, i, left):
-        """How many key tiles of lower number see query tile i."""
-        # key_tiles' `begin`, from the tile's first query
-        first_key = int64(of_word(base, FIRST_ROW))
-        q_pos = int64(i) * tile_m + first_key - query_position(base)
-        first_seen = min(max(q_pos - left, int64(0)), int64(of_word(base, KEYS)))
-        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+    def parts_before_mine(base, i, step, sizes):
+        """How many key tiles add to query tile i before the block's own."""
+        first_key, first_query = int64(of_word(base, FIRST_ROW)), int64(i) * tile_m
+        last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
+        q_start, keys = first_key - query_position(base), int64(of_word(base, KEYS))
+        first_pos, last_pos = first_query + q_start, last_query + q_start
+        return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
     @inlined
     def query_position(base):
@@ -120,39 +105,43 @@ def make(config):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
-        begin, last = of_word(base, BEGIN), int32(of_word(base, STOP) - 1)
-        steps = int32(of_word(base, GROUP) * (last + 1 - begin))
-        n, member, i = int32(0), int32(0), last
+        begin, stop = of_word(base, BEGIN), of_word(base, STOP)
+        step, group = of_word(base, STEP), of_word(base, GROUP)
+        steps = int32(group * (stop - begin))
+        n, member, i = int32(0), int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         if steps > 0:
             part = (heads_before * m_tiles + i) * 2 + me
-            before = parts_before(base, i, sizes.left)
+            before = parts_before_mine(base, i, step, sizes)
             seen = load_acquire(address(arrays.turns, turns_at + part))
         while n < steps:
             turn = address(arrays.turns, turns_at + part)
-            while seen != before:
+            # Without an order only the first part, which is stored, comes before all others.
+            while seen < (before if ordered else min(before, uint32(1))):
                 seen = load_acquire(turn)
             own = dq_stage_of(n) * 2 + me
             wait(base + at.dq_full + 8 * own, dq_phase_of(n))
             fence_global()
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + own * part_bytes
+            hands_on = ordered or before == 0
             if before == 0:
                 store_bytes(target, staged, part_bytes)
             else:
                 add_bytes(target, staged, part_bytes)
             commit_bytes()
-            n, i = int32(n + 1), int32(i - 1)
-            if i < begin:
-                i, member = last, int32(member + 1)
+            n = int32(n + 1)
+            i, member = following_tile(i, member, step, group)
             if n < steps:  # the next turn is looked at while this copy is under way
                 part = ((heads_before + member) * m_tiles + i) * 2 + me
-                before = parts_before(base, i, sizes.left)
+                before = parts_before_mine(base, i, step, sizes)
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
             arrive(base + at.dq_empty + 8 * own)
-            wait_added()
-            fence_global()
-            add_release(turn, uint32(1))
+            if hands_on:
+                wait_added()
+                fence_global()
+                add_release(turn, uint32(1))
+        wait_added()
 
     @inlined
     def zero_tail(base, rows, thread):
@@ -207,7 +196,7 @@ def make(config):
         acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        acc_dq = cuda.local.array(dq_count, float32)  # (dq_columns / 8, 4)
+        acc_dq = acc_dp
         p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
@@ -223,17 +212,14 @@ def make(config):
             acc_dk[x] = float32(0)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
-        for x in range(dq_count):
-            acc_dq[x] = float32(0)
         for x in range(mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
-        term = float32(0)
+        term, lse_factor = float32(0), lse_factor_of(score)
 
-        begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
-        steps = int32(word(base, GROUP) * (i + 1 - begin))
-        member = int32(0)
+        i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
+        steps = int32(word(base, GROUP) * (word(base, STOP) - word(base, BEGIN)))
         n = int32(0)
         wait(base + at.own_full, 0)
         if padded:
@@ -245,8 +231,7 @@ def make(config):
         pin_s(acc_dp)
         pin_dk(acc_dk)
         pin_dv(acc_dv)
-        pin_dq(acc_dq)
-        preload_s(base, acc_s, n, score)
+        preload_s(base, acc_s, n, lse_factor)
         issue_s(base, acc_s, k_desc, n)
         masked = i >= word(base, CUT) or i < word(base, FREE)
         wait_all()
@@ -284,7 +269,7 @@ def make(config):
                     acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
                 )
             store_ds(base, ds_frag, n)
-            preload_s(base, acc_s, int32(n + 1), score)
+            preload_s(base, acc_s, int32(n + 1), lse_factor)
             issue_dv(base, acc_dv, p_frag, n)
             issue_dk(base, acc_dk, ds_frag, n)
             issue_s(base, acc_s, k_desc, int32(n + 1))
@@ -296,9 +281,7 @@ def make(config):
             release_q(base, n)
             issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
             n = int32(n + 1)
-            i = int32(i - 1)
-            if i < begin:
-                i, member = int32(word(base, STOP) - 1), int32(member + 1)
+            i, member = following_tile(i, member, word(base, STEP), word(base, GROUP))
             masked = i >= word(base, CUT) or i < word(base, FREE)
             wait_but_one()
             pin_s(acc_s)
@@ -320,8 +303,10 @@ def make(config):
             set_up(base)
             fence_init()
             ticket = int32(add(address(arrays.turns, 0), uint32(1)))
-            b, h_kv, first_key = work_of(ticket, sizes.batch, sizes.heads_kv, sizes.seqlen_k)
-            set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
+            n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+            b, h_kv, j, step = key_tile_of(ticket, int32(sizes.batch), int32(sizes.heads_kv), n_tiles, int32(abreast))
+            set_up_state(base, int32(b), int32(h_kv), int32(j * tile_n), arrays, strides, sizes)
+            put(base, STEP, step)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

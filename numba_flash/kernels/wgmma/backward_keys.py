@@ -1,6 +1,7 @@
 """What a block that owns a tile of keys does, alike in wgmma_backward_dkdv and wgmma_backward_fused.
 
-It walks over the tiles of queries that see its keys, the last first, of each query head of the group in turn.
+It walks over the tiles of queries that see its keys, of each query head of the group in turn: the last first, or with
+config.both_ways as the word STEP says.
 """
 
 from typing import Any, NamedTuple
@@ -20,16 +21,19 @@ from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_producer, backward_query_walk, backward_state
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
 
 
 class KeyBlock(NamedTuple):
     """Device functions."""
 
     set_up_state: Any
+    first_tile: Any
+    following_tile: Any
     of_word: Any
     produce_a: Any
     produce_b: Any
+    lse_factor_of: Any
     preload_s: Any
     preload_dp: Any
     issue_s: Any
@@ -56,7 +60,7 @@ def make(config):
         config.head_dim,
         config.head_dim_v,
     )
-    of_dk, of_dv = config.of_dk, config.of_dv
+    of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes = config.lse_delta_bytes
@@ -87,7 +91,6 @@ def make(config):
     commit = wgmma.commit_group
     to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to what is there
 
-    log2_e = float32(LOG2_E)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
@@ -140,15 +143,44 @@ def make(config):
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
+    def first_tile(begin, stop, step):
+        return int32(stop - 1 if step < 0 else begin)
+
+    @inlined
+    def following_tile(i, member, step, group):
+        """-> (query tile, member of the group) behind i of member, with config.both_ways: each tile of all members
+        first. So blocks that are tiles apart stay so, though some have more tiles to walk than others."""
+        member = int32(member + 1)
+        if member == group:
+            i, member = int32(i + step), int32(0)
+        return i, member
+
+    @inlined
+    def start_of(base):
+        """The query tile with which a thread that fetches begins."""
+        return first_tile(of_word(base, BEGIN), of_word(base, STOP), of_word(base, STEP) if both_ways else int32(-1))
+
+    @inlined
+    def advance(base, i, member):
+        """following_tile for such a thread, and for blocks that walk one way: all tiles of a member first."""
+        if both_ways:
+            i, member = following_tile(i, member, of_word(base, STEP), of_word(base, GROUP))
+        else:
+            i = int32(i - 1)
+            if i < of_word(base, BEGIN):
+                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+        return i, member
+
+    @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
         """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
-        n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
+        while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
             h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
             # past the last block masks see to what is there
             count = int32(
@@ -162,27 +194,27 @@ def make(config):
                 base + at.a_full + 8 * stage,
                 count,
             )
-            n, i = int32(n + 1), int32(i - 1)
+            n = int32(n + 1)
             if has_states:
-                i, member = up_to(base, i, member, arrays, strides)
-            elif i < of_word(base, BEGIN):
-                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+                i, member = up_to(base, int32(i - 1), member, arrays, strides)
+            else:
+                i, member = advance(base, i, member)
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: dO."""
-        n, member, i = int32(0), int32(0), int32(of_word(base, STOP) - 1)
+        n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, GROUP) and i >= of_word(base, BEGIN):
+        while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
             h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
             load_b(base, n, int32(i * tile_m), h, of_word(base, BATCH))
-            n, i = int32(n + 1), int32(i - 1)
+            n = int32(n + 1)
             if has_states:
-                i, member = up_to(base, i, member, arrays, strides)
-            elif i < of_word(base, BEGIN):
-                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+                i, member = up_to(base, int32(i - 1), member, arrays, strides)
+            else:
+                i, member = advance(base, i, member)
 
     @inlined
     def preload(acc, place, factor):
@@ -197,14 +229,19 @@ def make(config):
                         acc[4 * (2 * pair + half) + 2 * r + x] = start
 
     @inlined
-    def preload_s(base, acc_s, n, score):
-        """acc_s <- what S^T of the n-th query tile, once that has come, is to be added to: -lse / scale, so that P is
-        2^(scale_log2 * sum). The numbers are read while other products run, and no exponential has to wait for them."""
+    def lse_factor_of(score):
+        """What lse in powers of 2 is multiplied by to be in units of Q K^T, negative."""
+        return float32(-1) / (score.scale * float32(LOG2_E)) if lse_first else float32(0)
+
+    @inlined
+    def preload_s(base, acc_s, n, lse_factor):
+        """acc_s <- what S^T of the n-th query tile, once that has come, is added to: -lse / scale, so that P is
+        2^(scale_log2 * sum). The numbers are read while other products run, and no exponential waits for them."""
         if lse_first:
             stage = a_stage_of(n)
             wait(base + at.a_full + 8 * stage, a_phase_of(n))
             place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
-            preload(acc_s, place, float32(-1) / (score.scale * log2_e))
+            preload(acc_s, place, lse_factor)
 
     @inlined
     def preload_dp(base, acc_dp, n):
@@ -374,7 +411,7 @@ def make(config):
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
     return KeyBlock(
-        set_up_state, of_word, produce_a, produce_b, preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk,
-        release_q, release_do, rows_of_lane, weights_of, to_score_gradients, find_visible, term_of, has_row_term,
-        mask_words, write_gradients,
+        set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of, preload_s,
+        preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
+        to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from ..steps.inlined import inlined
 # The words of the block's state.
 BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, GROUP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.py)
+STEP = 52  # to the next query tile, of a block that owns keys
 
 
 @functools.cache

@@ -1,0 +1,44 @@
+"""In which order blocks that each own a tile of keys add their parts of dQ: integers only, as in ranges.py.
+
+Float addition is not associative, so the parts of a query tile are added in a fixed order. A block waits until the
+parts before its own are in. Blocks take their work by tickets, and whoever a block waits for has a lower ticket: so
+each wait ends, however many blocks a GPU runs at a time.
+
+In a head with an even number the last key tile comes first, and its blocks walk up from the first query that sees their
+keys (step 1). Under a causal mask that is the diagonal, and a block n key tiles away comes to a query tile n steps
+later: turns come without waiting. But its longest blocks come last. So in a head with an odd number the first key tile
+comes first and blocks walk down from the last query (step -1): its long blocks begin where short ones of the even heads
+end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one way.
+"""
+
+
+def key_tile_of(ticket, batch, heads_kv, n_tiles, abreast):
+    """-> (b, h_kv, key tile, step).
+
+    Of as many heads as have `abreast` key tiles, all first tiles come before all second ones, so that a tile's turn
+    has come when it begins.
+    """
+    ways = 2 - heads_kv % 2
+    of_each = heads_kv // ways  # heads of an entry that go one way
+    together = max(abreast // n_tiles, 1)
+    group = ticket // (ways * together * n_tiles)
+    first_head = group * together
+    together = min(together, batch * of_each - first_head)
+    within = ticket - ways * first_head * n_tiles
+    way = within // (together * n_tiles)
+    within = within - way * together * n_tiles
+    j = within // together
+    head = first_head + within - j * together
+    b = head // of_each
+    h_kv = (head - b * of_each) * ways + way
+    return b, h_kv, n_tiles - 1 - j if way == 0 else j, 1 - 2 * way
+
+
+def parts_before(first_q_pos, last_q_pos, first_key, left, right, keys, tile_n, step):
+    """How many of a head's key tiles add to a query tile before the one that begins at first_key, which it sees.
+
+    first_q_pos, last_q_pos: positions of the query tile's first query and of its last one; keys: how many there are.
+    """
+    if step > 0:  # those behind it, up to the last key that is seen
+        return (min(last_q_pos + right, keys - 1) - first_key) // tile_n
+    return first_key // tile_n - max(first_q_pos - left, 0) // tile_n

@@ -1,0 +1,44 @@
+"""The order in which parts of dQ are added: every key tile once, waits that end, and counts that are right."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numba_flash.problem.dq_order import key_tile_of, parts_before
+from numba_flash.problem.ranges import UNBOUNDED, row_keys
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "n_tiles", "abreast"),
+    list(itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2, 5), (1, 4, 7, 128))),
+)
+def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, n_tiles, abreast):
+    taken = [key_tile_of(ticket, batch, heads_kv, n_tiles, abreast) for ticket in range(batch * heads_kv * n_tiles)]
+    ticket_of = {place[:3]: ticket for ticket, place in enumerate(taken)}
+    assert set(ticket_of) == set(itertools.product(range(batch), range(heads_kv), range(n_tiles)))
+    for ticket, (b, h, j, step) in enumerate(taken):
+        assert step == (1 if heads_kv % 2 or h % 2 == 0 else -1), "it must not depend on the batch"
+        before = range(j + 1, n_tiles) if step > 0 else range(j)
+        assert all(ticket_of[b, h, other] < ticket for other in before)
+
+
+side = st.integers(-5, 60) | st.just(UNBOUNDED)
+
+
+@given(
+    seqlen_q=st.integers(1, 70), keys=st.integers(1, 90), q_start=st.integers(-90, 90), left=side, right=side,
+    tile_m=st.sampled_from((4, 8, 16)), tile_n=st.sampled_from((4, 8, 16)), step=st.sampled_from((1, -1)),
+)  # fmt: skip
+def test_parts_before_are_the_other_key_tiles_that_see_the_queries(
+    seqlen_q, keys, q_start, left, right, tile_m, tile_n, step
+):
+    if left + right < 0:
+        return  # no query sees a key
+    for first in range(0, seqlen_q, tile_m):
+        positions = range(q_start + first, q_start + min(first + tile_m, seqlen_q))
+        seen = {k // tile_n for pos in positions for k in range(*row_keys(pos, left, right, keys))}
+        for j in seen:
+            before = [other for other in seen if (other - j) * step > 0]
+            assert len(before) == parts_before(positions[0], positions[-1], j * tile_n, left, right, keys, tile_n, step)
