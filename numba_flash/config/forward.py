@@ -235,13 +235,14 @@ class MmaConfig(TensorConfig):
     registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
     many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
     its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4.
+    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
     """
 
     warp_rows: int = 16
     q_registers: bool = False
     column_groups: int = 1
     large_f64: bool = False
+    unrolled: bool = False
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
@@ -283,6 +284,11 @@ class MmaConfig(TensorConfig):
         return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
 
     @property
+    def splits_columns(self) -> bool:
+        """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up."""
+        return self.dtype == "float64" and self.column_groups > 1
+
+    @property
     def group_columns(self) -> int:
         """Columns of O that a warp has."""
         return self.head_dim_v_padded // self.column_groups
@@ -301,7 +307,7 @@ class MmaConfig(TensorConfig):
         )  # K and V are no longer needed then
         end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
         tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
-        exchanged = self.tile_m * self.tile_n * size if self.column_groups > 1 else 0
+        exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
         return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged
 
 

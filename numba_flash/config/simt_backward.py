@@ -17,6 +17,7 @@ class DeltaConfig(LaunchFacts):
     threads: int = 256
     lanes: int = 16
     of_terms: bool = False  # what it finds goes into the gradient of a term of the sum, too
+    turns_of: int = 0  # of how many queries the parts of dQ are that are added up in turns; 0: none are
 
     kernel: ClassVar[str] = "delta"
     blocks_per_sm: ClassVar[int] = 0

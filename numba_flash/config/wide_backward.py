@@ -1,5 +1,6 @@
 """Configs of the backward on tensor cores in float32 and float64."""
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,16 +12,18 @@ class WideBackwardConfig(Config):
     """What mma_dkdv_wide and mma_dq_wide share.
 
     A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side. Warps own
-    `warp_rows` rows. column_groups, large_f64, bias_pairs: as of MmaConfig.
+    `warp_rows` rows. column_groups, large_f64, unrolled, bias_pairs: as of MmaConfig.
     """
 
     warp_rows: int = 16
     column_groups: int = 1
     large_f64: bool = False
     bias_pairs: bool = False
+    unrolled: bool = False
 
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
+    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -33,8 +36,8 @@ class WideBackwardConfig(Config):
         if self.other_rows not in MmaConfig.KEYS[self.dtype]:
             allowed = MmaConfig.KEYS[self.dtype]
             raise ValueError(f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
-        if self.column_groups not in (1, 2):
-            raise ValueError(f"column_groups must be 1 or 2, not {self.column_groups}")
+        if self.column_groups not in self.GROUPS:
+            raise ValueError(f"column_groups must be one of {self.GROUPS}, not {self.column_groups}")
         sums = self.summed_columns // self.column_groups * self.item_size // 4 * self.warp_rows // 16
         if sums > self.SUMS:
             raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {self.SUMS}")
@@ -66,6 +69,11 @@ class WideBackwardConfig(Config):
         return 0
 
     @property
+    def exchanges(self) -> int:
+        """How many of P and dS warps exchange that own the same rows."""
+        return 1
+
+    @property
     def threads(self) -> int:
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
@@ -89,7 +97,7 @@ class WideBackwardConfig(Config):
         for rows in (self.own_rows, self.other_rows):
             for columns in (self.head_dim_padded, self.head_dim_v_padded):
                 starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
-        exchanged = self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
+        exchanged = self.own_rows * self.other_rows * self.item_size * self.exchanges if self.column_groups > 1 else 0
         starts.append(starts[-1] + exchanged)
         return (*starts, starts[-1] + self.staged_rows * 2 * self.item_size)
 
@@ -107,6 +115,10 @@ class WideDkdvConfig(WideBackwardConfig):
         super().__post_init__()
 
     @property
+    def exchanges(self) -> int:
+        return self.of_dv + self.of_dk
+
+    @property
     def own_rows(self) -> int:
         return self.tile_n
 
@@ -121,6 +133,92 @@ class WideDkdvConfig(WideBackwardConfig):
     @property
     def summed_columns(self) -> int:
         return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
+
+
+@dataclass(frozen=True)
+class WideFusedConfig(WideBackwardConfig):
+    """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
+
+    column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
+    queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
+    """
+
+    column_groups: int = 2
+
+    of_dk: ClassVar[bool] = True
+    of_dv: ClassVar[bool] = True
+    GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
+    ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
+        if self.tile_m // 8 % (self.column_groups // 2):
+            raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def summed_columns(self) -> int:
+        return self.head_dim_padded + self.head_dim_v_padded
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Of all tiles alike: what a warp does is then the same for S as for dP."""
+        return self._padded(max(self.head_dim, self.head_dim_v))
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self.head_dim_padded
+
+    @property
+    def _column_parts(self) -> int:
+        """In how many parts warps have the columns of dQ."""
+        return max(self.threads // 32 // (self.tile_m // 16), 1)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim_padded // self._column_parts
+
+    def _padded(self, columns: int) -> int:
+        step = 128 // self.item_size * max(self.column_groups, self._column_parts)
+        return -(-columns // step) * step
+
+    @property
+    def pitch(self) -> int:
+        """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
+        return self.tile_m + 16 // self.item_size
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
+        own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
+        weights = self.tile_n * self.pitch * self.item_size
+        return tuple(
+            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
+        )
+
+
+@dataclass(frozen=True)
+class WideDqFinishConfig(Config):
+    """Of mma_dq_finish; tiles as in the WideFusedConfig whose parts it finishes."""
+
+    group_size: ClassVar[int] = 1
+    ROWS_OF_WARP: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_bytes", 0)
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m // self.ROWS_OF_WARP * 32
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
-from ..config.wide_backward import WideDkdvConfig
+from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
@@ -62,7 +62,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return tile_states.order_blocks(forward, config.tile, config.threads)
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig | WideFusedConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
@@ -89,6 +89,9 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
     for config in configs:
         if isinstance(config, TileStatesConfig):
             made[config.tile_states] = (tile_states.words(problem.forward, config.tile),), "uint32"
+        if isinstance(config, WideFusedConfig):
+            tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
+            made["turns"] = (config.TURNS_AT + tiles,), "uint32"
         if isinstance(config, WgmmaFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"

@@ -61,6 +61,8 @@ MODULES = {
     **dict.fromkeys(("mma_daux_bounds", "mma_daux_sums"), "mma.backward_daux"),
     "mma_dkdv_wide": "mma.backward_dkdv_wide",
     "mma_dq_wide": "mma.backward_dq_wide",
+    "mma_wide_fused": "mma.backward_wide_fused",
+    "mma_dq_finish": "mma.backward_dq_finish",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",
     "wgmma_fused": "wgmma.backward_fused",

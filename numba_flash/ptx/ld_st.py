@@ -60,6 +60,12 @@ def store_v2_f64(typingctx, address, values, at):
 
 
 @intrinsic
+def load_f64(typingctx, address):
+    """ld.shared.f64: 8 bytes at a shared address, a multiple of 8."""
+    return asm.scalars("ld.shared.f64 $0, [$1];", types.float64(types.int32))
+
+
+@intrinsic
 def load_v2_f64(typingctx, values, at, address):
     """ld.shared.v2.f64: values[at : at + 2] (local float64) = 16 bytes at a shared address, a multiple of 16."""
 

@@ -135,7 +135,7 @@ PARAMETERS: dict[str, Parameters] = {
         order: Parameters((states,), (states,), _words("seqlen_q seqlen_k"))
         for order, states in zip(_ORDERS, _STATES, strict=True)
     },
-    "delta": Parameters(_words("do o dlse delta"), **_OF_ROWS),
+    "delta": Parameters(_words("do o dlse delta turns"), **_OF_ROWS),
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
     "v2_dbias": Parameters(
@@ -157,6 +157,8 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "mma_dq_wide": _wide_backward(("dq",)),
+    "mma_wide_fused": _with_arrays(_wide_backward(("dq", "dk", "dv")), "turns"),
+    "mma_dq_finish": _wide_backward(("dq",)),
     "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),

@@ -20,7 +20,7 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
@@ -95,6 +95,9 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 @functools.lru_cache(maxsize=4096)
 def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """mma's kernels in float32 and float64."""
+    fused = _wide_fused(problem, target)
+    if fused:
+        return (*fused, *_head_sums(problem, target, of_blocks=False))
     made: list[BackwardConfig] = [delta_config(problem, target)]
     own: list[Config] = []
     if {"dk", "dv"} & set(problem.wanted):
@@ -106,6 +109,36 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
     return (*made, *_head_sums(problem, target, of_blocks=False))
+
+
+def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
+    """Where it is the faster form, one kernel of dK, dV and parts of dQ, with what goes before and behind it. It takes
+    five products instead of seven. Else none."""
+    forward = problem.forward
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
+        return []
+    for row in _usable("mma_wide_fused", problem, target):
+        features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
+        fused = WideFusedConfig(**features, kernel="mma_wide_fused")
+        fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
+        if fits and gains_by_one_wide_kernel(problem, row):
+            of_finish = _features(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            finish = WideDqFinishConfig(**of_finish, kernel="mma_dq_finish")
+            return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
+    return []
+
+
+def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused) -> bool:
+    """Whether the one kernel of float32 and float64 is the faster form.
+
+    Its tiles have columns for row.head_dim. Its parts of dQ follow each other in a line, so that it wants work for a
+    batch entry, as gains_by_one_kernel does. docs/adding_a_tile_row.md has the measurements.
+    """
+    forward = problem.forward
+    filled = min(forward.head_dim, forward.head_dim_v) > row.above
+    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < 8
+    return filled and not long_line and forward.heads_kv * forward.seqlen_k >= row.least_keys
 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class MmaWide(NamedTuple):
     rescale_threshold: int
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # not where something is read or asked for each score
+    unrolled: bool = False
     gpu: str = MEASURED
 
 
@@ -107,6 +108,23 @@ class WideBackward(NamedTuple):
     apart: bool = False  # dK and dV have a kernel each
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # as of MmaWide
+    unrolled: bool = False
+    gpu: str = MEASURED
+
+
+class WideFused(NamedTuple):
+    """Of mma's backward in float32 and float64 as one kernel, for scores that no option changes."""
+
+    above: int  # head_dim, both of q and k and of v
+    head_dim: int
+    own_rows: int
+    other_rows: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    least_keys: int  # of all heads of a batch entry: with fewer, its line of parts of dQ takes too long
+    unrolled: bool = False
+    plain: bool = True
     gpu: str = MEASURED
 
 
@@ -174,7 +192,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
-        MmaWide(256, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
+        MmaWide(256, 64, 64, 16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True, unrolled=True),
         MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
         MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
@@ -252,7 +270,9 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_dkdv_float32": (
         WideBackward(64, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(128, 32, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
+        WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, plain=True),
         WideBackward(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
@@ -261,10 +281,19 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_dkdv_float64": (
         WideBackward(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1),
+        WideBackward(128, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(128, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 16, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, apart=True),
         WideBackward(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=0, gpu=SIMULATOR),
+    ),
+    "mma_wide_fused_float32": (
+        WideFused(32, 64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, least_keys=65536),
+        WideFused(64, 128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, least_keys=16384, unrolled=True),
+        WideFused(128, 256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, least_keys=8192, unrolled=True),
+    ),
+    "mma_wide_fused_float64": (
+        WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),
@@ -369,6 +398,8 @@ NOT_COLUMNS = (
     "unread",
     "by_element",
     "gpu",
+    "above",
+    "least_keys",
     "own_rows",
     "other_rows",
 )

@@ -17,6 +17,7 @@ from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.select import backward_kernels as select_backward
+from numba_flash.select import tiles
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -35,11 +36,14 @@ FIRST_LINES = {
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
-    **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"), "_smem = aligned(shared.address("),
+    **dict.fromkeys(
+        ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
+    ),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
+    "mma_dq_finish": "thread = special.thread_index()",
     "wgmma_round": "tile_at = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
@@ -187,6 +191,12 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
 def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q == 23)
+    if kernel in ("mma_wide_fused", "mma_dq_finish"):
+        row = tiles.WideFused(0, 256, 16, 16, 16, 2, 0, 0, gpu=tiles.SIMULATOR)
+        monkeypatch.setitem(tiles.TABLES, "mma_wide_fused_float32", (row,))
+        monkeypatch.setattr(
+            select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
+        )
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
@@ -204,6 +214,8 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_order_of_keys":
             differentiate("mma", mask_mod=mods.causal)
+        elif kernel in ("mma_wide_fused", "mma_dq_finish"):
+            differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
         elif "daux" in kernel:

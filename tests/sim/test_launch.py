@@ -18,7 +18,7 @@ from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfi
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
-from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig
+from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
@@ -103,6 +103,8 @@ def test_every_kernel_can_be_made():
         *[AuxElementsConfig(name, "float32", ("float32",), (0,)) for name in ("daux_start", "daux_round")],
         WideDkdvConfig("mma_dkdv_wide", "float32", 8, 8, 16, 16),
         WideDqConfig("mma_dq_wide", "float32", 8, 8, 16, 16),
+        WideFusedConfig("mma_wide_fused", "float32", 8, 8, 16, 16),
+        WideDqFinishConfig("mma_dq_finish", "float32", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),

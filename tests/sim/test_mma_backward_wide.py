@@ -18,7 +18,9 @@ from contract_backward import (  # noqa: F401
 )
 from contract_functions import BY_PLACE
 
+import numba_flash
 from numba_flash import testing
+from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import tiles
 
 
@@ -136,3 +138,52 @@ def test_what_is_strange_stays_where_it_is_seen(rung, where, how):
         assert unmoved(found.dk[0, 0, 13:], expected.dk[0, 0, 13:])
     else:  # a key's: queries before it do not see it
         assert unmoved(found.dq[0, 0, :12], expected.dq[0, 0, :12])
+
+
+# dK, dV and parts of dQ by one kernel. Key tiles that see some of the queries, none, and rows that see no key.
+ONE_KERNEL = {
+    "full": dict(),
+    "causal": dict(causal=True, q_offset=-9),
+    "window": dict(window=(20, 3), q_offset=7),
+    "lengths": dict(seqlens_k=np.array([31], np.int32), causal=True, q_offset=np.array([-20], np.int32)),
+}
+
+
+@pytest.fixture(
+    params=[
+        ("float32", 16, 16, 16, 2),
+        ("float32", 32, 32, 32, 4),
+        ("float32", 32, 32, 16, 2),
+        ("float64", 32, 16, 16, 2),
+        ("float64", 32, 16, 32, 4),
+    ]
+)
+def one_kernel(request, monkeypatch, nothing_remembered):
+    dtype, own, other, warp_rows, groups = request.param
+    row = tiles.WideFused(0, 256, own, other, warp_rows, groups, 0, 0, unrolled=groups == 4, gpu=tiles.SIMULATOR)
+    monkeypatch.setitem(tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
+    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
+    return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
+
+
+@pytest.mark.parametrize("how", ONE_KERNEL)
+def test_parts_of_dq(one_kernel, how):
+    case = one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=24, head_dim_v=40, **ONE_KERNEL[how])
+    assert "mma_wide_fused" in str(explained(case))
+    one_kernel.check(case)
+
+
+def explained(case):
+    do, o, lse, dlse = incoming(case)
+    return numba_flash.explain_backward(do, **case.arguments(testing.rows_padded), o=o, lse=lse, kernel="mma")
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_parts_of_dq_that_meet_nan(one_kernel, where):
+    case = one_kernel.problem(40, 40, batch=1, heads=1, head_dim=8, causal=True)
+    given = incoming(case)
+    clean = one_kernel(case, given)
+    getattr(case, where)[0, 0, 22, 3] = np.nan
+    found, units = one_kernel(case, given), 16 * testing.EPS[one_kernel.dtype]
+    assert np.isnan(found.dq[0, 0, 22:]).any()
+    assert np.allclose(found.dq[0, 0, :22], clean.dq[0, 0, :22], rtol=units, atol=units * abs(clean.dq).max())

@@ -16,6 +16,7 @@ from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessCo
 from numba_flash.config.forward import MaskBitsConfig, WgmmaConfig, check_registers
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch.launch_backward import grid
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -24,7 +25,7 @@ from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
 from numba_flash.select import arguments, backward_kernels
 from numba_flash.select.backward import select_backward
-from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
+from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -492,6 +493,28 @@ def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     assert config.barriers().end <= plan.end
 
 
+def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
+    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, dtype="float32", target=HOPPER, **more):
+        of_q, of_k = ((batch, heads, seqlen, head_dim) for seqlen in (seqlen_q, seqlen_k))
+        given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")} | dict(lse=empty(*of_q[:3], dtype=dtype))
+        return [config.kernel for config in wide_configs(problem(head_dim, dtype=dtype, **given, **more), target)]
+
+    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    assert all(kernels(head_dim, heads=32) == one for head_dim in (36, 64, 68, 128, 132, 256))
+    assert kernels(32, heads=32) == kernels(64, heads=16) == two
+    assert kernels(256, 1024, 1024) == kernels(256, 1024, 1024, dtype="float64") == kernels(162, dtype="float64") == one
+    assert kernels(128, dtype="float64") == two, "that is faster there"
+    assert kernels() == kernels(causal=True) == kernels(window=(9, 9)) == one
+    assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
+    assert kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_k=2047) == two
+    assert kernels(wanted=("dk", "dv")) == two[:2]
+    for changed in (dict(softcap=5.0), dict(dropout_p=0.1), dict(mask_mod=Function.of("mask_mod", earlier))):
+        assert "mma_wide_fused" not in kernels(**changed)
+    assert kernels(head_dim=126) == two, "rows of dq have to begin at multiples of 16 bytes"
+    assert kernels(target=RTX_5090)[1] == "mma_dkdv_wide", "where its tiles do not fit"
+
+
 def test_when_one_kernel_takes_all_gradients():
     def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, heads_kv=None, **options):
         of_q, of_k = (batch, heads, seqlen_q, head_dim), (batch, heads_kv or heads, seqlen_k, head_dim)
@@ -614,6 +637,16 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")), "takes none of"),
+        (
+            lambda: WideDkdvConfig("mma_dkdv_wide", "float32", 64, 64, 32, 64, column_groups=4),
+            r"one of \(1, 2\), not 4",
+        ),
+        (lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
+        (
+            lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 64, 48),
+            "strips of 16 .* divide 6 warps",
+        ),
+        (lambda: WideFusedConfig("mma_wide_fused", "float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
     ],
 )
 def test_a_config_checks_itself(make, word):

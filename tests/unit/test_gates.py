@@ -28,7 +28,13 @@ from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqC
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
-from numba_flash.config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig
+from numba_flash.config.wide_backward import (
+    WideBackwardConfig,
+    WideDkdvConfig,
+    WideDqConfig,
+    WideDqFinishConfig,
+    WideFusedConfig,
+)
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
@@ -62,7 +68,8 @@ WIDE = {  # mma in other dtypes, and the instructions of its products
     "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
 }
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
-for kernel in HEAD_SUMS:
+WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
+for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 REGISTERS = 65536  # of a multiprocessor
 
@@ -108,7 +115,7 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
-    if dtype not in WIDE or kernel in HEAD_SUMS:
+    if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
         return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
@@ -170,6 +177,18 @@ def wide_backward_gates():
                     if not row.plain and not row.unread:
                         yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
                         yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
+    for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
+        for row in tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
+            sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
+            features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
+            of_fused = features | tiles.columns(row) | sizes | dict(large_f64=large, kernel="mma_wide_fused")
+            name = f"mma_wide_fused_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}"
+            name += "-sm80" * (dtype == "float64" and not large)
+            positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
+            for words, given in {"": {}, "-positions": positions}.items():
+                yield name + words, WideFusedConfig(**of_fused, **given)
+                of_finish = features | sizes | given | dict(kernel="mma_dq_finish")
+                yield name.replace("wide_fused", "dq_finish") + words, WideDqFinishConfig(**of_finish)
 
 
 def of_row(kernel, row):

@@ -39,6 +39,7 @@ class Registers(NamedTuple):
     acc_dp: Any
     acc_dk: Any
     acc_dv: Any
+    weights: Any  # P, then dS, of all warps that own the same rows
     own_frag: Any
     other_frag: Any
     p_frag: Any
@@ -79,9 +80,13 @@ def make(config):
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
     _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips, blocks, rows = warp_rows // 16, tile_m // 8, warp_rows // 8
+    strips, rows = warp_rows // 16, warp_rows // 8
+    columns = tile_m // groups  # of scores that a warp computes
+    blocks = columns // 8
     dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
     s_count = strips * blocks * 4
+    weight_count = strips * 8 if groups > 1 else 1  # of 16 queries
+    steps_16 = tile_m // 16
     dk_count, dv_count = (strips * n // 2 if wanted else 1 for n, wanted in ((dk_columns, of_dk), (dv_columns, of_dv)))
 
     real = numbers.of(config.compute_dtype).real
@@ -89,21 +94,27 @@ def make(config):
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_n, tile_m))
     s_and_dv = backward_wide.products(config, head_dim_padded, head_dim_v_padded)
     dp_and_dk = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
-    multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_q_k, s_and_dv.multiply_p_v, s_and_dv.to_p
-    multiply_v_do, multiply_ds_q = dp_and_dk.multiply_q_k, dp_and_dk.multiply_p_v
+    multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_part, s_and_dv.multiply_p_v, s_and_dv.to_p
+    multiply_v_do, multiply_ds_q = dp_and_dk.multiply_part, dp_and_dk.multiply_p_v
     s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
+    (_, put, meet, _, get_16, step_16, *_), exchanged_bytes = backward_wide.exchange(config)
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
-    own_count, other_count, operand_count = s_and_dv.q_count, s_and_dv.kv_count, s_and_dv.p_count
+    to_16, add_p_do, add_ds_q = s_and_dv.to_16, s_and_dv.add_16, dp_and_dk.add_16
+    own_count, other_count, operand_count = (
+        s_and_dv.q_count,
+        s_and_dv.kv_count,
+        s_and_dv.p_count if groups == 1 else strips * 8,
+    )
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
-    drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, tile_m)
-    read, has_mask = score_reads.make(config, strips, tile_m, of_keys=True), config.has("mask")
+    drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
+    read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
     reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # what is seen is a bit for each score
-    apply_functions = gradient_functions.on_fragments(config, strips, tile_m, of_keys=True, derivative=of_dk)
+    apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=True, derivative=of_dk)
     recompute_keys = recompute.make(config)
     wait_all = cp_async.wait_group(0)
 
@@ -143,6 +154,12 @@ def make(config):
         start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
 
     @inlined
+    def own_column():
+        """The lane's first column of those that its warp computes scores of."""
+        thread = special.thread_index()
+        return int32(((thread >> int32(5)) & (groups - 1)) * columns + int32(first_column_of(thread & int32(31))))
+
+    @inlined
     def finished(registers, at, r, n, x, delta, score):
         """dP^T times what its weight counts, less delta."""
         dp = registers.acc_dp[at]
@@ -154,7 +171,7 @@ def make(config):
     @inlined
     def finish_dp(registers, rows_smem, score):
         """acc_dp <- all of it finished, before a score_mod's derivative goes into it."""
-        first_column = int32(first_column_of(special.thread_index() & int32(31)))
+        first_column = own_column()
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
@@ -169,11 +186,12 @@ def make(config):
         derivative; loaded <- bias."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + int32(first_column_of(lane)))
+        first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + own_column())
         if reads:
             origin = origin_of(walk.b, h, walk.first_key, arrays, strides)
+            part = int32(i * groups + (warp & (groups - 1)))
             load_reads(
-                registers.loaded, registers.shown_bits, i, origin, first_row, lane, arrays, strides, sizes, FALSE
+                registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
             )
         for r in range(rows if has_bits else 0):
             first, end = int32(registers.first_query[r] - first_query), int32(registers.end_query[r] - first_query)
@@ -202,7 +220,7 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        first_column = int32(first_column_of(lane))
+        first_column = own_column()
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
@@ -233,7 +251,7 @@ def make(config):
     def find_kept(i, h, kept, walk, arrays, sizes):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_q_pos = int64(i) * tile_m + int32(first_column_of(lane)) + walk.q_start
+        first_q_pos = int64(i) * tile_m + own_column() + walk.q_start
         key = int64(walk.first_key) + (warp >> shift) * warp_rows + int32(first_row_of(lane))
         kept_of(kept, first_q_pos, walk.b, h, key, arrays, sizes)
 
@@ -246,12 +264,10 @@ def make(config):
         load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            multiply_v_do(
-                registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do, lanes.exchanged
-            )
+            multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do)
         wait_all()
         cuda.syncthreads()  # Q, lse and delta are there
-        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q, lanes.exchanged)
+        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         if of_dk and has_functions:
@@ -260,16 +276,38 @@ def make(config):
             ask(i, h, registers, walk, arrays, strides, sizes, score)
         term = row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
+        if groups > 1:
+            if of_dv:
+                put(registers.acc_s, lanes.exchanged)
+            if of_dk:
+                put(registers.acc_dp, lanes.exchanged + of_dv * exchanged_bytes)
+            meet()
         if of_dv:
-            to_operand(registers.acc_s, registers.p_frag)
-            multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
+            if groups == 1:
+                to_operand(registers.acc_s, registers.p_frag)
+                multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
+            else:
+                at, rows_at_16 = lanes.exchanged, lanes.do_transposed
+                for _ in range(special.opaque(steps_16)):
+                    get_16(registers.weights, at)
+                    to_16(registers.weights, registers.p_frag)
+                    add_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
+                    at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
         cuda.syncthreads()  # everyone is done with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            to_operand(registers.acc_dp, registers.p_frag)
-            multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
+            if groups == 1:
+                to_operand(registers.acc_dp, registers.p_frag)
+                multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
+            else:
+                at, rows_at_16 = lanes.exchanged + of_dv * exchanged_bytes, lanes.q_transposed
+                for _ in range(special.opaque(steps_16)):
+                    get_16(registers.weights, at)
+                    to_16(registers.weights, registers.p_frag)
+                    add_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, rows_at_16)
+                    at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
 
     @cuda.jit
     def flash_attention_mma_dkdv_wide(arrays, strides, sizes, score):
@@ -298,10 +336,11 @@ def make(config):
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
         registers = Registers(
-            cuda.local.array(s_count, real),  # acc_s (strips, tile_m / 8, 4)
-            cuda.local.array(s_count, real),  # acc_dp (strips, tile_m / 8, 4)
+            cuda.local.array(s_count, real),  # acc_s (strips, columns / 8, 4)
+            cuda.local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
             cuda.local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
             cuda.local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
+            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
             cuda.local.array(own_count, fragment),  # own_frag
             cuda.local.array(other_count, fragment),  # other_frag
             cuda.local.array(operand_count, fragment),  # p_frag

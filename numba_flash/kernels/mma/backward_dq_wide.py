@@ -36,6 +36,7 @@ class Registers(NamedTuple):
     acc_s: Any
     acc_dp: Any
     acc_dq: Any
+    weights: Any  # dS of all warps that own the same rows
     own_frag: Any
     other_frag: Any
     ds_frag: Any
@@ -64,31 +65,41 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     alignment = config.ALIGNMENT
-    _, do_at, k_at, v_at, _, _, _ = config.shared_offsets()
+    _, do_at, k_at, v_at, *_ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    strips, blocks, rows = warp_rows // 16, tile_n // 8, warp_rows // 8
+    strips, rows = warp_rows // 16, warp_rows // 8
+    columns = tile_n // groups  # of scores that a warp computes
+    blocks = columns // 8
     dq_columns = head_dim_padded // groups
     s_count, dq_count = strips * blocks * 4, strips * dq_columns // 2
+    weight_count = strips * 8 if groups > 1 else 1  # of 16 keys
+    steps_16 = tile_n // 16
 
     real = numbers.of(config.compute_dtype).real
     load_q, load_k = (async_tiles.loader(tile, head_dim_padded, threads, 1, size) for tile in (tile_m, tile_n))
     load_do, load_v = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_m, tile_n))
     s_and_dq = backward_wide.products(config, head_dim_padded, head_dim_padded)
     of_dp = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
-    multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_q_k, s_and_dq.multiply_p_v, s_and_dq.to_p
-    multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_q_k, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
+    multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_part, s_and_dq.multiply_p_v, s_and_dq.to_p
+    multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_part, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
+    (_, put, meet, _, get_16, step_16, *_), _ = backward_wide.exchange(config)
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
-    own_count, other_count, operand_count = s_and_dq.q_count, s_and_dq.kv_count, s_and_dq.p_count
+    to_16, add_ds_k = s_and_dq.to_16, s_and_dq.add_16
+    own_count, other_count, operand_count = (
+        s_and_dq.q_count,
+        s_and_dq.kv_count,
+        s_and_dq.p_count if groups == 1 else strips * 8,
+    )
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
-    drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, tile_n)
+    drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, columns)
     words_a_row = kept_words // rows if drops else 1
-    read, has_mask = score_reads.make(config, strips), config.has("mask")
+    read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
     reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # what is seen is a bit for each score
-    apply_functions = gradient_functions.on_fragments(config, strips, tile_n, of_keys=False)
+    apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=False)
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
 
@@ -122,6 +133,12 @@ def make(config):
         load_k(k_smem, source, size * strides.k[2], 0, rows_left, head_dim, special.thread_index())
 
     @inlined
+    def own_column():
+        """The lane's first column of those that its warp computes scores of."""
+        thread = special.thread_index()
+        return int32(((thread >> int32(5)) & (groups - 1)) * columns + int32(first_column_of(thread & int32(31))))
+
+    @inlined
     def finish_dp(registers, score):
         """acc_dp <- dP times what its weight counts, less delta."""
         for r in range(rows):
@@ -141,11 +158,12 @@ def make(config):
         derivative; loaded <- bias."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + int32(first_column_of(lane)))
+        first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + own_column())
         if reads:
             origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+            part = int32(j * groups + (warp & (groups - 1)))
             load_reads(
-                registers.loaded, registers.shown_bits, j, origin, first_row, lane, arrays, strides, sizes, FALSE
+                registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
             )
         for r in range(rows if has_bits else 0):
             first, end = int32(registers.first_key[r] - first_key), int32(registers.end_key[r] - first_key)
@@ -174,7 +192,7 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        first_column = int32(first_column_of(lane))
+        first_column = own_column()
         for n in range(blocks):
             for x in range(2):
                 key = int32(j * tile_n + first_column + n * 8 + x)
@@ -194,7 +212,7 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        kept_of(kept, int32(j * tile_n + first_column_of(lane)), tile.b, tile.h, row, tile_keys.position, arrays, sizes)
+        kept_of(kept, int32(j * tile_n + own_column()), tile.b, tile.h, row, tile_keys.position, arrays, sizes)
 
     @inlined
     def step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score):
@@ -203,21 +221,31 @@ def make(config):
         cuda.syncthreads()  # V is there, and everyone is done with K of the tile before
         load_keys(j, q_smem + int32(k_at), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
-        multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v, lanes.exchanged)
+        multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
         wait_all()
         cuda.syncthreads()  # K is there, and everyone is done with V
         if j > begin:
             load_values(int32(j - 1), q_smem + int32(v_at), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
-        multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k, lanes.exchanged)
+        multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k)
         if drops:
             find_kept(j, registers.kept, tile, tile_keys, arrays, sizes)
         finish_dp(registers, score)
         if reads or has_functions:
             ask(j, registers, tile, tile_keys, arrays, strides, sizes, score)
         weigh(j, registers, tile_keys, term, score)
-        to_operand(registers.acc_dp, registers.ds_frag)
-        multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
+        if groups > 1:
+            put(registers.acc_dp, lanes.exchanged)
+            meet()
+            at, rows_at = lanes.exchanged, lanes.k_transposed
+            for _ in range(special.opaque(steps_16)):
+                get_16(registers.weights, at)
+                to_16(registers.weights, registers.ds_frag)
+                add_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, rows_at)
+                at, rows_at = int32(at + step_16), int32(rows_at + 2048)
+        else:
+            to_operand(registers.acc_dp, registers.ds_frag)
+            multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
 
     @cuda.jit
     def flash_attention_mma_dq_wide(arrays, strides, sizes, score):
@@ -247,6 +275,7 @@ def make(config):
             cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
             cuda.local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
+            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
             cuda.local.array(own_count, fragment),  # own_frag
             cuda.local.array(other_count, fragment),  # other_frag
             cuda.local.array(operand_count, fragment),  # ds_frag

@@ -13,7 +13,7 @@ from ...ptx import shfl
 from ..steps import numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
-from . import products_float32, products_float64, rows_wide
+from . import exchanged_scores, products_float32, products_float64, rows_wide
 
 PRODUCTS = dict(float32=products_float32, float64=products_float64)
 
@@ -29,8 +29,10 @@ class View(NamedTuple):
     group_columns: int  # and those of the second that a warp sums up
     column_groups: int
     large_f64: bool
+    unrolled: bool
     exchange_at: int
     tile_state_entries: int = 0
+    splits_columns: bool = False
 
     def shared_offsets(self):
         return 0, 0, 0, 0, self.exchange_at, 0
@@ -47,9 +49,34 @@ def products(config, first_columns, second_columns):
         second_columns // config.column_groups,
         config.column_groups,
         config.large_f64,
+        config.unrolled,
         config.shared_offsets()[4],
     )
     return PRODUCTS[config.dtype].make(view)
+
+
+def exchange(config):
+    """-> Exchange of P, and of dS behind it, between two warps that own the same rows; and bytes of one."""
+    view = View(
+        config.dtype, config.own_rows, config.other_rows, config.warp_rows, 0, 0, config.column_groups,
+        config.large_f64, False, config.shared_offsets()[4],
+    )  # fmt: skip
+    return exchanged_scores.make(view), config.own_rows * config.other_rows * config.item_size
+
+
+def fused_products(config, groups):
+    """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the scores, and of
+    the columns that are summed up."""
+    padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
+    of_warps = groups, config.large_f64, config.unrolled
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0))
+
+
+def dq_product(config):
+    """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
+    columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
+    of_warps = 1, config.large_f64, False
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, columns, columns, *of_warps, 0))
 
 
 def storer(config, columns, padded):

@@ -1,11 +1,15 @@
-"""Scores between the two warps that own the same rows: each has computed those of one half of a tile's keys.
+"""Scores between the two warps that own the same rows, and P or dS in a backward: each has computed those of one half
+of a tile's columns.
 
 What a lane of one warp holds, the same lane of the other needs where it is. So 16 bytes of each lane lie beside each
 other, in no order of rows or columns. Both halves are read back: a register has no number that depends on the warp.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
-from numba import cuda, int32, uint32
+from numba import cuda, float64, int32, uint32
 
 from ...ptx import bar, ld_st, special
 from ..steps.inlined import inlined
@@ -13,22 +17,33 @@ from ..steps.inlined import inlined
 ROW = 512  # bytes of 16 from every lane
 
 
+class Exchange(NamedTuple):
+    """Device functions of a warp, and how many bytes a block needs for one exchange."""
+
+    place: Callable[..., Any]  # (lane, warp, q_smem) -> s_lane, where the lane's 16 bytes begin in those of its warps
+    put: Callable[..., Any]  # (own, s_lane): own (strips, blocks / 2, 4) of this warp
+    meet: Callable[..., Any]  # (): both have put theirs
+    get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
+    get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of both, 16 columns
+    step: int  # bytes from 16 columns to the next
+    put_all: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4), of a part of the product's terms
+    get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += that of the other one
+
+
 def make(config):
-    """-> (place, exchange), device functions."""
     strips, blocks, double = config.warp_rows // 16, config.tile_n // 8, config.dtype == "float64"
     half, chunks, chunk = blocks // 2, 2 if double else 1, 2 if double else 4  # 16 bytes of a block, and their elements
     _, _, _, _, tile_at, _ = config.shared_offsets()
     begin = tile_at + config.tile_state_entries * 16
-    pair_bytes = strips * blocks * chunks * ROW
+    all_bytes = strips * blocks * chunks * ROW
+    pair_bytes = all_bytes * (2 if config.splits_columns else 1)
 
     @inlined
     def place(lane, warp, q_smem):
-        """Where the lane's 16 bytes begin in those of its two warps."""
         return q_smem + int32(begin) + (warp >> 1) * pair_bytes + lane * 16
 
     @inlined
-    def exchange(acc_s, own, s_lane):
-        """acc_s (strips, blocks, 4) <- own (strips, blocks / 2, 4) of this warp and of the other one."""
+    def put(own, s_lane):
         warp = special.thread_index() >> int32(5)
         words = cuda.local.array(4, uint32)
         for n in range(strips * half):
@@ -41,7 +56,14 @@ def make(config):
                     for i in range(4):
                         words[i] = own[4 * n + i].view(np.uint32)
                     ld_st.store_v4(at, words, 0)
-        bar.sync(1 + (warp >> 1), 64)
+
+    @inlined
+    def meet():
+        bar.sync(1 + (special.thread_index() >> int32(6)), 64)
+
+    @inlined
+    def get(acc_s, s_lane):
+        words = cuda.local.array(4, uint32)
         for n in range(strips * blocks):
             for c in range(chunks):
                 at = s_lane + (n * chunks + c) * ROW
@@ -52,4 +74,33 @@ def make(config):
                     for i in range(4):
                         acc_s[4 * n + i] = words[i].view(np.float32)
 
-    return place, exchange
+    @inlined
+    def get_16(weights, s_lane):
+        """weights (strips, 2, 4) <- those of 16 columns; s_lane: as much further as get_16 reads of them, ROWS_16."""
+        words = cuda.local.array(4, uint32)
+        for strip in range(strips):
+            for n in range(2):
+                for c in range(chunks):
+                    at = s_lane + ((strip * blocks + n) * chunks + c) * ROW
+                    if double:
+                        ld_st.load_v2_f64(weights, (strip * 2 + n) * 4 + chunk * c, at)
+                    else:
+                        ld_st.load_v4(words, 0, at)
+                        for i in range(4):
+                            weights[(strip * 2 + n) * 4 + i] = words[i].view(np.float32)
+
+    @inlined
+    def put_all(acc_s, s_lane):
+        own = s_lane + ((special.thread_index() >> int32(5)) & 1) * all_bytes
+        for n in range(strips * blocks * 2):
+            ld_st.store_v2_f64(own + n * ROW, acc_s, 2 * n)
+
+    @inlined
+    def get_sum(acc_s, s_lane):
+        other, two = s_lane + ((~(special.thread_index() >> int32(5))) & 1) * all_bytes, cuda.local.array(2, float64)
+        for n in range(strips * blocks * 2):
+            ld_st.load_v2_f64(two, 0, other + n * ROW)
+            acc_s[2 * n] += two[0]
+            acc_s[2 * n + 1] += two[1]
+
+    return Exchange(place, put, meet, get, get_16, 2 * chunks * ROW, put_all, get_sum)

@@ -111,7 +111,7 @@ def make(config):
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
-    fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v = products
+    fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v, *_ = products
     write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
     recompute_rows = (recompute if size == 2 else recompute_whole_rows).make(config, warp_rows)
     log2_e = real(LOG2_E)

@@ -21,3 +21,6 @@ class Products(NamedTuple):
     multiply_q_k: Callable[..., Any]  # (acc_s, q_frag, k_frag, q_lane, k_lane, s_lane): acc_s = Q . K^T
     to_p: Callable[..., Any]  # (acc_s, p_frag): the weights as an operand
     multiply_p_v: Callable[..., Any]  # (acc_o, p_frag, v_frag, v_lane): acc_o += P . V
+    multiply_part: Callable[..., Any] = None  # (own, q_frag, k_frag, q_lane, k_lane): the warp's part of acc_s alone
+    to_16: Callable[..., Any] = None  # (weights, p_frag): those of 16 keys as an operand
+    add_16: Callable[..., Any] = None  # (acc_o, p_frag, v_frag, v_lane): acc_o += P . V over 16 keys, from v_lane on

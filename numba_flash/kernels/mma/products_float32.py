@@ -52,7 +52,9 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    place, exchange = exchanged_scores.make(config)
+    unrolled = config.unrolled
+    exchanged = exchanged_scores.make(config)
+    place, put, meet, get = exchanged.place, exchanged.put, exchanged.meet, exchanged.get
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
@@ -114,11 +116,17 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float32(0)
         q_at, k_at = q_lane, k_lane
-        for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
-            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-            # The other half of the panel is a bit of the address away.
-            q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
-            k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
+        if unrolled:
+            for _ in range(special.opaque(steps // 2)):  # a panel each
+                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+                add_columns(acc_s, q_frag, k_frag, int32(q_at ^ int32(64)), int32(k_at ^ int32(64)))
+                q_at, k_at = int32(q_at + int32(q_panel)), int32(k_at + int32(kv_panel))
+        else:
+            for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
+                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+                # The other half of the panel is a bit of the address away.
+                q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
+                k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
@@ -127,7 +135,9 @@ def make(config):
         else:
             own = cuda.local.array(own_count, float32)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            exchange(acc_s, own, s_lane)
+            put(own, s_lane)
+            meet()
+            get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):
@@ -137,13 +147,13 @@ def make(config):
                 p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
 
     @inlined
-    def add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane):
+    def add_panel(n, acc_o, p_big, p_small, v_frag, v_lane):
         """32 columns of acc_o += 16 keys of P . V."""
         column = cuda.local.array(4, uint32)
         v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
         for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
             at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
-            ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel + y * 2048)
+            ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel)
         for j in range(4):
             for key in range(4):
                 column[key] = v_frag[4 * key + j]
@@ -152,26 +162,38 @@ def make(config):
                 add_product(acc_o, (strip * o_blocks + 4 * n + j) * 4, p_big, p_small, strip * 8, v_big, v_small)
 
     @inlined
-    def add_panels(first, y, acc_o, p_big, p_small, v_frag, v_lane):
+    def add_panels(first, acc_o, p_big, p_small, v_frag, v_lane):
         for n in range(first, min(first + 2, panels)):
-            add_panel(n, y, acc_o, p_big, p_small, v_frag, v_lane)
+            add_panel(n, acc_o, p_big, p_small, v_frag, v_lane)
+
+    @inlined
+    def to_16(weights, p_frag):
+        """p_frag (strips, 2, 4) <- weights in the order of an operand."""
+        for block in range(strips * 2):
+            for i in range(4):
+                p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
+
+    @inlined
+    def add_16(acc_o, p_frag, v_frag, v_lane):
+        """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
+        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        split(p_frag, 0, a_count, p_big, p_small)
+        # Two panels a loop, because LLVM writes out only so much of one, and else acc_o would be indexed.
+        add_panels(FIRST, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 2:
+            add_panels(THIRD, acc_o, p_big, p_small, v_frag, v_lane)
+        if panels > 4:
+            add_panels(FIFTH, acc_o, p_big, p_small, v_frag, v_lane)
+            add_panels(SEVENTH, acc_o, p_big, p_small, v_frag, v_lane)
 
     @inlined
     def add_keys(y, acc_o, p_frag, v_frag, v_lane):
         """acc_o += 16 keys of P . V."""
-        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
         p_strip = cuda.local.array(a_count, uint32)
         for strip in range(strips):
             for i in range(8):
                 p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
-        split(p_strip, 0, a_count, p_big, p_small)
-        # Two panels a loop, because LLVM writes out only so much of one, and else acc_o would be indexed.
-        add_panels(FIRST, y, acc_o, p_big, p_small, v_frag, v_lane)
-        if panels > 2:
-            add_panels(THIRD, y, acc_o, p_big, p_small, v_frag, v_lane)
-        if panels > 4:
-            add_panels(FIFTH, y, acc_o, p_big, p_small, v_frag, v_lane)
-            add_panels(SEVENTH, y, acc_o, p_big, p_small, v_frag, v_lane)
+        add_16(acc_o, p_strip, v_frag, v_lane + y * 2048)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
@@ -182,4 +204,6 @@ def make(config):
             add_keys(THIRD, acc_o, p_frag, v_frag, v_lane)
             add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
-    return Products(uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
+    return Products(
+        uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16
+    )

@@ -18,7 +18,7 @@ from ..steps.plain import panel_offset
 from . import exchanged_scores
 from .products import Products
 
-FIRST, SECOND = np.int32(0), np.int32(1)  # not Python's own: see inlined.py
+FIRST, SECOND, TWO = np.int32(0), np.int32(1), np.int32(2)  # not Python's own: see inlined.py
 
 
 def make(config):
@@ -29,7 +29,17 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
-    place, exchange = exchanged_scores.make(config)
+    exchanged = exchanged_scores.make(config)
+    place, meet, get, get_sum, put, put_all = (
+        exchanged.place,
+        exchanged.meet,
+        exchanged.get,
+        exchanged.get_sum,
+        exchanged.put,
+        exchanged.put_all,
+    )
+    by_columns = groups > 1 and config.splits_columns
+    half_steps, unrolled = steps // 2, config.unrolled
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -38,12 +48,15 @@ def make(config):
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
-        return (
-            q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m),
-            k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n) + group_of(warp) * (own_blocks * 1024),
-            v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (o_blocks // 2 * kv_panel),
-            place(lane, warp, q_smem),
-        )
+        q_lane = q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m)
+        k_lane = k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n)
+        if by_columns:
+            q_lane += group_of(warp) * (half_steps * q_panel)
+            k_lane += group_of(warp) * (half_steps * kv_panel)
+        else:
+            k_lane += group_of(warp) * (own_blocks * 1024)
+        v_lane = v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (o_blocks // 2 * kv_panel)
+        return q_lane, k_lane, v_lane, place(lane, warp, q_smem)
 
     @inlined
     def load_q(q_frag, q_lane):
@@ -68,31 +81,59 @@ def make(config):
         ld_st.load_v2_f64(values, 2, at ^ int32(16))
 
     @inlined
-    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
-        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        for i in range(own_count):
+    def add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at):
+        """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys."""
+        for strip in range(strips):
+            for half in range(2):
+                load_row(k_frag, q_at + strip * 2048 + half * 1024)
+                for i in range(4):
+                    q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+        for n in range(blocks):
+            load_row(k_frag, k_at + n * 1024)
+            for strip in range(strips):
+                add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+
+    @inlined
+    def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, blocks, 4) = Q . K^T over so many panels."""
+        for i in range(strips * blocks * 4):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(special.opaque(steps)):  # a panel each; written out, it would take too many registers
-            for strip in range(strips):
-                for half in range(2):
-                    load_row(k_frag, q_at + strip * 2048 + half * 1024)
-                    for i in range(4):
-                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
-            for n in range(own_blocks):
-                load_row(k_frag, k_at + n * 1024)
-                for strip in range(strips):
-                    add_product(acc_s, (strip * own_blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+        for _ in range(special.opaque(count)):  # written out, it would take too many registers
+            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
             q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
+
+    @inlined
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+        """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
+        if unrolled:
+            for i in range(own_count):
+                acc_s[i] = float64(0)
+            q_at, k_at = q_lane, k_lane
+            for _ in range(special.opaque(half_steps)):
+                add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
+                add_panel(own_blocks, acc_s, q_frag, k_frag, int32(q_at + q_panel), int32(k_at + kv_panel))
+                q_at, k_at = int32(q_at + 2 * q_panel), int32(k_at + 2 * kv_panel)
+        else:
+            add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
         if groups == 1:
             add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
+        elif by_columns:
+            warp = special.thread_index() >> int32(5)
+            count = int32(half_steps + group_of(warp) * (steps - 2 * half_steps))
+            add_panels(count, s_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
+            put_all(acc_s, s_lane)
+            meet()
+            get_sum(acc_s, s_lane)
         else:
             own = cuda.local.array(own_count, float64)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            exchange(acc_s, own, s_lane)
+            put(own, s_lane)
+            meet()
+            get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):
@@ -102,24 +143,38 @@ def make(config):
                 p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
-    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
-        """acc_o += 16 keys of P . V."""
+    def to_16(weights, p_frag):
+        """p_frag (strips, 2, 4) <- weights in the order of an operand."""
+        for block in range(strips * 2):
+            for i in range(4):
+                p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2]
+
+    @inlined
+    def add_rows(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
+        """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
         column = cuda.local.array(4, float64)
         for n in range(o_blocks // 2):
             for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
                 at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
-                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel + y * 2048)
+                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
             for j in range(2):
                 for key in range(4):
                     column[key] = v_frag[2 * key + j]
                 for strip in range(strips):
                     at_o = (strip * o_blocks + 2 * n + j) * 4
-                    add_product(acc_o, at_o, p_frag, (strip * s_blocks + 2 * y) * 4, column, 0)
+                    add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
+
+    @inlined
+    def add_16(acc_o, p_frag, v_frag, v_lane):
+        """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
+        add_rows(FIRST, acc_o, p_frag, TWO, v_frag, v_lane)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
+        add_rows(FIRST, acc_o, p_frag, s_blocks, v_frag, v_lane)
         if tile_n > 16:
-            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
+            add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
 
-    return Products(float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v)
+    return Products(
+        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16
+    )

@@ -85,7 +85,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     group, blocks, rows = config.group_size, columns // 8, 2 * strips
     words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
-    at_once = 4 if columns % 32 == 0 else 2  # blocks of 8 keys; a tile begins at a multiple of 32, or of 16
+    at_once = min(columns & -columns, 32) // 8  # blocks of 8 keys; a tile begins at a multiple of as many keys
 
     @inlined
     def bit_of(word, below, n, i):
@@ -114,6 +114,8 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
                     if at_once == 4:
                         bits |= bit_of(found[0], below, n, i) | bit_of(found[1], below, n + 1, i)
                         bits |= bit_of(found[2], below, n + 2, i) | bit_of(found[3], below, n + 3, i)
+                    elif at_once == 1:
+                        bits |= bit_of(word_of(found, k_pos), below, n, i)
                     else:
                         begins = k_pos & int64(16) == 0
                         bits |= bit_of(found[0] if begins else found[2], below, n, i)

@@ -6,12 +6,13 @@ p = softmax(s), ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of ke
     sum_k P_ik dP_ik = sum_k P_ik (dO_i . V_k) = dO_i . (sum_k P_ik V_k) = dO_i . O_i
 
 so it needs only the row itself. With lse an output of its own, d lse_i / d s_j = p_j adds dlse_i to the
-bracket. A few threads share a row, so that neighbouring ones read neighbouring columns.
+bracket. A few threads share a row, so that neighbouring ones read neighbouring columns. Where parts of dQ are added up
+in turns (kernels/mma/backward_dq_parts.py), their counts and the ticket become 0 here.
 
 Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
 """
 
-from numba import cuda
+from numba import cuda, uint32
 
 from ...ptx import shared
 from ..steps import elements, lse_delta
@@ -20,7 +21,7 @@ from ..steps.tiles import row_base
 
 def make(config):
     head_dim_v, lanes, rows, has_dlse = config.head_dim_v, config.lanes, config.rows, config.has_dlse
-    product = lse_delta.product(config)
+    product, turns_of, turns_at = lse_delta.product(config), config.turns_of, lse_delta.TURNS_AT
     compute = elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype, compute)
 
@@ -49,5 +50,11 @@ def make(config):
             if has_dlse:  # line 2
                 total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
             arrays.delta[(b * heads + h) * seqlen_q + q_index] = total
+            if turns_of:
+                if q_index % turns_of == 0:
+                    m_tiles = (seqlen_q + turns_of - 1) // turns_of
+                    arrays.turns[turns_at + (b * heads + h) * m_tiles + q_index // turns_of] = uint32(0)
+                if cuda.blockIdx.x == 0 and q_index == 0:
+                    arrays.turns[0] = uint32(0)
 
     return delta_of_rows

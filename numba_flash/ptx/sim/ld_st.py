@@ -26,6 +26,10 @@ def load_v2_f64(values, at, address):
     values[at : at + 2] = _loaded(address, 16).view(np.float64)
 
 
+def load_f64(address):
+    return _loaded(address, 8).view(np.float64)[0]
+
+
 def store_v4(address, values, at):
     _store(address, values[at : at + 4].view(np.uint32))
 

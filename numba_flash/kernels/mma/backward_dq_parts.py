@@ -1,0 +1,207 @@
+"""Parts of dQ that a block of keys gives, in float32 and float64: what makes backward_wide_fused.py five products.
+
+    dQ += dS K     with dS^T by way of shared memory, from where warps take it as rows of queries
+
+Every key tile has a part of dQ of a query tile. Parts are added up in dQ itself, in global memory, in the order of
+their key tiles, so all runs give the same bits. A count for each query tile says how many are in. A block waits for its
+turn; the first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a ticket: key
+tiles of a head in ascending order. So who waits does so for a block that has begun before it, and since all walk over
+the queries in the same order, the last first, blocks of a head follow each other like runners in a line. That is the
+way of kernels/wgmma/backward_fused.py.
+
+All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, int32, int64, uint32, uint64
+
+from ...ptx import memory, special
+from ..steps import block_state, numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.lse_delta import TURNS_AT
+from ..steps.plain import first_row_of
+from ..steps.tiles import row_base
+from . import backward_wide, shared_weights
+
+
+class Walk(NamedTuple):
+    """The tiles of queries of each head, the last one first, one head behind the other."""
+
+    b: int
+    h_kv: int
+    first_key: int
+    q_start: int
+    keys: int  # how many are valid
+    begin: int  # the first tile of a head
+    tiles: int  # of a head
+
+
+class DqParts(NamedTuple):
+    """Device functions. i: a query tile of head h; state: where `keep` has left what every tile needs."""
+
+    work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
+    keep: Callable[..., Any]
+    walk_of: Callable[..., Any]
+    wait_turn: Callable[..., Any]
+    add: Callable[..., Any]
+    hand_on: Callable[..., Any]
+
+
+@inlined
+def bits_of(values, words):
+    """words (4,) <- 16 bytes of values."""
+    words[0], words[1] = values[0].view(np.uint32), values[1].view(np.uint32)
+    words[2], words[3] = values[2].view(np.uint32), values[3].view(np.uint32)
+
+
+@inlined
+def bits_of_f64(values, words):
+    for x in range(2):
+        both = values[x].view(np.uint64)
+        words[2 * x], words[2 * x + 1] = uint32(both & uint64(0xFFFFFFFF)), uint32(both >> uint64(32))
+
+
+@inlined
+def number_of(words, x):
+    return words[x].view(np.float32)
+
+
+@inlined
+def number_of_f64(words, x):
+    return uint64(uint64(words[2 * x]) | (uint64(words[2 * x + 1]) << uint64(32))).view(np.float64)
+
+
+def make(config):
+    tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
+    head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
+    chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
+    panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
+    dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
+    real = numbers.of(config.compute_dtype).real
+    to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
+    made = backward_wide.dq_product(config)
+    add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
+    weights = shared_weights.make(pitch, 1, double)
+    turned_place, turned = weights.turned_place, weights.turned
+    load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
+    load_acquire, add_release = memory.load_acquire, memory.add_release
+
+    @inlined
+    def work_of(ticket, sizes):
+        """Of so many heads abreast that they keep a GPU busy, all first key tiles come first, then all second ones: so
+        a tile's turn has come when it begins."""
+        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
+        first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
+        together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
+        within = int32(ticket - first_head * n_tiles)
+        j = divide(within, together)
+        head_of_all = int32(first_head + within - j * together)
+        b = divide(head_of_all, sizes.heads_kv)
+        return b, int32(head_of_all - b * sizes.heads_kv), int32(j * tile_n)
+
+    @inlined
+    def keep(walk, state, arrays, strides, sizes):
+        """Leave what every tile needs at `state`, by one thread: kept through the loop, it would cost registers."""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
+        block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
+        block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
+        place, begin_and_tiles = int64(walk.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
+        block_state.put(state + 2 * block_state.SIZE, place, begin_and_tiles)
+
+    @inlined
+    def walk_of(state, sizes):
+        """-> Walk, as it was kept."""
+        first_from_query, first_and_keys = block_state.get(state + block_state.SIZE)
+        place, begin_and_tiles = block_state.get(state + 2 * block_state.SIZE)
+        b, first_key, begin = int32(place >> 32), int32(first_and_keys >> 32), int32(begin_and_tiles >> 32)
+        q_start, keys, tiles = first_from_query + sizes.left, int32(first_and_keys), int32(begin_and_tiles)
+        return Walk(b, int32(place), first_key, q_start, keys, begin, tiles)
+
+    @inlined
+    def turn_of(h, i, state, sizes):
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        _, turns = block_state.get(state)
+        return turns + 4 * (int64(h) * m_tiles + i)
+
+    @inlined
+    def parts_before(i, state):
+        """How many key tiles of lower number see query tile i."""
+        # key_tiles' `begin`, from the tile's first query
+        first_from_query, both = block_state.get(state + block_state.SIZE)
+        first_key, keys = both >> 32, int64(int32(both))
+        first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+
+    @inlined
+    def wait_turn(i, h, state, sizes):
+        """One thread, before a barrier: what lower key tiles give is in."""
+        before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
+        while load_acquire(turn) != before:
+            pass
+
+    @inlined
+    def hand_on(i, h, state, sizes):
+        """One thread, behind a barrier after `add`: the next key tile's turn has come."""
+        add_release(turn_of(h, i, state, sizes), uint32(1))
+
+    @inlined
+    def load_old(old, at, row, columns_left):
+        """old[at : at + old_count] <- what dQ has in a row so far, from the lane's first column on."""
+        for n in range(2 * panels):
+            if (n // 2 * 8 + n % 2) * chunk < columns_left:
+                load_v4(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
+            else:
+                for x in range(4):
+                    old[at + 4 * n + x] = uint32(0)
+
+    @inlined
+    def store_new(acc, first, old, at, row, columns_left, score):
+        """A row of dQ <- what it had and the accumulators from `first` on."""
+        values, words = cuda.local.array(chunk, real), cuda.local.array(4, uint32)
+        for n in range(2 * panels):
+            for x in range(4):
+                words[x] = old[at + 4 * n + x]
+            for j in range(chunk):
+                part = acc[((n // 2) * chunk + j) * 4 + first + n % 2]
+                values[j] = part * score.scale + to_number(words, j)
+            to_words(values, words)
+            if (n // 2 * 8 + n % 2) * chunk < columns_left:
+                store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
+
+    @inlined
+    def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
+        """dQ += scale * dS K, of query tile i."""
+        acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
+        operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
+        old = cuda.local.array(both_count, uint32)
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        strip, first_column = warp % strips, (warp // strips) * columns
+        query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
+        column = int32(first_column + (lane & 3) * (2 * chunk))
+        dq, _ = block_state.get(state)
+        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
+        adds = parts_before(i, state) != 0
+        next_rows, columns_left = (8 * strides.dq[2]) * size, int32(head_dim - column)
+        rows_left = int32(sizes.seqlen_q - query)
+        for x in range(dq_count):
+            acc[x] = real(0)
+        place = turned_place(lane, ds_smem) + strip * (16 * size)
+        _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
+        k_lane += (warp // strips) * (panels * tile_n * 128)
+        for _ in range(special.opaque(tile_n // 16)):
+            turned(operand, place)
+            add_16(acc, operand, other, k_lane)
+            place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
+        load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
+        load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
+        store_new(acc, 0, old, 0, to, columns_left if rows_left > 0 else int32(0), score)
+        store_new(acc, 2, old, old_count, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
+
+    return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)
