@@ -290,7 +290,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_wide_fused_float32": (
         WideFused(32, 64, 64, 64, warp_rows=16, column_groups=2, blocks_per_sm=2, least_keys=65536),
         WideFused(64, 128, 128, 32, warp_rows=32, column_groups=2, blocks_per_sm=1, least_keys=16384, unrolled=True),
-        WideFused(128, 256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, least_keys=8192, unrolled=True),
+        WideFused(128, 256, 64, 32, warp_rows=32, column_groups=4, blocks_per_sm=1, least_keys=8192),
     ),
     "mma_wide_fused_float64": (
         WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),

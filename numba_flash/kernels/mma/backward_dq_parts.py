@@ -199,9 +199,13 @@ def make(config):
             turned(operand, place)
             add_16(acc, operand, other, k_lane)
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
-        load_old(old, 0, to, columns_left if adds and rows_left > 0 else int32(0))
-        load_old(old, old_count, to + next_rows, columns_left if adds and rows_left > 8 else int32(0))
-        store_new(acc, 0, old, 0, to, columns_left if rows_left > 0 else int32(0), score)
-        store_new(acc, 2, old, old_count, to + next_rows, columns_left if rows_left > 8 else int32(0), score)
+        left, left_next = columns_left if rows_left > 0 else int32(0), columns_left if rows_left > 8 else int32(0)
+        load_old(old, 0, to, left if adds else int32(0))
+        if panels == 1:  # where registers allow it, both rows at once
+            load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
+        store_new(acc, 0, old, 0, to, left, score)
+        if panels > 1:
+            load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
+        store_new(acc, 2, old, old_count, to + next_rows, left_next, score)
 
     return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)
