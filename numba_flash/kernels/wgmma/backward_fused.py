@@ -196,7 +196,7 @@ def make(config):
         acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        acc_dq = acc_dp
+        acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
         p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
