@@ -80,6 +80,26 @@ def _compile(job):
     return None
 
 
+def _assemble(job):
+    """Let the driver assemble a whole program: that takes it seconds, and it keeps the result for other processes."""
+    config, cc = job
+    try:
+        from cuda.core import Device
+
+        Device().set_current()
+        compiled.compiled(config, 0, cc)
+    except Exception as error:  # as in _compile
+        return f"{config}: {error!r}"[:500]
+    return None
+
+
+def _assemble_ahead(jobs):
+    """In processes that end then, and with them their hold on the GPU."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(os.cpu_count() or 1, len(jobs)), mp_context=context) as short:
+        return [error for error in short.map(_assemble, jobs) if error]
+
+
 def compile_ahead(jobs):
     """Compile every (Config, compute capability) that is not in the disk cache, on all cores."""
     missing = [x for x in dict.fromkeys(jobs) if compiled.read_cache(x[0], compiled.architecture(x[1])) is None]
@@ -89,6 +109,8 @@ def compile_ahead(jobs):
         others = [x for x in missing if x not in own]
         errors = [error for error in pool().map(_compile, others) if error] if others else []
         errors += _compile_here(own) if own else []
+        whole = [x for x in others if x[0].whole_program]
+        errors += _assemble_ahead(whole) if len(whole) > MOST_AT_ONCE else []
         for error in errors:
             print(f"     did not compile: {error}")
         print(f"     compiled {len(missing) - len(errors)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
@@ -102,6 +124,7 @@ def _can_be_sent(job):
     return True
 
 
+MOST_AT_ONCE = 3  # whole programs that one process assembles in the time that others take to start
 FORKED_SECONDS = 240  # how long copies of this process may compile
 
 
