@@ -10,6 +10,8 @@ together, as `lambda b, h, q_pos, k_pos, segments, prefix: ...`.
 import math
 from typing import Any
 
+import numpy as np
+
 
 def causal(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
     """mask_mod: no key behind the query's position; the same as causal=True, which is faster."""
@@ -71,21 +73,27 @@ def softcap(cap: float) -> Any:
 def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: bool = True) -> Any:
     """-> score_mod: T5's bias by distance (Raffel et al., 2020). It reads the table (buckets, heads) of the model.
 
-    Half of the buckets are for one distance each, the others for ranges that grow up to `farthest`. The distances in
-    these are those of Transformers' float32, whatever the precision of log is here.
+    Half of the buckets are for one distance each, the others for ranges that grow up to `farthest`.
     """
     own = buckets // 2 if bidirectional else buckets
     exact = own // 2
-    per_e_fold = (own - exact) / math.log(farthest / exact)
-    past_rounding = 1e-5  # more than a rounded log is off, less than a step of one distance makes
+    starts = _starts_of_ranges(exact, own, farthest)
 
     def biased(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any) -> Any:
         distance = abs(q_pos - k_pos) if bidirectional else max(q_pos - k_pos, 0)
-        # For near ones, too, so that there is no jump: then compilers make vectors of it.
-        far = exact + int(math.log(max(distance, exact) / exact) * per_e_fold + past_rounding)
-        bucket = distance if distance < exact else min(far, own - 1)
+        bucket = min(distance, exact)
+        for start in starts:
+            bucket = bucket + (distance >= start)
         if bidirectional:
             bucket = bucket + own if k_pos > q_pos else bucket
         return score + table[bucket, h]
 
     return biased
+
+
+def _starts_of_ranges(exact: int, own: int, farthest: int) -> tuple[int, ...]:
+    """The first distance of each bucket behind `exact`, in float32 and with its roundings, as Transformers has it."""
+    real = np.float32
+    ratios = np.log(np.arange(exact, farthest + 1).astype(real) / real(exact)) / real(math.log(farthest / exact))
+    found = exact + (ratios * real(own - exact)).astype(int)
+    return tuple(exact + int(np.searchsorted(found, bucket)) for bucket in range(exact + 1, own))

@@ -49,6 +49,7 @@ class Config(LaunchFacts):
     write_lse: bool = True
     uses: Uses = ()  # options.uses(...): what else the problem uses
     q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
+    narrow: bool = False  # as of Problem: where functions are told positions
     blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
     shared_bytes: int = field(init=False)
 

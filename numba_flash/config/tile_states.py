@@ -23,6 +23,7 @@ class TileStatesConfig(LaunchFacts):
     uses: Uses
     q_offset_source: str = "number"
     threads: int = 512
+    narrow: bool = False  # as of Config
 
     shared_bytes: ClassVar[int] = 0
     blocks_per_sm: ClassVar[int] = 0
@@ -35,7 +36,8 @@ class TileStatesConfig(LaunchFacts):
     def before(config: Any, threads: int) -> "TileStatesConfig":
         """Of what runs before the kernel of `config`."""
         used = tuple((name, given) for name, given in config.uses if name in VISIBLE)
-        return TileStatesConfig(config.compute_dtype, config.states_tile, used, config.q_offset_source, threads)
+        facts = config.states_tile, used, config.q_offset_source, threads, config.narrow
+        return TileStatesConfig(config.compute_dtype, *facts)
 
     @property
     def kernel(self) -> str:

@@ -182,10 +182,12 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    members: how many of the query heads of a group it takes, and then it leaves sums in float32; 0: all.
     """
 
     of_dk: bool = True
     of_dv: bool = True
+    members: int = 0
 
     both_ways: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
@@ -302,6 +304,33 @@ class WgmmaRoundConfig(Config):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + tile_bytes(64, self.head_dim))
+
+    @property
+    def threads(self) -> int:
+        return 128
+
+
+@dataclass(frozen=True)
+class WgmmaAddPartsConfig(Config):
+    """Of wgmma_backward_add_parts; tiles, depths and members as in the WgmmaDkdvConfigs whose sums it takes."""
+
+    head_dim_padded: int = 128
+    head_dim_v_padded: int = 128
+    of_dk: bool = True
+    of_dv: bool = True
+    members: int = 1
+
+    group_size: ClassVar[int] = 1
+    ALIGNMENT: ClassVar[int] = 1024
+
+    def __post_init__(self) -> None:
+        end = self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + end)
+
+    @property
+    def dv_at(self) -> int:
+        """Where dV is put together, behind dK."""
+        return tile_bytes(64, self.head_dim) if self.of_dk else 0
 
     @property
     def threads(self) -> int:

@@ -37,7 +37,6 @@ SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 # first lies among a part's sums, and the strides, in bytes; at the end the address of these sums; int64.
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
 MOST_FUNCTIONS = 200
-NARROW = 2**28 - 1
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
@@ -59,7 +58,7 @@ def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple,
 
 def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
     call = inner(function.build(compiled.stand_ins(base_name), inner))
-    number, whole = compiled.as_number("real", base_name), _whole(base_name, narrow)
+    number, whole = compiled.as_number("real", base_name), compiled.as_number("whole", base_name, narrow)
     result, slope = (make("score_mod", base_name, function) for make in (compiled.result, compiled.derivative))
     tables, zero, none = _tables(aux, base_name, wanted), np.dtype(base_name).type(0), np.int64(0)
     behind = 8 * compiled.READS
@@ -111,7 +110,10 @@ def make(option: str, function: Function, base_name: str, aux: tuple, derivative
 
 def _panel(option, function, base_name, aux, derivative, narrow):
     call = inner(function.build(compiled.stand_ins(base_name), inner))
-    number, whole = compiled.as_number("dual" if derivative else "real", base_name), _whole(base_name, narrow)
+    number, whole = (
+        compiled.as_number("dual" if derivative else "real", base_name),
+        compiled.as_number("whole", base_name, narrow),
+    )
     result, slope, truth = (
         compiled.result(option, base_name, function),
         compiled.derivative(option, base_name, function),
@@ -151,27 +153,6 @@ def _panel(option, function, base_name, aux, derivative, narrow):
 
     panel.__name__ = option
     return panel
-
-
-def _whole(base_name: str, narrow: bool):
-    """-> whole(x): an int64 as a Number. narrow: LLVM is told that it lies in 0 to NARROW. Without AVX-512 no vectors
-    of real numbers can be made from int64, but from those of which LLVM knows that they fit into an int32: these,
-    differences of two, and sums of a few."""
-    t, bits = compiled.Number("whole", compiled.BASES[base_name]), ir.Constant(ir.IntType(64), NARROW)
-
-    @intrinsic
-    def whole(typingctx, x):
-        def codegen(context, b, sig, args):
-            (value,) = args
-            if narrow:
-                value = b.and_(value, bits)
-            made = cgutils.create_struct_proxy(t)(context, b)
-            made.x = value
-            return made._getvalue()
-
-        return t(types.int64), codegen
-
-    return whole
 
 
 # Scores and slopes are written, and what else is read lies elsewhere: LLVM need not find that out for each key again.
@@ -333,7 +314,7 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
     if not problem.functions:
         return NO_FUNCTIONS
     aux = tuple((array.dtype, len(array.shape)) for array in problem.aux)
-    dtype, narrow = problem.compute_dtype, _is_narrow(problem)
+    dtype, narrow = problem.compute_dtype, problem.narrow
     made = tuple(
         (slot.OWN[name], make(name, function, dtype, aux, derivative and name == "score_mod", narrow))
         for name, function in problem.functions
@@ -362,7 +343,7 @@ class OfAux(NamedTuple):
         sizes = [math.prod(array.shape) for array in p.aux]
         function, aux = p.function("score_mod"), tuple((array.dtype, len(array.shape)) for array in p.aux)
         capped = p.number("softcap") is not None
-        made = function and make_gradient(function, p.compute_dtype, aux, numbers, capped, _is_narrow(p))
+        made = function and make_gradient(function, p.compute_dtype, aux, numbers, capped, p.narrow)
         return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
 
     def write(self, sums: np.ndarray, addresses: Sequence[int]) -> None:
@@ -374,10 +355,3 @@ class OfAux(NamedTuple):
                 memory = (ctypes.c_char * (size * kind.itemsize)).from_address(addresses[number])
                 with np.errstate(over="ignore"):  # beyond float16's range it becomes inf, as in every kernel
                     np.frombuffer(memory, kind)[...] = total[begin : begin + size].astype(kind)
-
-
-def _is_narrow(p: Problem) -> bool:
-    """Whether all positions, heads and batch entries lie in 0 to NARROW."""
-    last = p.q_offset + p.seqlen_q + (p.seqlen_k if p.q_offset_source == "seqlens_k" else 0)
-    known = p.q_offset_source != "array" and p.q_offset >= 0
-    return known and max(last, p.seqlen_k, p.heads, p.batch) <= NARROW

@@ -13,10 +13,11 @@ from ..config.forward import ITEM_SIZE, MaskBitsConfig
 from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
-from ..config.wgmma_backward import WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from ..config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.groups import parts_of
 from ..problem.options import GradientOperands
 from ..select import tile_states
 from ..select.arguments import (
@@ -62,7 +63,11 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return tile_states.order_blocks(forward, config.tile, config.threads)
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig | WideFusedConfig):
+    if isinstance(config, WgmmaDkdvConfig):
+        return _all_parts(config.members, problem) * -(-forward.seqlen_k // config.tile_n)
+    if isinstance(config, WgmmaAddPartsConfig):
+        return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WideDkdvConfig | WideFusedConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
@@ -74,6 +79,12 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, HeadSumsConfig):
         return math.prod(problem.shape_of(config.gradient))
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
+
+
+def _all_parts(members: int, problem: BackwardProblem) -> int:
+    """Of the groups of all batch entries."""
+    forward = problem.forward
+    return forward.batch * forward.heads_kv * parts_of(forward.heads // max(forward.heads_kv, 1), members)
 
 
 def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -92,6 +103,12 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
         if isinstance(config, WideFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + tiles,), "uint32"
+        if isinstance(config, WgmmaDkdvConfig) and config.members:
+            rows_of_parts = grid(config, problem) * config.tile_n
+            if config.of_dk:
+                made["dk_sums"] = (rows_of_parts * config.head_dim_padded,), "float32"
+            if config.of_dv:
+                made["dv_sums"] = (rows_of_parts * config.head_dim_v_padded,), "float32"
         if isinstance(config, WgmmaFusedConfig):
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"

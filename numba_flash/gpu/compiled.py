@@ -67,6 +67,7 @@ MODULES = {
     "wgmma_dq": "wgmma.backward_dq",
     "wgmma_fused": "wgmma.backward_fused",
     "wgmma_round": "wgmma.backward_round",
+    "wgmma_add_parts": "wgmma.backward_add_parts",
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",
@@ -260,7 +261,8 @@ _COMPILERS = re.compile(
 
 # What shapes the code of a kernel beside its Config.
 SOURCES = (
-    "kernels/**/*.py", "functions/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/options.py",
+    "kernels/**/*.py", "functions/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/groups.py",
+    "problem/options.py",
     "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 

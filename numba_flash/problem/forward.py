@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import DTYPES, Layout
-from ..functions.function import Function
+from ..functions.function import NARROW, Function
 from .option_checks import (
     MAX_EXTENT,
     AuxArray,
@@ -80,6 +80,14 @@ class Problem:
     def number(self, name: str) -> float | None:
         """The value of a number of the score; None where it was not given."""
         return self.scale if name == "scale" else dict(self.numbers).get(name)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether functions are told nothing but numbers from 0 to NARROW, as far as is known without a look at
+        q_offset= or seqlens_k=. False where there are none to tell."""
+        last = self.q_offset + self.seqlen_q + (self.seqlen_k if self.q_offset_source == "seqlens_k" else 0)
+        known = bool(self.functions) and self.q_offset_source != "array" and self.q_offset >= 0
+        return known and max(last, self.seqlen_k, self.heads, self.batch) <= NARROW
 
     @property
     def seeded(self) -> bool:

@@ -101,7 +101,7 @@ FORWARD_WORKSPACE = (
 # Of the gradients of aux (kernels/score/owed.py): the largest exponents, and sums; which they are, and their room.
 AUX_BOUNDS, AUX_SUMS, _OF_AUX = "aux_bounds", "aux_sums", _words("aux_begins term_bits run_bits")
 BACKWARD_WORKSPACE = (
-    *_words("delta row_shares lse_delta turns dq_sums"),
+    *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums"),
     *_BITS,
     *_STATES,
     AUX_BOUNDS,
@@ -159,9 +159,16 @@ PARAMETERS: dict[str, Parameters] = {
     "mma_dq_wide": _wide_backward(("dq",)),
     "mma_wide_fused": _with_arrays(_wide_backward(("dq", "dk", "dv")), "turns"),
     "mma_dq_finish": _wide_backward(("dq",)),
-    "wgmma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "wgmma_dkdv": _with_arrays(
+        _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"
+    ),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
-    "wgmma_fused": _with_arrays(_tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums"),
+    "wgmma_fused": _with_arrays(
+        _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
+    ),
+    "wgmma_add_parts": _with_arrays(
+        _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"
+    ),
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }

@@ -14,6 +14,7 @@ from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfi
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
+    WgmmaAddPartsConfig,
     WgmmaBackwardConfig,
     WgmmaDkdvConfig,
     WgmmaDqConfig,
@@ -23,6 +24,7 @@ from ..config.wgmma_backward import (
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.groups import parts_of
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from . import tiles
 from .forward import LARGE_FLOAT64, no_wide_rows
@@ -169,7 +171,10 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     if "dq" in problem.wanted:
         made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
     halved = [_halved(config, problem, target) for config in made]
+    members = members_of_a_part(problem, one_kernel=False)
+    halved = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in halved]
     own = _with_what_goes_before([*halved, *_dbias(problem, target)], target)
+    own += _add_parts(problem, halved)
     return (_preprocess(problem, target), *own, *_head_sums(problem, target, of_blocks=True))
 
 
@@ -223,8 +228,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
     Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
     little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
-    the line to pass. Without an order there is no line. The number of entries has no say: a row's bits must not depend
-    on them. Short sequences are taken to come in batches.
+    the line to pass. Without an order there is no line. Under a mask parts of a group are heads of their own. The
+    number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come in batches.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
@@ -232,10 +237,39 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return False
     if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
-    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < (8 if every_key else 4)
+    group = forward.heads // max(forward.heads_kv, 1)
+    lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
+    long_line = forward.seqlen_k > forward.seqlen_q or lines < (8 if every_key else 4)
     if problem.deterministic and long_line:
         return False
-    return forward.heads_kv * forward.seqlen_k >= 16384
+    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
+
+
+def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
+    """How many query heads of a group a block that owns keys takes; 0: all, so that it writes dK and dV itself.
+
+    Under a causal mask blocks of a head walk other query tiles at a time, each of all its members. With two members the
+    tiles that are walked at a time, and the sums of dQ, stay in L2; with eight they do not. The two kernels gain only
+    where there are few blocks. Where every query sees every key nothing is gained. docs/adding_a_tile_row.md has the
+    measurements.
+    """
+    forward = problem.forward
+    every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
+    if every_key or short or forward.function("mask_mod") is not None or not (one_kernel or forward.heads_kv <= 4):
+        return 0
+    members = 2 if one_kernel and max(forward.head_dim, forward.head_dim_v) > 64 else 4
+    return members if forward.heads > members * forward.heads_kv else 0
+
+
+def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> list[BackwardConfig]:
+    """The kernels that add up what these leave of dK and dV; none where they write their own."""
+    made: list[BackwardConfig] = []
+    for config in configs:
+        if isinstance(config, WgmmaDkdvConfig) and config.members:
+            names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
+            of_sums = {name: getattr(config, name) for name in names}
+            made.append(WgmmaAddPartsConfig(**_features(problem), **of_sums, kernel="wgmma_add_parts"))
+    return made
 
 
 ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
@@ -247,9 +281,10 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     features = _features(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
     features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
-    fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
+    fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    return (dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m), fused, rounds)
+    start = dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m)
+    return (start, fused, rounds, *_add_parts(problem, [fused]))
 
 
 def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
@@ -428,4 +463,5 @@ def _features(problem: BackwardProblem) -> dict[str, Any]:
         head_dim_v=forward.head_dim_v,
         uses=of_scores(forward.uses),
         q_offset_source=forward.q_offset_source,
+        narrow=forward.narrow,
     )

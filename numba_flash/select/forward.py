@@ -194,8 +194,10 @@ def _reads_scores(problem: Problem) -> bool:
 def _most_keys(problem: Problem) -> int:
     """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
     bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
-    if problem.functions:
+    if problem.function("score_mod") is not None:
         return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    if problem.functions:  # a mask_mod alone asks about few tiles
+        return 128 if head_dim <= 128 else 64
     if bias is None and problem.array("mask") is None:
         if problem.seeded and head_dim > 128:
             return 64 if head_dim <= 192 else 32
@@ -272,6 +274,7 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
         write_lse=problem.return_lse,
         uses=problem.uses,
         q_offset_source=problem.q_offset_source,
+        narrow=problem.narrow,
     )
 
 

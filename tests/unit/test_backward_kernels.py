@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
 
 import compiler
@@ -15,13 +16,14 @@ from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.forward import MaskBitsConfig, WgmmaConfig, check_registers
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
-from numba_flash.dispatch.launch_backward import grid
+from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
+from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
 from numba_flash.select import arguments, backward_kernels
 from numba_flash.select.backward import select_backward
@@ -526,6 +528,7 @@ def test_when_one_kernel_takes_all_gradients():
         return [config.kernel for config in choice.configs]
 
     one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
+    in_parts = [*one, "wgmma_add_parts"]
     assert kernels() == kernels(causal=True) == kernels(window=(99, 99)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
@@ -536,6 +539,9 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
     assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
+    # Parts of a group are heads of their own under a mask.
+    assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
+    assert kernels(64, heads=14, heads_kv=2, causal=True) == in_parts
     # Without an order there is no line.
     assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
     # Short sequences, of which there are many.
@@ -555,6 +561,46 @@ def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
     configs = select_backward(made, HOPPER, kernel, "cupy").configs
     assert any(isinstance(config, MaskBitsConfig) for config in configs)
     assert not any(grid(config, made) for config in configs)
+
+
+def test_how_many_heads_of_a_group_a_block_takes():
+    def members(heads, heads_kv, head_dim=128, seqlen=2048, causal=True, one_kernel=True, batch=1, **options):
+        of_q, of_k = (batch, heads, seqlen, head_dim), (batch, heads_kv, seqlen, head_dim)
+        given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
+            lse=empty(*of_q[:3], dtype="float32")
+        )
+        made = problem(head_dim, dtype="float16", causal=causal, **given, **options)
+        return backward_kernels.members_of_a_part(made, one_kernel)
+
+    assert members(32, 8) == members(6, 2) == members(32, 8, batch=50) == 2 and members(4, 2) == members(8, 8) == 0
+    assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
+    assert members(32, 4, causal=False) == members(32, 4, seqlen=512) == 0
+    assert members(32, 4, causal=False, window=(300, 0)) == 2
+    assert members(32, 4, 256, one_kernel=False) == 4 and members(64, 8, 256, one_kernel=False) == 0
+    assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
+
+
+def test_parts_of_a_group_are_all_of_its_heads():
+    for group, members in itertools.product(range(1, 10), (0, 1, 2, 3, 4, 10)):
+        parts = parts_of(group, members)
+        taken = [part_of(number, parts, group, members) for number in range(3 * parts)]
+        heads = [(h_kv, first + n) for h_kv, first, count in taken for n in range(count)]
+        assert heads == [(h // group, h) for h in range(3 * group)]
+        assert all(0 < count <= (members or group) for *_, count in taken)
+
+
+def test_the_workspace_has_room_for_the_sums_of_all_parts():
+    """2 entries of 2 KV heads with groups of 5, in parts of 2, 2 and 1; 300 keys are 3 tiles of 128."""
+    arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(2, 2, 300, 100, dtype="float16") for name in ("k", "v")}
+    made = problem(100, dtype="float16", causal=True, **arrays, lse=empty(2, 10, 600, dtype="float32"))
+    fused = WgmmaFusedConfig("wgmma_fused", "float16", 100, 100, 64, 128, members=2)
+    add = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 100, 100, 64, 128, members=2)
+    assert grid(fused, made) == 2 * 2 * 3 * 3 and grid(add, made) == 2 * 2 * 5
+    sizes = workspace([fused, add], made)
+    assert sizes["dk_sums"] == ((36 * 128 * 128,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
+    assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
 
 
 def test_only_sums_of_equal_calls_have_an_order():

@@ -11,11 +11,12 @@ second.
 
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.extending import intrinsic
 from numba.core.typing import signature
 
-from ..function import MARK, Function
+from ..function import MARK, NARROW, Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
 from .number_types import BASES, Number, Table, kind_of, words
@@ -24,8 +25,10 @@ from .stand_ins import stand_ins as stand_ins
 from .tables import scope_of_scores as scope_of_scores
 
 
-def as_number(kind: str, base_name: str) -> Any:
-    """-> number(x): x as a Number; a dual one has the derivative 1."""
+def as_number(kind: str, base_name: str, narrow: bool = False) -> Any:
+    """-> number(x): x as a Number; a dual one has the derivative 1. narrow: LLVM is told that a whole one lies in 0 to
+    NARROW. So it knows that none is negative, as an index that counts from the end is; and on a CPU without AVX-512
+    that they and differences of two fit into an int32, of which vectors of real numbers can be made."""
     base = BASES[base_name]
 
     @intrinsic
@@ -35,7 +38,8 @@ def as_number(kind: str, base_name: str) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
             if kind == "whole":
-                return code.made(t, code.whole(sig.args[0], args[0]))
+                whole = code.whole(sig.args[0], args[0])
+                return code.made(t, builder.and_(whole, ir.Constant(whole.type, NARROW)) if narrow else whole)
             x = code.of(sig.args[0], args[0]).x.value
             return code.made(t, x, code.one.value)
 
@@ -107,7 +111,7 @@ def result(option: str, base_name: str, function: Function) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return Code(context, builder, base).of(sig.args[0], args[0]).x.value
 
-        return signature(base, x), codegen
+        return signature(base.type, x), codegen
 
     return value
 
@@ -125,7 +129,7 @@ def derivative(option: str, base_name: str, function: Function) -> Any:
             found = code.of(sig.args[0], args[0]).d
             return code.zero.value if found is None else found.value
 
-        return signature(base, x), codegen
+        return signature(base.type, x), codegen
 
     return slope
 

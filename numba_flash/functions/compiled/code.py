@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing import signature
 
-from .. import on_cpu
+from .. import on_cpu, quick
 from ..rules import Pair
 from .number_types import Number
 
@@ -17,8 +17,8 @@ from .number_types import Number
 class Value:
     """A value of the code that is being made, with Python's operators; Python's own numbers are constants."""
 
-    def __init__(self, code: "Code", value: Any):
-        self.code, self.value = code, value
+    def __init__(self, code: "Code", value: Any, whole: bool = False):
+        self.code, self.value, self.whole = code, value, whole  # whole: it was a whole number
 
     def _constant(self, other: Any) -> Any:
         return other.value if isinstance(other, Value) else ir.Constant(self.value.type, float(other))
@@ -54,10 +54,12 @@ class Value:
         return self._do("fmul", other)
 
     def __truediv__(self, other: Any) -> "Value":
+        if self.code.is_quick and not self.whole:  # how many times a distance holds another is to be exact
+            return self * quick.reciprocal(Value(self.code, self._constant(other)), self.code)
         return self._do("fdiv", other)
 
     def __rtruediv__(self, other: Any) -> "Value":
-        return self._do("fdiv", other, turned=True)
+        return Value(self.code, self._constant(other)) / self
 
     def __lt__(self, other: Any) -> "Value":
         return self._ask("<", other)
@@ -75,14 +77,16 @@ class Value:
 
 
 class Code:
-    """Where code is made, and `f` of rules.py. flags: LLVM's, of the arithmetic that Values do."""
+    """Where code is made, and `f` of rules.py. flags: LLVM's, of the arithmetic that Values do; contract: a product and
+    a sum may be rounded once together."""
 
     def __init__(self, context: Any, builder: Any, base: Any, flags: tuple[str, ...] = ()):
-        self.context, self.builder, self.base, self.flags = context, builder, base, flags
+        self.context, self.builder, self.base = context, builder, base
+        self.flags = flags or ("contract",) * base.quick
         self.zero, self.one = self.number(0), self.number(1)
 
     def number(self, x: float) -> Value:
-        return Value(self, ir.Constant(self.context.get_value_type(self.base), float(x)))
+        return Value(self, ir.Constant(self.context.get_value_type(self.base.type), float(x)))
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
         """A function of math, by the target's own code for it, or on a CPU by code that it has vectors for."""
@@ -90,6 +94,8 @@ class Code:
             raise AttributeError(name)
         if name in on_cpu.FUNCTIONS and not self.on_gpu:
             return functools.partial(self._on_cpu, name)
+        if name in quick.FUNCTIONS and self.is_quick:
+            return lambda x: quick.FUNCTIONS[name](x, self)
         return functools.partial(self._by_target, name)
 
     def _on_cpu(self, name: str, x: Value) -> Value:
@@ -98,7 +104,7 @@ class Code:
         return Value(self, on_cpu.FUNCTIONS[name](Value(fused, x.value), fused).value)
 
     def _by_target(self, name: str, *values: Value) -> Value:
-        own = signature(self.base, *[self.base] * len(values))
+        own = signature(self.base.type, *[self.base.type] * len(values))
         made = self.context.get_function(getattr(math, name), own)
         return Value(self, made(self.builder, [v.value for v in values]))
 
@@ -114,11 +120,22 @@ class Code:
     def on_gpu(self) -> bool:
         return "nvptx" in self.builder.module.triple
 
+    @property
+    def is_quick(self) -> bool:
+        return self.base.quick and self.on_gpu
+
+    def approx(self, name: str, x: Value) -> Value:
+        """One of a GPU's instructions that are right to some units of float32's last place."""
+        kind = x.value.type
+        words, registers = f"{name}.approx.ftz.f32 $0, $1;", "=f,f"
+        made = self.builder.asm(ir.FunctionType(kind, [kind]), words, registers, [x.value], False)
+        return Value(self, made)
+
     def _by_intrinsic(self, name: str, x: Value) -> Value:
         """One instruction, by LLVM's name for it, or by that of libdevice, where NVVM does not know LLVM's."""
         kind, module = x.value.type, self.builder.module
         if self.on_gpu:
-            library = f"__nv_{name}" + ("f" if self.base is types.float32 else "")
+            library = f"__nv_{name}" + ("f" if self.base.type is types.float32 else "")
             declared = cgutils.get_or_insert_function(module, ir.FunctionType(kind, [kind]), library)
         else:
             declared = module.declare_intrinsic(f"llvm.{name}", [kind])
@@ -128,7 +145,7 @@ class Code:
 
     @property
     def bytes(self) -> int:
-        return 4 if self.base is types.float32 else 8
+        return 4 if self.base.type is types.float32 else 8
 
     def _format(self) -> tuple[Any, int, int]:
         """The whole number as large as one, its bits of mantissa, and what is added to its exponent."""
@@ -163,9 +180,10 @@ class Code:
         if isinstance(t, Number):
             members = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value)
             if t.kind == "whole":
-                return Pair(Value(self, self.builder.sitofp(members.x, self.zero.value.type)))
+                return Pair(Value(self, self.builder.sitofp(members.x, self.zero.value.type), whole=True))
             return Pair(Value(self, members.x), Value(self, members.d) if t.kind == "dual" else None)
-        return Pair(Value(self, self.context.cast(self.builder, value, t, self.base)))
+        whole = isinstance(types.unliteral(t), types.Integer)
+        return Pair(Value(self, self.context.cast(self.builder, value, t, self.base.type), whole))
 
     def whole(self, t: Any, value: Any) -> Any:
         """A whole number of any type as an int64."""

@@ -1,13 +1,24 @@
 """The types of a user's function where Numba compiles it: numbers that know what to compute in, and arrays of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba.core import types
 from numba.core.datamodel import models
 from numba.core.extending import register_model
 from numba.core.typeconv import Conversion
 
-BASES = {"float32": types.float32, "float64": types.float64}
+
+class Base(NamedTuple):
+    """What real numbers are computed in. quick: as functions/quick.py has it, on a GPU."""
+
+    type: Any
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.type}{', quick' * self.quick}"
+
+
+BASES = {"float32": Base(types.float32), "float64": Base(types.float64), "for 16 bits": Base(types.float32, True)}
 KINDS = ("whole", "real", "dual")
 
 
@@ -50,8 +61,8 @@ class Table(types.Type):
 @register_model(Number)
 class _NumberModel(models.StructModel):
     def __init__(self, manager: Any, t: Number):
-        members = [("x", types.int64 if t.kind == "whole" else t.base)]
-        super().__init__(manager, t, members + [("d", t.base)] * (t.kind == "dual"))
+        members = [("x", types.int64 if t.kind == "whole" else t.base.type)]
+        super().__init__(manager, t, members + [("d", t.base.type)] * (t.kind == "dual"))
 
 
 @register_model(Table)

@@ -35,13 +35,13 @@ def _load(code: Code, t: Table, pointer: Any) -> Any:
     if t.dtype == "bfloat16":
         bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         value, found = builder.bitcast(bits, ir.FloatType()), types.float32
-        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base))
+        return code.made(Number("real", t.base), context.cast(builder, value, found, t.base.type))
     if t.dtype == "float16":  # not every CPU has an instruction for it
         return code.made(Number("real", t.base), _from_half(code, value))
     if t.dtype == "bool":
         return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
     kind = "real" if t.dtype.startswith("float") else "whole"
-    to = t.base if kind == "real" else types.int64
+    to = t.base.type if kind == "real" else types.int64
     return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
 
 
@@ -55,7 +55,7 @@ def _from_half(code: Code, bits: Any) -> Any:
     is_special = builder.icmp_unsigned(">=", magnitude, i32(0x7C00 << 13))
     size = builder.select(is_special, special, builder.bitcast(large, i32))
     found = builder.bitcast(builder.or_(builder.shl(builder.and_(bits, i32(0x8000)), i32(16)), size), ir.FloatType())
-    return code.context.cast(builder, found, types.float32, code.base)
+    return code.context.cast(builder, found, types.float32, code.base.type)
 
 
 def _members(t: Any) -> list[Any]:

@@ -19,6 +19,7 @@ class FragmentFunctions(NamedTuple):
     present: bool
     every_tile: bool  # whether there is something to apply also where no mask_mod asks
     apply: Callable[..., Any]  # to a tile
+    apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, but for what mask_mod removes
     apply_alone: Callable[
         ..., Any
     ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
@@ -62,6 +63,10 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score):
         pass
 
+    @inlined
+    def nothing_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score):
+        pass
+
     def and_block(before: Any, n: int) -> Any:
         """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
         loop over all that a long function would make, and then the scores would lie in memory."""
@@ -85,9 +90,31 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
         return block
 
-    every_block, present = nothing, has_score_mod or has_mask_mod
+    def and_inside(before: Any, n: int) -> Any:
+        """As and_block, of scores that all count: without a jump around each, one is computed beside the others."""
+
+        @inlined
+        def block_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score)
+            for i in range(2):
+                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
+                for r in range(2 * strips):
+                    word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                    row = min(int32(first + r * 8), last)
+                    query = int32(uint32(row) // uint32(group))
+                    at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
+                    if has_score_mod:
+                        acc_s[place] = value(acc_s[place] * score.scale, at, arrays, strides)
+                    else:
+                        mask_bits[word] &= ~uint32(0) if visible(at, arrays, strides) else ~bit
+
+        return block_inside
+
+    every_block, every_inside, present = nothing, nothing_inside, has_score_mod or has_mask_mod
+    both = has_score_mod and has_mask_mod
     for n in range(blocks if present else 0):  # a kernel without functions would compile each for nothing
         every_block = and_block(every_block, n)
+        every_inside = and_inside(every_inside, n)
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
@@ -104,4 +131,15 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         first_key = int32(j * tile_n + first_column_of(lane))
         every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
 
-    return FragmentFunctions(present, has_score_mod, apply, apply_alone)
+    @inlined
+    def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
+        """The same for a tile whose keys every row sees, as far as anything but mask_mod says. What is asked for rows
+        that do not exist is asked for the last one that does."""
+        if both and asks:  # score_mod only about scores that mask_mod leaves
+            apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
+        else:
+            first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
+            first_key = int32(j * tile_n + first_column_of(lane))
+            every_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score)
+
+    return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)

@@ -10,6 +10,7 @@ import numpy as np
 from numba import config as numba_config
 from numba import cuda, int64
 
+from ...config.forward import ITEM_SIZE
 from ..steps.inlined import inlined
 
 
@@ -17,12 +18,19 @@ def make(config: Any, option: str, derivative: bool = False) -> Any:
     return (_simulated if numba_config.ENABLE_CUDASIM else _compiled)(config, option, derivative)
 
 
+def _base(config: Any, option: str) -> str:
+    """What a function computes in: functions.compiled.BASES. A mask_mod is asked by other kernels as well, and all are
+    to get the same answer."""
+    quick = option == "score_mod" and ITEM_SIZE[config.dtype] == 2
+    return "for 16 bits" if quick else config.compute_dtype
+
+
 def _compiled(config: Any, option: str, derivative: bool) -> Any:
     from ...functions import compiled
 
-    function, base = config.function(option), config.compute_dtype
+    function, base = config.function(option), _base(config, option)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    whole, tables = compiled.as_number("whole", base), _tables(config)
+    whole, tables = compiled.as_number("whole", base, config.narrow), _tables(config, base)
     if option == "mask_mod":
         truth = compiled.truth_of(option, function)
 
@@ -64,9 +72,9 @@ def recorded(config: Any) -> Any:
 def _compiled_recorded(config: Any) -> Any:
     from ...functions import compiled
 
-    function, base, count = config.function("score_mod"), config.compute_dtype, len(config.aux)
+    function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    whole, number = compiled.as_number("whole", base), compiled.as_number("real", base)
+    whole, number = compiled.as_number("whole", base, config.narrow), compiled.as_number("real", base)
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
 
@@ -132,7 +140,7 @@ def _simulated_recorded(config: Any) -> Any:
     return owed
 
 
-def _tables(config: Any) -> Any:
+def _tables(config: Any, base: str) -> Any:
     """tables(arrays, strides) -> a tuple of all aux arrays."""
     from ...functions import compiled
 
@@ -143,7 +151,7 @@ def _tables(config: Any) -> Any:
         return ()
 
     for number, (dtype, ndim) in enumerate(config.aux):
-        table = compiled.as_table(dtype, ndim, config.compute_dtype)
+        table = compiled.as_table(dtype, ndim, base)
         tables = _one_more(tables, table, number - count - behind, number - count)
     return tables
 

@@ -3,13 +3,14 @@
 Here, and not where they are used, so that each is compiled once and not once a user.
 """
 
-from ...problem import ranges
+from ...problem import groups, ranges
 from ...ptx import fragments
 from . import dq_order
 from .inlined import inlined
 
 row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)
 key_tile_of, parts_before = inlined(dq_order.key_tile_of), inlined(dq_order.parts_before)
+parts_of, part_of = inlined(groups.parts_of), inlined(groups.part_of)
 first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
 panel_offset = inlined(fragments.panel_offset)
 

@@ -2,7 +2,8 @@
 
 Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV
 head and walks over the tiles of queries that see it, of each query head of the group in turn, so that dK and dV are
-sums in registers: no atomics, and the same bits in every run. Scores are computed transposed,
+sums in registers: no atomics, and the same bits in every run. Or, with config.members, it takes only so many of these
+heads, and leaves its sums for wgmma_add_parts. Scores are computed transposed,
 
     S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
 
@@ -27,11 +28,12 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import longest_first
+from ..steps.head_rounds import heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from . import backward_keys, backward_query_walk, backward_scores, backward_state
 from .backward_scores import Own
-from .backward_state import BEGIN, CUT, FREE, GROUP, STOP
+from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 
 
 def make(config):
@@ -49,6 +51,7 @@ def make(config):
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
 
     keys = backward_keys.make(config)
+    head_parts_of = keys.head_parts_of
     set_up_state, produce_a, produce_b = keys.set_up_state, keys.produce_a, keys.produce_b
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
@@ -66,15 +69,18 @@ def make(config):
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
-        heads_kv, seqlen_k = sizes.heads_kv, sizes.seqlen_k
+        """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask most
+        queries see them."""
+        seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
         if has_states:  # those that are seen in the most tiles
             b, h_kv, own = take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        head_of_all = divide(block, n_tiles)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
+        all_parts = int32(int32(sizes.batch) * head_parts)
+        at_once = heads_of_round(n_tiles, all_parts, sizes.right < seqlen_k)
+        part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
+        b = divide(part_of_all, head_parts)
+        return b, int32(part_of_all - b * head_parts), int32(rank * tile_n)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -111,7 +117,7 @@ def make(config):
         term = float32(0)
 
         begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
-        steps = int32(word(base, GROUP) * (i + 1 - begin))
+        steps = int32(word(base, MEMBERS) * (i + 1 - begin))
         member = int32(0)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
@@ -123,7 +129,7 @@ def make(config):
         pin_dk(acc_dk)
         pin_dv(acc_dv)
         issue_s(base, acc_s, k_desc, n)
-        while member < word(base, GROUP) if has_states else n < steps:
+        while member < word(base, MEMBERS) if has_states else n < steps:
             stage_b = b_stage_of(n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
             masked = i >= word(base, CUT) or i < word(base, FREE)
@@ -196,8 +202,8 @@ def make(config):
         if thread == 0:
             set_up(base)
             fence_init()
-            b, h_kv, first_key = work_of(block_index(), arrays, strides, sizes)
-            set_up_state(base, b, h_kv, first_key, arrays, strides, sizes)
+            b, part, first_key = work_of(block_index(), arrays, strides, sizes)
+            set_up_state(base, b, part, first_key, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

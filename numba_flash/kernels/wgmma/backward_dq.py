@@ -21,6 +21,7 @@ from ..score import fragments, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
+from ..steps.head_rounds import heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of, key_tiles, row_keys
@@ -100,16 +101,17 @@ def make(config):
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        """-> (b, h, first_query). The last queries of a head come first: under a causal mask they see most."""
+        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see most."""
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         if has_states:  # those that see the most tiles
             b, h, own = take(block, arrays, strides, sizes)
             return b, h, int32(own * tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
-        head_of_all = divide(block, m_tiles)
+        all_heads = int32(sizes.batch * heads)
+        at_once = heads_of_round(m_tiles, all_heads, sizes.right < sizes.seqlen_k)
+        head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
         b = divide(head_of_all, heads)
-        first_query = int32((m_tiles - 1 - (block - head_of_all * m_tiles)) * tile_m)
-        return b, int32(head_of_all - b * heads), first_query
+        return b, int32(head_of_all - b * heads), int32((m_tiles - 1 - rank) * tile_m)
 
     @inlined
     def set_up_state(base, arrays, strides, sizes):

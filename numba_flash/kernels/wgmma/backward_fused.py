@@ -35,7 +35,7 @@ from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import key_tile_of, parts_before
 from . import backward_keys, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP
 
 
 def make(config):
@@ -72,6 +72,7 @@ def make(config):
     thread_index, shared_address = special.thread_index, shared.address
 
     keys = backward_keys.make(config)
+    head_parts_of = keys.head_parts_of
     set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
     first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
@@ -104,10 +105,10 @@ def make(config):
     def add_dq(base, me, arrays, sizes):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD_KV) * of_word(base, GROUP)
+        heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD)
         begin, stop = of_word(base, BEGIN), of_word(base, STOP)
-        step, group = of_word(base, STEP), of_word(base, GROUP)
-        steps = int32(group * (stop - begin))
+        step, members = of_word(base, STEP), of_word(base, MEMBERS)
+        steps = int32(members * (stop - begin))
         n, member, i = int32(0), int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         if steps > 0:
@@ -130,7 +131,7 @@ def make(config):
                 add_bytes(target, staged, part_bytes)
             commit_bytes()
             n = int32(n + 1)
-            i, member = following_tile(i, member, step, group)
+            i, member = following_tile(i, member, step, members)
             if n < steps:  # the next turn is looked at while this copy is under way
                 part = ((heads_before + member) * m_tiles + i) * 2 + me
                 before = parts_before_mine(base, i, step, sizes)
@@ -219,7 +220,7 @@ def make(config):
         term, lse_factor = float32(0), lse_factor_of(score)
 
         i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
-        steps = int32(word(base, GROUP) * (word(base, STOP) - word(base, BEGIN)))
+        steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
         n = int32(0)
         wait(base + at.own_full, 0)
         if padded:
@@ -281,7 +282,7 @@ def make(config):
             release_q(base, n)
             issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
             n = int32(n + 1)
-            i, member = following_tile(i, member, word(base, STEP), word(base, GROUP))
+            i, member = following_tile(i, member, word(base, STEP), word(base, MEMBERS))
             masked = i >= word(base, CUT) or i < word(base, FREE)
             wait_but_one()
             pin_s(acc_s)
@@ -304,8 +305,8 @@ def make(config):
             fence_init()
             ticket = int32(add(address(arrays.turns, 0), uint32(1)))
             n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-            b, h_kv, j, step = key_tile_of(ticket, int32(sizes.batch), int32(sizes.heads_kv), n_tiles, int32(abreast))
-            set_up_state(base, int32(b), int32(h_kv), int32(j * tile_n), arrays, strides, sizes)
+            b, part, j, step = key_tile_of(ticket, int32(sizes.batch), head_parts_of(sizes), n_tiles, int32(abreast))
+            set_up_state(base, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
             put(base, STEP, step)
         cuda.syncthreads()
         if warpgroup == 0:

@@ -13,20 +13,19 @@ from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E
-from ..steps import gradient_rows, lse_delta
-from ..steps import recompute_keys as recompute
+from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
-from ..steps.tiles import row_base
-from . import backward_producer, backward_query_walk, backward_state
+from ..steps.plain import key_queries, key_tiles, part_of, parts_of
+from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, GROUP, HEAD_KV, KEYS, STEP, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
 
 
 class KeyBlock(NamedTuple):
     """Device functions."""
 
+    head_parts_of: Any
     set_up_state: Any
     first_tile: Any
     following_tile: Any
@@ -54,16 +53,11 @@ class KeyBlock(NamedTuple):
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim_padded, head_dim_v_padded, head_dim, head_dim_v = (
-        config.head_dim_padded,
-        config.head_dim_v_padded,
-        config.head_dim,
-        config.head_dim_v,
-    )
+    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
-    lse_delta_bytes = config.lse_delta_bytes
+    lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first = config.lse_first, config.delta_first
 
@@ -94,7 +88,7 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
-    thread_index, address = special.thread_index, memory.address
+    thread_index, address, store_v4 = special.thread_index, memory.address, memory.store_v4
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
 
     _, put, put_position, word, position = backward_state.make(config)
@@ -106,16 +100,23 @@ def make(config):
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
-    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, 16, head_dim, head_dim % 8 == 0)
-    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, 16, head_dim_v, head_dim_v % 8 == 0)
-    recompute_keys = recompute.make(config)
+    write_outputs = backward_key_outputs.make(config, tile_n, plan.own_a, dv_at)
     has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ends
     walk = backward_query_walk.make(config, whole_warp=False)
     has_states, up_to = walk.present, walk.up_to
 
     @inlined
-    def set_up_state(base, b, h_kv, first_key, arrays, strides, sizes):
+    def head_parts_of(sizes):
+        """How many parts all groups of a batch entry have together."""
+        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(members_of_part))
+        return int32(int32(sizes.heads_kv) * parts)
+
+    @inlined
+    def set_up_state(base, b, head_part, first_key, arrays, strides, sizes):
         """What the block is to do, for all of its roles; by one thread."""
+        group = int32(divide(sizes.heads, sizes.heads_kv))
+        parts = parts_of(group, int32(members_of_part))
+        h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
         seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = min(keys - first_key, tile_n)
@@ -123,18 +124,20 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
-            group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, 1)
-            first, end = ends_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            end_key = first_key + max(keys_left, 1)
+            first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
         put(base, BATCH, b)
+        put(base, HEAD, first_head)
         put(base, HEAD_KV, h_kv)
+        put(base, PART, head_part)
         put(base, FIRST_ROW, first_key)
         put(base, KEYS, keys)
         put(base, BEGIN, begin)
         put(base, FREE, free)
         put(base, CUT, cut)
         put(base, STOP, stop if keys_left > 0 else begin)
-        put(base, GROUP, divide(sizes.heads, sizes.heads_kv))
+        put(base, MEMBERS, members)
         put_position(base, first_key - q_start)  # among the queries
 
     @inlined
@@ -147,11 +150,11 @@ def make(config):
         return int32(stop - 1 if step < 0 else begin)
 
     @inlined
-    def following_tile(i, member, step, group):
-        """-> (query tile, member of the group) behind i of member, with config.both_ways: each tile of all members
-        first. So blocks that are tiles apart stay so, though some have more tiles to walk than others."""
+    def following_tile(i, member, step, members):
+        """-> (query tile, member) behind i of member, with config.both_ways: each tile of all members first. So blocks
+        that are tiles apart stay so, though some have more tiles to walk than others."""
         member = int32(member + 1)
-        if member == group:
+        if member == members:
             i, member = int32(i + step), int32(0)
         return i, member
 
@@ -164,7 +167,7 @@ def make(config):
     def advance(base, i, member):
         """following_tile for such a thread, and for blocks that walk one way: all tiles of a member first."""
         if both_ways:
-            i, member = following_tile(i, member, of_word(base, STEP), of_word(base, GROUP))
+            i, member = following_tile(i, member, of_word(base, STEP), of_word(base, MEMBERS))
         else:
             i = int32(i - 1)
             if i < of_word(base, BEGIN):
@@ -180,8 +183,8 @@ def make(config):
         n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
-            h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
+        while member < of_word(base, MEMBERS) and of_word(base, BEGIN) <= i < of_word(base, STOP):
+            h = int32(of_word(base, HEAD) + member)
             # past the last block masks see to what is there
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
@@ -207,8 +210,8 @@ def make(config):
         n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, GROUP) and of_word(base, BEGIN) <= i < of_word(base, STOP):
-            h = int32(of_word(base, HEAD_KV) * of_word(base, GROUP) + member)
+        while member < of_word(base, MEMBERS) and of_word(base, BEGIN) <= i < of_word(base, STOP):
+            h = int32(of_word(base, HEAD) + member)
             load_b(base, n, int32(i * tile_m), h, of_word(base, BATCH))
             n = int32(n + 1)
             if has_states:
@@ -382,36 +385,40 @@ def make(config):
     @inlined
     def term_of(base, member, arrays, strides):
         """What the scores of the head share (kernels/score/fragments.py)."""
-        head = word(base, HEAD_KV) * word(base, GROUP) + member
-        return row_term(word(base, BATCH), head, arrays, strides)
+        return row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
+
+    @inlined
+    def leave_sums(base, acc, blocks, sums, sizes):
+        """acc (blocks, 4) as it lies in registers, to where add_parts finds it."""
+        four = cuda.local.array(4, uint32)
+        tiles, thread = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), thread_index() - 128
+        all_parts = int64(word(base, BATCH) * head_parts_of(sizes) + word(base, PART))
+        tile = (all_parts * tiles + divide(word(base, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
+        at = (tile * blocks * 128 + (thread & int32(127))) * 4
+        for block in range(blocks):
+            for x in range(4):
+                four[x] = acc[4 * block + x].view(np.uint32)
+            store_v4(address(sums, at + block * 512), four, 0)
 
     @inlined
     def write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score):
-        """dK and dV to the place of the warpgroup's own rows of K and V, and from there to global memory.
+        """dK and dV to the place of the warpgroup's own rows of K and V, and from there to global memory; or their
+        sums, if other blocks have others of the same group.
 
         Everyone who reads these rows must have done so.
         """
-        first_row, lane = rows_of_lane()
-        b, h_kv, first_key, keys = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW), word(base, KEYS)
-        keys_left = int32(min(keys - first_key, tile_n))
-        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
-        nonfinite = uint32(0)
-        if of_dk:
-            nonfinite |= stage_dk(acc_dk, score.scale, base + plan.own_a, first_row, lane, keys_left)
-        if of_dv:
-            nonfinite |= stage_dv(acc_dv, float32(1), base + dv_at, first_row, lane, keys_left)
-        if of_dk:
-            to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
-            store_dk(base + plan.own_a, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)
-        if of_dv:
-            to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
-            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, head_dim_v, nonfinite)
-        if nonfinite != 0:
-            q_start = first_key - position(base)
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+        if members_of_part:
+            if of_dk:
+                leave_sums(base, acc_dk, head_dim_padded // 8, arrays.dk_sums, sizes)
+            if of_dv:
+                leave_sums(base, acc_dv, head_dim_v_padded // 8, arrays.dv_sums, sizes)
+        else:
+            b, h_kv, first_key, keys = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW), word(base, KEYS)
+            tile = b, h_kv, first_key, keys, first_key - position(base)
+            write_outputs(base, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
 
     return KeyBlock(
-        set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of, preload_s,
-        preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
+        head_parts_of, set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of,
+        preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
         to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip

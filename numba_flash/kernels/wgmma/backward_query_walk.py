@@ -13,7 +13,7 @@ from ...ptx import ld_st
 from ..score import tile_walk
 from ..steps.inlined import inlined
 from . import backward_state
-from .backward_state import BATCH, BEGIN, FIRST_ROW, GROUP, HEAD_KV, STOP
+from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, MEMBERS, STOP
 
 
 class QueryWalk(NamedTuple):
@@ -39,16 +39,16 @@ def make(config, whole_warp):
 
     @inlined
     def states_of(base, member, arrays, strides):
-        h = int32(word(base, HEAD_KV) * word(base, GROUP) + member)
+        h = int32(word(base, HEAD) + member)
         return row_of(word(base, BATCH), h, word(base, FIRST_ROW), arrays, strides)
 
     @inlined
     def up_to(base, i, member, arrays, strides):
-        begin, group = word(base, BEGIN), word(base, GROUP)
+        begin, members = word(base, BEGIN), word(base, MEMBERS)
         found = last(states_of(base, member, arrays, strides), i, begin, arrays, strides)
-        while found < begin and member < group:
+        while found < begin and member < members:
             member = int32(member + 1)
-            if member < group:
+            if member < members:
                 states = states_of(base, member, arrays, strides)
                 found = last(states, int32(word(base, STOP) - 1), begin, arrays, strides)
         return found, member

@@ -22,7 +22,7 @@ from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import backward_state
-from .backward_state import BATCH, FIRST_ROW, GROUP, HEAD, HEAD_KV, KEYS
+from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS
 
 
 class Place(NamedTuple):
@@ -83,7 +83,7 @@ def make(config, of_keys):
 
     @inlined
     def head_of(base, member):
-        return int32(word(base, HEAD_KV) * word(base, GROUP) + member) if of_keys else word(base, HEAD)
+        return int32(word(base, HEAD) + member) if of_keys else word(base, HEAD)
 
     @inlined
     def place_of(base, i, member):

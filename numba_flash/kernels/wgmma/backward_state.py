@@ -11,9 +11,11 @@ from ...ptx import ld_st, mbarrier, shfl
 from ..steps.inlined import inlined
 
 # The words of the block's state.
-BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, GROUP, POS_LOW, POS_HIGH = (4 * i for i in range(12))
+BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.py)
-STEP = 52  # to the next query tile, of a block that owns keys
+# Of a block that owns keys, whose query heads are HEAD and the MEMBERS - 1 behind it:
+STEP = 52  # to the next query tile
+PART = 56  # which of all parts of all groups it has (config.members)
 
 
 @functools.cache

@@ -92,7 +92,7 @@ def make(config):
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, hide = read.reads, read.hide
-    find_visible, load_for_scores, mask_some, apply = tile_scores.make(config)
+    find_visible, load_for_scores, mask_some, apply, apply_inside = tile_scores.make(config)
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, 1)
@@ -310,7 +310,7 @@ def make(config):
                         hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
-                        apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
+                        apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
                         finish_scores(acc_s, terms, distance, loaded, score)
                     if has_score_mod or asks:

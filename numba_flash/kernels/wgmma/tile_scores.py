@@ -10,12 +10,13 @@ from .work_tile import position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    """-> (find_visible, load_for_scores, mask_some, apply), device functions."""
+    """-> (find_visible, load_for_scores, mask_some, apply, apply_inside), device functions. apply_inside: to a tile in
+    which only a mask that was given, or mask_mod, removes something."""
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_reads, hide, some_hidden = read.origin, read.load, read.hide, read.some_hidden
     _, visible, _, mask_scores = fragments.tile(config, 1)
     functions = fragment_functions.make(config)
-    has_functions, apply_functions = functions.present, functions.apply
+    inside = functions.apply if config.has("mask") else functions.apply_inside
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -38,16 +39,22 @@ def make(config):
         if some_hidden(mask_bits):
             mask_scores(acc_s, mask_bits)
 
-    @inlined
-    def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
-        """The caller's own functions on the scores of key tile j. asks: mask_mod removes some of them."""
-        if has_functions:
+    def applying(functions_on):
+        @inlined
+        def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
+            """The caller's own functions on the scores of key tile j. asks: mask_mod removes some of them."""
             first_row, lane = rows_of_lane()
             tile = tile_of(work_tile)
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-            apply_functions(
+            functions_on(
                 acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, asks, arrays,
                 strides, score,
             )  # fmt: skip
 
-    return find_visible, load_for_scores, mask_some, apply
+        @inlined
+        def nothing(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
+            pass
+
+        return apply if functions.present else nothing
+
+    return find_visible, load_for_scores, mask_some, applying(functions.apply), applying(inside)

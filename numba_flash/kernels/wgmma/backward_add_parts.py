@@ -1,0 +1,75 @@
+"""dK and dV from sums in float32 that several blocks leave, each of some query heads of a group: added up, times scale,
+in 16 bits.
+
+Parts are added in the order of their heads, so equal calls give equal bits.
+
+Launch: grid (batch * heads_kv * tiles of 64 keys), block (128), config.shared_bytes of dynamic shared memory; dk_sums
+(batch * heads_kv * parts, key tiles, tile_n / 64, head_dim_padded / 8, 128, 4) as they lay in registers, and dv_sums
+likewise. dk and dv are contiguous.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import memory, shared, special
+from ..score import positions
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import parts_of
+from . import backward_key_outputs
+
+
+def make(config):
+    of_dk, of_dv, alignment, members = config.of_dk, config.of_dv, config.ALIGNMENT, config.members
+    of_tile, dk_padded, dv_padded = config.tile_n // 64, config.head_dim_padded, config.head_dim_v_padded
+    # what is past head_dim is left out
+    dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
+    dk_count, dv_count = 4 * dk_blocks if of_dk else 1, 4 * dv_blocks if of_dv else 1
+    load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
+    thread_index, block_index = special.thread_index, special.block_index
+    keys_and_start = positions.make(config)
+    write = backward_key_outputs.make(config, 64, 0, config.dv_at)
+
+    def adder(blocks, padded):
+        @inlined
+        def add(acc, sums, first_part, parts, tiles, tile, thread):
+            """acc (blocks, 4) <- all parts of the tile."""
+            four = cuda.local.array(4, uint32)
+            for part in range(parts):
+                at = ((int64(first_part + part) * tiles + tile) * (padded // 8) * 128 + thread) * 4
+                for block in range(blocks):
+                    load_v4(four, 0, address(sums, at + block * 512))
+                    for x in range(4):
+                        acc[4 * block + x] += four[x].view(np.float32)
+
+        return add
+
+    add_dk, add_dv = adder(dk_blocks, dk_padded), adder(dv_blocks, dv_padded)
+
+    @cuda.jit
+    def add_parts(arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim / 8, 4)
+        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v / 8, 4)
+        thread, block = thread_index(), block_index()
+        own_tiles = divide(int32(sizes.seqlen_k) + int32(63), 64)
+        head_of_all = divide(block, own_tiles)
+        b = divide(head_of_all, sizes.heads_kv)
+        h_kv, tile = int32(head_of_all - b * sizes.heads_kv), int32(block - head_of_all * own_tiles)
+        first_key = int32(tile * 64)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), members))
+        tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
+        for x in range(dk_count):
+            acc_dk[x] = float32(0)
+        for x in range(dv_count):
+            acc_dv[x] = float32(0)
+        if of_dk:
+            add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)
+        if of_dv:
+            add_dv(acc_dv, arrays.dv_sums, head_of_all * parts, parts, tiles, tile, thread)
+        lane_rows, of_tile_keys = ((thread >> int32(5)) * 16, thread & int32(31)), (b, h_kv, first_key, keys, q_start)
+        write(base, acc_dk, acc_dv, lane_rows, of_tile_keys, arrays, strides, sizes, score)
+
+    return add_parts

@@ -1,0 +1,41 @@
+"""dK and dV of a tile of keys from a block's sums: times scale, in 16 bits, and anew where they are not finite."""
+
+from numba import float32, int32, uint32
+
+from ..steps import gradient_rows
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.tiles import row_base
+
+
+def make(config, rows, dk_at, dv_at):
+    """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory their gradients are put
+    together, in bytes from `base`."""
+    head_dim, head_dim_v, of_dk, of_dv = config.head_dim, config.head_dim_v, config.of_dk, config.of_dv
+    stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
+    recompute_keys = recompute.make(config)
+
+    @inlined
+    def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
+        """By a warp: its rows of the tile. lane_rows: (its first one, lane); tile: (b, h_kv, the first key, how many
+        keys the batch entry has, which position among the queries the first key has)."""
+        first_row, lane = lane_rows
+        b, h_kv, first_key, keys, q_start = tile
+        keys_left = int32(min(keys - first_key, rows))
+        rows_left = int32(min(sizes.seqlen_k - first_key, rows))
+        nonfinite = uint32(0)
+        if of_dk:
+            nonfinite |= stage_dk(acc_dk, score.scale, base + dk_at, first_row, lane, keys_left)
+        if of_dv:
+            nonfinite |= stage_dv(acc_dv, float32(1), base + dv_at, first_row, lane, keys_left)
+        if of_dk:
+            to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
+            store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)
+        if of_dv:
+            to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
+            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, head_dim_v, nonfinite)
+        if nonfinite != 0:
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return write
