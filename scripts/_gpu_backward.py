@@ -157,17 +157,24 @@ def check_backward(kernel, options, tools):
     return f"{random}; adversarial: {compare(hard, kernel, tools.on_gpu)}"
 
 
+def in_pairs(problem, one_kernel):
+    """members_of_a_part: two of three query heads of a KV head, or of more."""
+    return 2 if problem.forward.heads > 2 * problem.forward.heads_kv else 0
+
+
 @contextlib.contextmanager
 def one_kernel_where_possible():
-    """With wgmma's kernel for all gradients also where it is the slower form, as with all that is small."""
-    kept = select_backward.gains_by_one_kernel
+    """With wgmma's kernel for all gradients also where it is the slower form, as with all that is small; and groups of
+    three heads and more in parts of two."""
+    kept = select_backward.gains_by_one_kernel, select_backward.members_of_a_part
     select_backward.gains_by_one_kernel = lambda problem, target: True
+    select_backward.members_of_a_part = in_pairs
     try:
         select_backward.wgmma_configs.cache_clear()
         dispatch._plans.clear()
         yield
     finally:
-        select_backward.gains_by_one_kernel = kept
+        select_backward.gains_by_one_kernel, select_backward.members_of_a_part = kept
         select_backward.wgmma_configs.cache_clear()
         dispatch._plans.clear()
 

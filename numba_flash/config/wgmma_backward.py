@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
-from .forward import Config, check_registers, tile_bytes
+from .forward import Config, tile_bytes
+from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
 

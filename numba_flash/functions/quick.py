@@ -8,7 +8,7 @@ f: as in rules.py; f.approx(name, x) is one of PTX's approximate instructions.
 import math
 from typing import Any
 
-SMALL = 0.25  # as kernels/score/softcap.py
+SMALL = 0.25
 
 
 def reciprocal(x: Any, f: Any) -> Any:

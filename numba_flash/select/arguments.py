@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..config.forward import WgmmaConfig
 from ..config.states_of_tiles import TILE_STATES, TILE_STATES_OF_KEYS, StatesTile
+from ..config.wgmma_forward import WgmmaConfig
 from ..problem.forward import Problem
 from ..problem.options import (
     ARRAYS,

@@ -10,8 +10,8 @@ from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
-from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig, SimtBackwardConfig
-from ..config.tile_states import TileOrderConfig, TileStatesConfig
+from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig
+from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
     WgmmaAddPartsConfig,
@@ -25,9 +25,20 @@ from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqCon
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
-from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
+from ..problem.options import HEAD_GRADIENTS, changes_scores
 from . import tiles
-from .forward import LARGE_FLOAT64, no_wide_rows
+from .backward_shared import (
+    apart_or_together,
+    bias_pairs_of,
+    delta_config,
+    features_of,
+    first_that_fits,
+    head_sums,
+    preprocess_config,
+    usable,
+    with_what_goes_before,
+)
+from .forward import LARGE_FLOAT64
 from .tiles import columns, rows_for
 
 
@@ -75,7 +86,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
             if config.tile_states:
                 made.append(TileStatesConfig.before(config, 32 if target.simulated else 512))
             made.append(config)
-    return (*made, *_head_sums(problem, target, of_blocks=False))
+    return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,15 +94,15 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return wide_configs(problem, target)
-    rows = _usable("mma_dkdv", problem, target)
+    rows = usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
-    made: list[BackwardConfig] = [_preprocess(problem, target)]
-    own: list[Config] = [*_first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
+    made: list[BackwardConfig] = [preprocess_config(problem, target)]
+    own: list[Config] = [*first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
     if "dq" in problem.wanted:
-        own += _first_that_fits([_mma_dq(problem, row) for row in _usable("mma_dq", problem, target)], target)
-    made += _with_what_goes_before([*own, *_dbias(problem, target)], target)
-    return (*made, *_head_sums(problem, target, of_blocks=True))
+        own += first_that_fits([_mma_dq(problem, row) for row in usable("mma_dq", problem, target)], target)
+    made += with_what_goes_before([*own, *_dbias(problem, target)], target)
+    return (*made, *head_sums(problem, target, of_blocks=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,18 +110,18 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     """mma's kernels in float32 and float64."""
     fused = _wide_fused(problem, target)
     if fused:
-        return (*fused, *_head_sums(problem, target, of_blocks=False))
+        return (*fused, *head_sums(problem, target, of_blocks=False))
     made: list[BackwardConfig] = [delta_config(problem, target)]
     own: list[Config] = []
     if {"dk", "dv"} & set(problem.wanted):
-        rows = _usable("mma_dkdv", problem, target)
-        own += _first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
+        rows = usable("mma_dkdv", problem, target)
+        own += first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
     if "dq" in problem.wanted:
-        own += _first_that_fits([_wide_dq(problem, row, target) for row in _usable("mma_dq", problem, target)], target)
-    made += _with_what_goes_before(own, target)
+        own += first_that_fits([_wide_dq(problem, row, target) for row in usable("mma_dq", problem, target)], target)
+    made += with_what_goes_before(own, target)
     if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
-    return (*made, *_head_sums(problem, target, of_blocks=False))
+    return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
@@ -120,12 +131,12 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
         return []
-    for row in _usable("mma_wide_fused", problem, target):
+    for row in usable("mma_wide_fused", problem, target):
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
         fused = WideFusedConfig(**features, kernel="mma_wide_fused")
         fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
         if fits and gains_by_one_wide_kernel(problem, row):
-            of_finish = _features(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            of_finish = features_of(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
             finish = WideDqFinishConfig(**of_finish, kernel="mma_dq_finish")
             return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
     return []
@@ -145,14 +156,14 @@ def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused) -> 
 
 def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
     large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return _features(problem) | _pairs(problem) | columns(row) | dict(large_f64=large)
+    return features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(large_f64=large)
 
 
 def _wide_dkdv(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
     features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
     return [
         WideDkdvConfig(**features, kernel="mma_dkdv_wide", of_dk="dk" in part, of_dv="dv" in part)
-        for part in _parts(problem, row.apart)
+        for part in apart_or_together(problem, row.apart)
     ]
 
 
@@ -165,40 +176,24 @@ def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) 
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
-        return (*_wgmma_fused(problem, target), *_head_sums(problem, target, of_blocks=True))
+        return (*_wgmma_fused(problem, target), *head_sums(problem, target, of_blocks=True))
     made: list[WgmmaBackwardConfig] = []
-    made += _first_that_fits([_wgmma_dkdv(problem, row) for row in _usable("wgmma_dkdv", problem, target)], target)
+    made += first_that_fits([_wgmma_dkdv(problem, row) for row in usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
-        made += _first_that_fits([_wgmma_dq(problem, row) for row in _usable("wgmma_dq", problem, target)], target)
+        made += first_that_fits([_wgmma_dq(problem, row) for row in usable("wgmma_dq", problem, target)], target)
     halved = [_halved(config, problem, target) for config in made]
     members = members_of_a_part(problem, one_kernel=False)
     halved = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in halved]
-    own = _with_what_goes_before([*halved, *_dbias(problem, target)], target)
+    own = with_what_goes_before([*halved, *_dbias(problem, target)], target)
     own += _add_parts(problem, halved)
-    return (_preprocess(problem, target), *own, *_head_sums(problem, target, of_blocks=True))
-
-
-def _with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
-    """Kernels of tensor cores, and before them those that make what they read: a mask's bits, the states of tiles."""
-    threads = 32 if target.simulated else 512
-    made: list[BackwardConfig] = []
-    for config in configs:
-        before: list[BackwardConfig] = []
-        if config.has("mask"):
-            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
-            before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
-        if config.tile_states:
-            states = TileStatesConfig.before(config, threads)
-            before += [states, TileOrderConfig.behind(states)]
-        made += [other for other in before if other not in made] + [config]
-    return made
+    return (preprocess_config(problem, target), *own, *head_sums(problem, target, of_blocks=True))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     """mma's kernel of it, where it is wanted."""
     if "dbias" not in problem.wanted:
         return []
-    return _first_that_fits([_mma_dbias(problem, row) for row in _usable("mma_dbias", problem, target)], target)
+    return first_that_fits([_mma_dbias(problem, row) for row in usable("mma_dbias", problem, target)], target)
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
@@ -268,7 +263,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> l
         if isinstance(config, WgmmaDkdvConfig) and config.members:
             names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
             of_sums = {name: getattr(config, name) for name in names}
-            made.append(WgmmaAddPartsConfig(**_features(problem), **of_sums, kernel="wgmma_add_parts"))
+            made.append(WgmmaAddPartsConfig(**features_of(problem), **of_sums, kernel="wgmma_add_parts"))
     return made
 
 
@@ -278,63 +273,22 @@ ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
-    features = _features(problem) | columns(row)
+    features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
     features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    start = dataclasses.replace(_preprocess(problem, target), turns_of=fused.tile_m)
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=fused.tile_m)
     return (start, fused, rounds, *_add_parts(problem, [fused]))
 
 
-def _usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
-    """The rows of a kernel's table for this head_dim and these scores."""
-    forward = problem.forward
-    head_dim = max(forward.head_dim, forward.head_dim_v)
-    asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
-    bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
-    plain, alone = bare and not forward.functions, bare and bool(forward.functions)
-    reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
-    by_element = _by_element(problem)
-
-    def takes(row: Any) -> bool:
-        if head_dim > row.head_dim or (reads and getattr(row, "unread", False)):
-            return False
-        if by_element and hasattr(row, "by_element"):
-            return row.by_element in tiles.BY_ELEMENT[tiles.BY_ELEMENT.index(by_element) :]
-        of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
-        return of_scores and not getattr(row, "by_element", "")
-
-    return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
-
-
-def _by_element(problem: BackwardProblem) -> str:
-    """Which of tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
-    forward = problem.forward
-    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
-    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
-    if not found:
-        return ""
-    if len(found) == 1 and not changes_scores(forward.uses):
-        return "hidden"
-    used = dict(forward.uses)
-    others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
-    return "all" if len(kinds) > 1 or ("bias" in used and changes_scores(others)) else "some"
-
-
-def _parts(problem: BackwardProblem, apart: bool) -> list[list[str]]:
-    """Which of dK and dV each kernel computes."""
-    wanted: list[str] = [name for name in ("dk", "dv") if name in problem.wanted]
-    return [[name] for name in wanted] if apart else [wanted] if wanted else []
-
-
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:
-    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dkdv")
-    return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in _parts(problem, row.apart)]
+    features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="mma_dkdv")
+    return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in apart_or_together(problem, row.apart)]
 
 
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
-    features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="mma_dq")
+    features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="mma_dq")
     return [MmaDqConfig(**features)]
 
 
@@ -345,7 +299,7 @@ def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwa
     assert bias is not None
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
-    features = _features(problem) | _pairs(problem) | columns(row) | own
+    features = features_of(problem) | bias_pairs_of(problem) | columns(row) | own
     return [MmaDbiasConfig(**features, kernel="mma_dbias", pairs=pairs)]
 
 
@@ -353,22 +307,17 @@ def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
     """Of the walk that adds up."""
 
     def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
-        features = _features(problem) | _pairs(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
+        features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
         return [MmaDauxConfig(**features, kernel="mma_daux_sums")]
 
-    (found,) = _first_that_fits([made(row) for row in _usable("mma_daux", problem, target)], target)
+    (found,) = first_that_fits([made(row) for row in usable("mma_daux", problem, target)], target)
     return found
-
-
-def _pairs(problem: BackwardProblem) -> dict[str, Any]:
-    bias = problem.forward.array("bias")
-    return dict(bias_pairs=bias is not None and bias.pairs)
 
 
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
     made: list[WgmmaBackwardConfig] = []
-    for part in _parts(problem, row.apart):
-        features = _features(problem) | _pairs(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+    for part in apart_or_together(problem, row.apart):
+        features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:
             features["stages_b"] = 2  # dV alone needs less memory than dK
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
@@ -376,63 +325,13 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
-    return [WgmmaDqConfig(**_features(problem), **_pairs(problem), **columns(row), kernel="wgmma_dq")]
-
-
-def _first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
-    """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
-
-    def fit(config: Config) -> bool:
-        return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
-
-    return next((made for made in candidates if all(map(fit, made))), candidates[-1])
-
-
-def _preprocess(problem: BackwardProblem, target: Target) -> PreprocessConfig:
-    forward = problem.forward
-    wide = not any(
-        no_wide_rows(name, strides, forward.head_dim_v)
-        for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
-    )
-    threads = 32 if target.simulated else 256
-    return PreprocessConfig(
-        forward.dtype,
-        forward.head_dim_v,
-        problem.has_dlse,
-        wide,
-        threads,
-        natural=forward.array("bias") is not None,
-        of_terms=_of_terms(problem),
-    )
-
-
-def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
-    """Of the kernel that v2 begins with."""
-    threads, lanes = (16, 4) if target.simulated else (256, 16)
-    forward, of_terms = problem.forward, _of_terms(problem)
-    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms)
-
-
-def _of_terms(problem: BackwardProblem) -> bool:
-    """Whether the gradient of a term of every row's sum is wanted."""
-    return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
-
-
-def _head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
-    """Of the kernels for gradients of one number for each head that are wanted. of_blocks: as of HeadSumsConfig."""
-    made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
-    for name, option in HEAD_GRADIENTS.items():
-        given = problem.forward.array(option.name)
-        if name in problem.wanted and given is not None:
-            of_all, of_delta = len(problem.shape_of(name)) == 1, option.acts_on == "sum"
-            made.append(HeadSumsConfig(dtype, name, given.dtype, of_all, of_blocks and of_delta, threads))
-    return made
+    return [WgmmaDqConfig(**features_of(problem), **bias_pairs_of(problem), **columns(row), kernel="wgmma_dq")]
 
 
 def _fitting(
     kind: type[SimtBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
 ) -> SimtBackwardConfig:
-    features = _features(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
+    features = features_of(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
     if kind is DbiasConfig:
         *_, bias_rows, bias_keys = problem.dbias_shape
         features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
@@ -452,16 +351,3 @@ KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
     DbiasConfig: "v2_dbias",
     DauxConfig: "v2_daux_sums",
 }
-
-
-def _features(problem: BackwardProblem) -> dict[str, Any]:
-    """What the problem uses, as every Config says it."""
-    forward = problem.forward
-    return dict(
-        dtype=forward.dtype,
-        head_dim=forward.head_dim,
-        head_dim_v=forward.head_dim_v,
-        uses=of_scores(forward.uses),
-        q_offset_source=forward.q_offset_source,
-        narrow=forward.narrow,
-    )

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig, WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig
+from ..config.wgmma_forward import WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_scores

@@ -129,9 +129,9 @@ class WideFused(NamedTuple):
 
 
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a mask, a
-# mask_mod or random bits alone; one kind, which is functions, bias with mask, or random bits; several kinds, or a bias
-# beside another option of the score.
-BY_ELEMENT = ("hidden", "some", "all")
+# mask_mod or random bits alone; bias, with a mask or without; one kind beside options of the score, functions among
+# them; several kinds, or a bias beside another option of the score.
+BY_ELEMENT = ("hidden", "read", "some", "all")
 
 
 class WgmmaDkdv(NamedTuple):
@@ -322,7 +322,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
-        WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="some"),
+        WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="read"),
+        WgmmaDkdv(64, False, 80, 128, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="some"),

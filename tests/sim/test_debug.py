@@ -45,6 +45,7 @@ FIRST_LINES = {
     **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
     "mma_dq_finish": "thread = special.thread_index()",
     "wgmma_round": "tile_at = int32(",
+    "wgmma_add_parts": "base = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
     **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = thread_index()"),
@@ -225,6 +226,9 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", bias=np.zeros((24, 24), np.float32))
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
+        elif kernel == "wgmma_add_parts":
+            monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 1)
+            differentiate("wgmma", seqlen=21)
         elif kernel in ("wgmma_fused", "wgmma_round"):
             differentiate("wgmma", seqlen=23)  # plans are kept by problem, and nobody else has this one
         elif kernel == "delta" or "_" in kernel:

@@ -12,12 +12,19 @@ import numba_flash
 from numba_flash import mods, testing
 from numba_flash.config.aux_gradients import AuxElementsConfig, DauxConfig
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig, WgmmaConfig
+from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from numba_flash.config.wgmma_backward import (
+    WgmmaAddPartsConfig,
+    WgmmaDkdvConfig,
+    WgmmaDqConfig,
+    WgmmaFusedConfig,
+    WgmmaRoundConfig,
+)
+from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import MODULES, source
@@ -110,6 +117,7 @@ def test_every_kernel_can_be_made():
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
+        WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
         *[TileOrderConfig(tile._replace(of_keys=of_keys), of_mask=False) for of_keys in (False, True)],

@@ -14,9 +14,10 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import MaskBitsConfig, WgmmaConfig, check_registers
+from numba_flash.config.forward import MaskBitsConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
@@ -473,6 +474,20 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     dkdv, dq = found["wgmma_dkdv"], found["wgmma_dq"]
     assert (dkdv.tile_m, dkdv.tile_n, dq.tile_m, dq.tile_n) == (tile_m, 128, 128, tile_n)
     assert dkdv.by_element and dq.by_element
+
+
+@pytest.mark.parametrize(
+    ("options", "tile_m"),
+    [(dict(mask="bool"), 96), (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80),
+     (dict(mask="bool", softcap=2.0), 80), (dict(bias="float32", softcap=2.0), 64)],
+    ids=["mask", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
+)  # fmt: skip
+def test_at_head_dim_64_what_is_read_has_larger_tiles_than_what_is_computed(options, tile_m):
+    arrays = {name: empty(300, 500, dtype=x) for name, x in options.items() if name in ("bias", "mask")}
+    functions = {name: Function.of(name, x) for name, x in options.items() if name == "score_mod"}
+    given = options | arrays | functions
+    (found,) = (x for x in wgmma_configs(problem(64, dtype="float16", **given), HOPPER) if x.kernel == "wgmma_dkdv")
+    assert found.tile_m == tile_m
 
 
 @pytest.mark.usefixtures("two_kernels")

@@ -27,7 +27,13 @@ from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from numba_flash.config.wgmma_backward import (
+    WgmmaAddPartsConfig,
+    WgmmaDkdvConfig,
+    WgmmaDqConfig,
+    WgmmaFusedConfig,
+    WgmmaRoundConfig,
+)
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
     WideDkdvConfig,
@@ -47,7 +53,8 @@ pytestmark = compiler.needed
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
-MACHINES |= dict.fromkeys(("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round"), (HOPPER,))
+ON_HOPPER = ("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
@@ -61,7 +68,8 @@ IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
-IN_PTX["wgmma_round"], IN_SASS["wgmma_round"] = ("ld.global.v4.b32",), ("LDG.E.128",)
+for kernel in ("wgmma_round", "wgmma_add_parts"):
+    IN_PTX[kernel], IN_SASS[kernel] = ("ld.global.v4.b32",), ("LDG.E.128",)
 WIDE = {  # mma in other dtypes, and the instructions of its products
     "float32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "HMMA.1688.F32.TF32"),
     "float64": ("mma.sync.aligned.m8n8k4.row.col.f64", "DMMA"),
@@ -102,6 +110,7 @@ DEPENDS = {
     "mma_float32-256-128x32": "spills 284 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dq_float32-256-64x32-rich": "spills 8 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
+    "wgmma_dq-256-128x48-by-element-reads": "spills 8 bytes with 13.5; none where no position is negative",
     "mma_dq-128-128x32x1": "spills 20 bytes on sm_90a with 13.5, none with 13.0",
     "mma_dkdv-256-32x64x1-reading-dk": "spills 8 bytes on sm_90a with 13.0, none with 13.5",
     "mma_dkdv-256-32x64-reads-dv": "spills 60 bytes on sm_120a with 13.5, none on the others",
@@ -281,6 +290,16 @@ def reading_gates():
                     yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
 
 
+def add_parts_gate(config, name):
+    """Of the kernel behind one that leaves sums of parts of a group."""
+    names = (
+        "dtype", "head_dim", "head_dim_v", "tile_m", "tile_n", "uses", "q_offset_source", "members", "head_dim_padded",
+        "head_dim_v_padded", "of_dk", "of_dv",
+    )  # fmt: skip
+    features = {name: getattr(config, name) for name in names}
+    yield f"wgmma_add_parts-{name}", WgmmaAddPartsConfig(**features, kernel="wgmma_add_parts")
+
+
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
@@ -314,6 +333,9 @@ def backward_gates():
                     if kind is WgmmaDkdvConfig:
                         halved = columns | dict(tile_n=64, stages_b=2)
                         yield f"{name}-{'dk' * dk}{'dv' * dv}-halved", kind(**features, **halved, **gradients)
+                        in_parts = kind(**features, **columns, **gradients, members=4)
+                        yield f"{name}-{'dk' * dk}{'dv' * dv}-parts", in_parts
+                        yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
     for row in tiles.rows_for("wgmma_fused", HOPPER):
         plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
         for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
@@ -322,6 +344,9 @@ def backward_gates():
             if name == "plain":
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
+            in_parts = dataclasses.replace(fused, members=2)
+            yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
+            yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
     yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
@@ -404,7 +429,8 @@ def by_element_gates():
     of_level = dict(
         hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
                     dropout=dropped | lengths),
-        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich, read=read | lengths,
+        read=dict(read=read | lengths),
+        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
                   dropout=dropped | rich),
         all=dict(everything=functions | read | dropped | rich, read_rich=read | rich),
     )  # fmt: skip

@@ -6,7 +6,8 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
-from numba_flash.config.forward import MmaConfig, SimtConfig, TensorConfig, WgmmaConfig
+from numba_flash.config.forward import MmaConfig, SimtConfig, TensorConfig
+from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.dispatch import launch
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target

@@ -125,8 +125,9 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
     def nothing(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
         pass
 
-    def and_block(before: Any, n: int) -> Any:
-        """As in on_fragments."""
+    def and_block(before: Any, n: int, inside: bool) -> Any:
+        """As in on_fragments. inside: all scores count so far, and without a jump around each, one is asked about
+        beside the others."""
 
         @inlined
         def block(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
@@ -134,7 +135,7 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
             for i in range(2):
                 column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
                 for r in range(2):
-                    if shown_bits[r] & bit != 0:
+                    if inside or shown_bits[r] & bit != 0:
                         query = int32(first_query + (column if of_keys else r * 8))
                         key = int32(first_key + (r * 8 if of_keys else column))
                         if not visible(At(b, h, query, key, q_start + query), arrays, strides):
@@ -142,9 +143,16 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
 
         return block
 
-    ask = nothing
+    guarded, inside, every_bit = nothing, nothing, uint32((1 << (columns // 4)) - 1)
     for n in range(columns // 8 if visible is not None else 0):
-        ask = and_block(ask, n)
+        guarded, inside = and_block(guarded, n, False), and_block(inside, n, True)
 
-    # shown_bits <- what mask_mod leaves of them; the other arguments are those of on_fragments.
+    @inlined
+    def ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
+        """shown_bits <- what mask_mod leaves of them; the other arguments are those of on_fragments."""
+        if shown_bits[0] == every_bit and shown_bits[1] == every_bit:
+            inside(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
+        else:
+            guarded(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
+
     return ask

@@ -77,7 +77,7 @@ def make(config):
             return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
         all_parts = int32(int32(sizes.batch) * head_parts)
-        at_once = heads_of_round(n_tiles, all_parts, sizes.right < seqlen_k)
+        at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
         part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
         b = divide(part_of_all, head_parts)
         return b, int32(part_of_all - b * head_parts), int32(rank * tile_n)

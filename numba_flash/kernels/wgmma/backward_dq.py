@@ -108,7 +108,7 @@ def make(config):
             return b, h, int32(own * tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         all_heads = int32(sizes.batch * heads)
-        at_once = heads_of_round(m_tiles, all_heads, sizes.right < sizes.seqlen_k)
+        at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
         head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
         b = divide(head_of_all, heads)
         return b, int32(head_of_all - b * heads), int32((m_tiles - 1 - rank) * tile_m)

@@ -144,9 +144,10 @@ def make(config, of_keys):
     def nothing(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
         pass
 
-    def and_pair(before: Any, pair: int) -> Any:
+    def and_pair(before: Any, pair: int, inside: bool) -> Any:
         """Behind other pairs of 8 columns this one: each is a function of its own, because the compiler unrolls no loop
-        over all that a long function would make, and then the scores would lie in memory."""
+        over all that a long function would make, and then the scores would lie in memory. inside: all scores count,
+        and without a jump around each, one is computed beside the others."""
 
         @inlined
         def of_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
@@ -161,7 +162,7 @@ def make(config, of_keys):
                 for x in range(2):
                     column = int32(n * 8 + x)
                     for r in range(2):
-                        at, seen = 4 * n + 2 * r + x, is_seen(own, r, n, x)
+                        at, seen = 4 * n + 2 * r + x, inside or is_seen(own, r, n, x)
                         s, slope = acc_s[at], float32(1)
                         if has_score_mod:
                             if seen:
@@ -186,9 +187,11 @@ def make(config, of_keys):
 
         return of_pair
 
-    every_pair = nothing
+    every_pair, every_pair_inside, every_bit = nothing, nothing, uint32((1 << (4 * pairs)) - 1)
     for pair in range(pairs):
-        every_pair = and_pair(every_pair, pair)
+        every_pair = and_pair(every_pair, pair, False)
+        if has_score_mod:
+            every_pair_inside = and_pair(every_pair_inside, pair, True)
 
     @inlined
     def to_weights(base, i, member, acc_s, p_frag, lse, own, term, distance, arrays, strides, score):
@@ -197,7 +200,10 @@ def make(config, of_keys):
         place = place_of(base, i, member)
         if of_keys:
             lse = lse + ((thread_index() & int32(3)) << 4)
-        every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+        if has_score_mod and own.bits[0] == every_bit and own.bits[1] == every_bit:
+            every_pair_inside(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+        else:
+            every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
 
     @inlined
     def to_gradients(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score):

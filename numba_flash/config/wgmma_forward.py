@@ -1,0 +1,113 @@
+"""Config of the Hopper forward (kernels/wgmma/forward.py), and how its warpgroups share registers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .forward import L2_BYTES, TensorConfig, tile_bytes
+
+
+def check_registers(registers: tuple[int, int], consumers: int) -> None:
+    """That the warpgroups of a block ask for no more registers than the block was launched with.
+
+    registers: a thread's, of the producer and of the consumers. setmaxnreg waits until the block has as many to give
+    away (PTX ISA 9.7.19.5). A multiprocessor has 65536, and a launch gives every thread the same multiple of 8. What is
+    left over belongs to no block: on some H200 machines a block got it all the same, on others it waits forever.
+    """
+    producer, consumer = registers
+    warpgroups = 1 + consumers
+    launched = min(65536 // (128 * warpgroups) // 8 * 8, 256)
+    if producer + consumers * consumer > launched * warpgroups:
+        raise ValueError(
+            f"a producer of {producer} and {consumers} consumers of {consumer} registers a thread need more than the "
+            f"{launched} that each of {warpgroups} warpgroups is launched with"
+        )
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(TensorConfig):
+    """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+
+    stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
+    one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
+    ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
+    other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+
+    cluster: 2 runs two blocks as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of
+    every tile of K and V for both, so that L2 is read half as often.
+    """
+
+    stages: int = 2
+    q_buffers: int = 2
+    o_buffer: bool = False
+    ping_pong: bool = True
+    l2_bytes: int = L2_BYTES
+    blocks_per_sm: int = 1
+    cluster: int = 1  # type: ignore[misc]
+
+    tensor_maps: ClassVar[int] = 3  # of q, k and v
+    whole_program: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
+    MOST_KEYS: ClassVar[int] = 256
+    O_COLUMNS: ClassVar[int] = 128
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+    MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224)}  # the scheduler looks which tiles are shown
+
+    def __post_init__(self) -> None:
+        self._check(64, 16)
+        if self.consumers not in self.REGISTERS:
+            raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
+        if self.tile_n > self.MOST_KEYS:
+            raise ValueError(
+                f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
+            )
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, not {self.cluster}")
+        if self.q_buffers not in (1, 2):
+            raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
+        if self.o_buffer and not self.o_vectorized:
+            raise ValueError("o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
+        if not 2 <= self.stages <= 4:
+            raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
+        if self.v_parts > 1 or self.head_dim_padded > 256:
+            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        check_registers(self.registers, self.consumers)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def o_place(self) -> str:
+        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; a place of
+        its "own"; or nothing, "".
+        """
+        if self.o_buffer:
+            return "own"
+        return "q" if self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded else ""
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O that lie there at a time."""
+        return self.O_COLUMNS if self.o_buffer else self.head_dim_v_padded
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the producer and of the consumers; together at most what the block is launched with."""
+        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") or self.tile_states else {})
+        return registers[self.consumers]
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, the stages of K, those of V, O's own place, the states of O's rows, barriers and work tiles, and the
+        end are.
+        """
+        k_at = self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded)
+        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
+        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        row_states_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
+        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
+        return 0, k_at, v_at, o_at, row_states_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
