@@ -110,10 +110,8 @@ def make(option: str, function: Function, base_name: str, aux: tuple, derivative
 
 def _panel(option, function, base_name, aux, derivative, narrow):
     call = inner(function.build(compiled.stand_ins(base_name), inner))
-    number, whole = (
-        compiled.as_number("dual" if derivative else "real", base_name),
-        compiled.as_number("whole", base_name, narrow),
-    )
+    number = compiled.as_number("dual" if derivative else "real", base_name)
+    whole = compiled.as_number("whole", base_name, narrow)
     result, slope, truth = (
         compiled.result(option, base_name, function),
         compiled.derivative(option, base_name, function),

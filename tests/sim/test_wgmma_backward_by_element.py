@@ -148,6 +148,21 @@ def test_nobody_asks_about_what_does_not_count(rung, how):
     rung.check(case, (*given[:2], given[2] + np.float32(0.5), given[3]))
 
 
+# Of 16 rows of a warp eight exist, in tiles of which every column counts: 40 of 64 queries, and 72 of 128 keys.
+@pytest.mark.parametrize("by", ["mask_mod", "score_mod"])
+def test_nobody_asks_about_rows_past_the_end(rung, by):
+    of_queries, of_keys = (np.linspace(0.25, 0.5, n).astype(np.float32) for n in (40, 72))
+
+    def visible(b, h, q_pos, k_pos, of_queries, of_keys):
+        return of_queries[q_pos] + of_keys[k_pos] > 0.8
+
+    def score(s, b, h, q_pos, k_pos, of_queries, of_keys):
+        return s * of_queries[q_pos] + of_keys[k_pos]
+
+    case = rung.problem(40, 72, batch=1, heads=1, head_dim=8, q_offset=0)
+    rung.check(case, aux=(of_queries, of_keys), **{by: visible if by == "mask_mod" else score})
+
+
 @pytest.mark.parametrize("where", ["k", "v"])
 def test_what_mask_mod_hides_never_reaches_a_gradient(rung, where):
     case = rung.problem(8, 20, batch=1, heads=1, head_dim=8)

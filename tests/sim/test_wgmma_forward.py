@@ -110,3 +110,18 @@ def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place
     case = rung.problem(200, 300, batch=1, heads=1, heads_kv=1, head_dim=72, head_dim_v=head_dim_v)
     assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.o_place == place
     rung.check(case, causal=True)
+
+
+# 40 of the 64 rows of a query tile exist; of the tiles of keys all but one are seen whole.
+@pytest.mark.parametrize("by", ["mask_mod", "score_mod"])
+def test_nobody_asks_about_rows_past_the_end(rung, by):
+    of_queries, of_keys = (np.linspace(0.25, 0.5, n).astype(np.float32) for n in (40, 72))
+
+    def visible(b, h, q_pos, k_pos, of_queries, of_keys):
+        return of_queries[q_pos] + of_keys[k_pos] > 0.8
+
+    def score(s, b, h, q_pos, k_pos, of_queries, of_keys):
+        return s * of_queries[q_pos] + of_keys[k_pos]
+
+    case = rung.problem(40, 72, batch=1, heads=1, head_dim=8, q_offset=0)
+    rung.check(case, aux=(of_queries, of_keys), **{by: visible if by == "mask_mod" else score})

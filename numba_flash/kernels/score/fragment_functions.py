@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, int64, uint32
 
-from ..steps.inlined import TRUE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import At, user
 
@@ -60,27 +60,24 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         return applied(product, at, TRUE, arrays, strides, score)
 
     @inlined
-    def nothing(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score):
+    def nothing(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score):
         pass
 
-    @inlined
-    def nothing_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score):
-        pass
-
-    def and_block(before: Any, n: int) -> Any:
+    def and_block(before: Any, n: int, inside: bool) -> Any:
         """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
-        loop over all that a long function would make, and then the scores would lie in memory."""
+        loop over all that a long function would make, and then the scores would lie in memory. inside: all scores
+        count, and without a jump around each, one is computed beside the others."""
 
         @inlined
-        def block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score):
-            before(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
+        def block(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score)
             # Rows inside: the other way round the compiler would keep the positions of all columns.
             for i in range(2):
                 k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
                 for r in range(2 * strips):
                     word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                    if mask_bits[word] & bit != 0:
-                        row = int32(first + r * 8)
+                    if inside or mask_bits[word] & bit != 0:
+                        row = min(int32(first + r * 8), last)  # only inside one may not exist
                         query = int32(uint32(row) // uint32(group))
                         at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
                         acc_s[place], seen = applied(acc_s[place], at, asks, arrays, strides, score)
@@ -90,31 +87,9 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
         return block
 
-    def and_inside(before: Any, n: int) -> Any:
-        """As and_block, of scores that all count: without a jump around each, one is computed beside the others."""
-
-        @inlined
-        def block_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score):
-            before(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score)
-            for i in range(2):
-                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
-                for r in range(2 * strips):
-                    word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                    row = min(int32(first + r * 8), last)
-                    query = int32(uint32(row) // uint32(group))
-                    at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
-                    if has_score_mod:
-                        acc_s[place] = value(acc_s[place] * score.scale, at, arrays, strides)
-                    else:
-                        mask_bits[word] &= ~uint32(0) if visible(at, arrays, strides) else ~bit
-
-        return block_inside
-
-    every_block, every_inside, present = nothing, nothing_inside, has_score_mod or has_mask_mod
-    both = has_score_mod and has_mask_mod
+    every_block, every_inside, present = nothing, nothing, has_score_mod or has_mask_mod
     for n in range(blocks if present else 0):  # a kernel without functions would compile each for nothing
-        every_block = and_block(every_block, n)
-        every_inside = and_inside(every_inside, n)
+        every_block, every_inside = and_block(every_block, n, False), and_block(every_inside, n, True)
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
@@ -123,23 +98,25 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         asks: whether mask_mod removes something of this tile (tile_walk.py).
         first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
         """
-        first = int32(first_row + first_row_of(lane))
+        first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
         for r in range(2 * strips):
             if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
         first_key = int32(j * tile_n + first_column_of(lane))
-        every_block(acc_s, mask_bits, first_key, b, h, first, tile_pos, asks, arrays, strides, score)
+        every_block(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score)
 
     @inlined
     def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
         """The same for a tile whose keys every row sees, as far as anything but mask_mod says. What is asked for rows
         that do not exist is asked for the last one that does."""
-        if both and asks:  # score_mod only about scores that mask_mod leaves
+        if has_score_mod and asks:  # score_mod only about scores that mask_mod leaves
             apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
         else:
             first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
             first_key = int32(j * tile_n + first_column_of(lane))
-            every_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, arrays, strides, score)
+            # Without a score_mod it is called where mask_mod is asked.
+            alone = FALSE if has_score_mod else TRUE
+            every_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, alone, arrays, strides, score)
 
     return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)

@@ -150,7 +150,7 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
     @inlined
     def ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
         """shown_bits <- what mask_mod leaves of them; the other arguments are those of on_fragments."""
-        if shown_bits[0] == every_bit and shown_bits[1] == every_bit:
+        if shown_bits[0] & shown_bits[1] & every_bit == every_bit:  # bits past the tile may be set, too
             inside(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
         else:
             guarded(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)

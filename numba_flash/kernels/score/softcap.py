@@ -5,12 +5,11 @@ from typing import Any
 
 from numba import cuda, float32
 
+from ...functions.quick import SMALL
 from ...ptx import approx
 from ..steps import elements
 from ..steps.inlined import inlined
 from .stage import LOG2_E, FragmentStage, Stage, exponent_unit
-
-SMALL = 0.25  # below it tanh is a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has
 
 
 def make(config: Any) -> Stage | None:
@@ -37,7 +36,7 @@ def exact_tanh(x):
 
 @inlined
 def quick_tanh(x):
-    """To what 16-bit elements need: a few units of float32's last place."""
+    """As quick.tanh, which a caller's functions get, of Numba's numbers."""
     square = x * x
     odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
     large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))

@@ -20,8 +20,9 @@ others multiply. S of the next tile is issued behind dV and dK of this one, so a
 That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's derivative is FlashAttention's (Dao
 et al., 2022, section 3 and appendix B); the roles are FlashAttention-3's (Shah et al., 2024).
 
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory;
-tensor maps of q, k, v and do. dk and dv are contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
+shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members dk_sums and dv_sums are what
+wgmma_backward_add_parts takes.
 """
 
 from numba import cuda, float32, int32, uint8, uint32

@@ -21,9 +21,10 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory;
-tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles,
-2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4). dk and dv are contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
+shared memory; tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts,
+(batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums
+and dv_sums as in wgmma_backward_dkdv.
 """
 
 import numpy as np

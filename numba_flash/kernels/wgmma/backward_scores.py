@@ -200,7 +200,7 @@ def make(config, of_keys):
         place = place_of(base, i, member)
         if of_keys:
             lse = lse + ((thread_index() & int32(3)) << 4)
-        if has_score_mod and own.bits[0] == every_bit and own.bits[1] == every_bit:
+        if has_score_mod and own.bits[0] & own.bits[1] & every_bit == every_bit:  # bits past the tile may be set, too
             every_pair_inside(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
         else:
             every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
