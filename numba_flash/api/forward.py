@@ -133,13 +133,13 @@ def attention(
         layout,
         seed,
     )
-    again = find(q, k, v, options, return_lse, kernel) if out is stream is None else None
+    again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
     if again is not None:
         _, addresses, is_recorded, known = again
         if known is not None:  # a call like one before
             if is_recorded:
                 return bridge("torch").run_again(known, addresses, q, k, v, return_lse)
-            o, lse = known.run(q, addresses)
+            o, lse = known.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
