@@ -32,6 +32,8 @@ from ..problem.options import (
     Operands,
     Option,
     daux_name,
+    dropped_steps,
+    kept_count,
 )
 from ..problem.ranges import UNBOUNDED
 from . import tile_states
@@ -361,8 +363,8 @@ def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
-    dropped = p.number(SEEDED) or 0.0
-    sizes[DROP_BELOW], score[KEPT_COUNT] = round(dropped * 2**32), number(1 / (1 - dropped))
+    sizes[DROP_BELOW] = dropped_steps(p.number(SEEDED) or 0.0)
+    score[KEPT_COUNT] = number(kept_count(sizes[DROP_BELOW]))
     return dict(strides=strides, sizes=sizes, score=score)
 
 
