@@ -139,7 +139,7 @@ def make(config):
                 term = term_of(base, member, arrays, strides)
             if by_element:
                 asked = asks(base, i, member, arrays, strides) if has_states else FALSE
-                prepare(base, i, member, own, distance, asked, arrays, strides, sizes)
+                every = prepare(base, i, member, own, distance, masked, asked, arrays, strides, sizes)
             elif has_row_term or masked:
                 find_visible(base, i, sizes, mask_bits, distance)
             wait_all()
@@ -148,7 +148,7 @@ def make(config):
                 issue_dp(base, acc_dp, v_desc, n)
             if by_element:
                 to_own_weights(
-                    base, i, member, acc_s, p_frag, lse_and_delta, own, term, distance, arrays, strides, score
+                    base, i, member, acc_s, p_frag, lse_and_delta, own, term, distance, every, arrays, strides, score
                 )
             elif masked:
                 to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
@@ -158,7 +158,7 @@ def make(config):
                 wait_all()
                 pin_s(acc_dp)
                 if by_element:
-                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, score)
+                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
                     to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE

@@ -337,14 +337,14 @@ def make(config):
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
                 asked = asks_in(states, j, arrays, strides) if has_states else FALSE
-                prepare(base, j, 0, own, distance, asked, arrays, strides, sizes)
+                every = prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
             elif has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
             if by_element:
-                to_own_weights(base, j, 0, acc_s, ds_frag, lse_log2, own, term, distance, arrays, strides, score)
+                to_own_weights(base, j, 0, acc_s, ds_frag, lse_log2, own, term, distance, every, arrays, strides, score)
             elif masked:
                 to_weights(acc_s, lse_log2, mask_bits, term, distance, score, TRUE)
             else:
@@ -353,7 +353,7 @@ def make(config):
             pin_s(acc_dp)
             release_v(base, n, elected)
             if by_element:
-                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, score)
+                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, every, score)
             elif masked:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
