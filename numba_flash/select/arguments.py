@@ -425,4 +425,21 @@ def backward_tensor_maps(config: Any, problem: "BackwardProblem") -> tuple[tuple
         shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
         made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
         maps.append((operand if rows else present, made))
+    if config.bias_boxes:
+        maps.append(_bias_map(config, p, present))
     return tuple(maps)
+
+
+def _bias_map(config: Any, problem: Problem, present: int) -> tuple[int, TensorMap]:
+    """Of a bias that comes in boxes, which has one entry, or one head, where it is broadcast. present: an array that is
+    not empty."""
+    p, bias = problem, problem.array("bias")
+    assert bias is not None
+    by_batch, by_head, by_row, _ = bias.strides
+    heads, batch = p.heads if by_head else 1, p.batch if by_batch else 1
+    strides = (2 * by_row, 2 * by_head, 2 * by_batch)
+    empty = 0 in (p.seqlen_k, p.seqlen_q)
+    shape = (1, 1, 1, 1) if empty else (p.seqlen_k, p.seqlen_q, heads, batch)
+    box = (config.bias_panel, config.tile_m, 1, 1)
+    operand = present if empty else parameters_of(config).arrays.index("bias")
+    return operand, TensorMap(bias.dtype, shape, strides, box, swizzle_bytes=2 * config.bias_panel)

@@ -40,7 +40,8 @@ from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
     of_dk, of_dv, plan, at = config.of_dk, config.of_dv, config.shared_plan(), config.barriers()
-    lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
+    lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
+    s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
@@ -147,8 +148,22 @@ def make(config):
             if of_dk:
                 issue_dp(base, acc_dp, v_desc, n)
             if by_element:
+                bias = base + plan.bias + a_stage_of(n) * bias_bytes
                 to_own_weights(
-                    base, i, member, acc_s, p_frag, lse_and_delta, own, term, distance, every, arrays, strides, score
+                    base,
+                    i,
+                    member,
+                    acc_s,
+                    p_frag,
+                    lse_and_delta,
+                    bias,
+                    own,
+                    term,
+                    distance,
+                    every,
+                    arrays,
+                    strides,
+                    score,
                 )
             elif masked:
                 to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)

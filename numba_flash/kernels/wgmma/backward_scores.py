@@ -21,7 +21,7 @@ from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
-from . import backward_state
+from . import backward_state, bias_boxes
 from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS
 
 
@@ -46,7 +46,7 @@ class Own(NamedTuple):
 
 class TileScores(NamedTuple):
     """Device functions, and how many words of Own there are. lse, minus_delta: the shared address of both for the
-    tile's columns, with of_keys; else the lane's of its two rows."""
+    tile's columns, with of_keys; else the lane's of its two rows. bias: the shared address of the tile's, in boxes."""
 
     words: tuple[int, int, int, int]
     prepare: Callable[..., Any]
@@ -69,6 +69,8 @@ def make(config, of_keys):
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, columns, of_keys)
     reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    boxes, half_of = bias_boxes.make(config, of_keys), score_reads.halves(config.dtype_of("bias"))
+    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = counts.on_fragments(config, 1, columns)
     drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries
     asked = gradient_functions.present(config)
@@ -149,7 +151,7 @@ def make(config, of_keys):
         return p
 
     @inlined
-    def nothing(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
+    def nothing(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
         pass
 
     def and_pair(before: Any, pair: int, inside: bool) -> Any:
@@ -158,12 +160,15 @@ def make(config, of_keys):
         and without a jump around each, one is computed beside the others."""
 
         @inlined
-        def of_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
-            before(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+        def of_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
+            before(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
             four = cuda.local.array(4, uint32)
             p = cuda.local.array(4, float32)
+            biased = cuda.local.array(4, uint32)
             if of_keys:
                 load_v4(four, 0, lse + pair * 128)
+            if boxed:
+                load_boxed(biased, bias, pair)
             for half in range(2):
                 n = 2 * pair + half
                 # Rows inside: the other way round the compiler would keep the positions of all columns.
@@ -183,7 +188,8 @@ def make(config, of_keys):
                                 else:
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                        fragment = FragmentAt(term, distance[r] - float32(column), added(own.loaded, r, n, x))
+                        own_bias = half_of(biased[2 * half + r], x) if boxed else added(own.loaded, r, n, x)
+                        fragment = FragmentAt(term, distance[r] - float32(column), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
@@ -200,16 +206,19 @@ def make(config, of_keys):
         every_pair, every_pair_inside = and_pair(every_pair, pair, False), and_pair(every_pair_inside, pair, True)
 
     @inlined
-    def to_weights(base, i, member, acc_s, p_frag, lse, own, term, distance, every, arrays, strides, score):
+    def to_weights(base, i, member, acc_s, p_frag, lse, bias, own, term, distance, every, arrays, strides, score):
         """acc_s <- P times the derivative of the score; p_frag <- P as often as it counts, unless that is left to
         to_gradients so that fewer registers are in use beside dP. every: all scores of the warp count."""
         place = place_of(base, i, member)
         if of_keys:
             lse = lse + ((thread_index() & int32(3)) << 4)
+        if boxed:
+            first_row, lane = rows_of_lane()
+            bias = place_of_bias(bias, first_row, lane)
         if every:
-            every_pair_inside(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+            every_pair_inside(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
         else:
-            every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+            every_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
 
     def gradients(inside):
         @inlined
