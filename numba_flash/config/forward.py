@@ -18,6 +18,11 @@ def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
     return rows * 128 * -(-columns * item_size // 128)
 
 
+def panel_of_bias(tile_n: int) -> int:
+    """Keys of a panel of a bias in boxes, of tiles of so many."""
+    return next(keys for keys in (64, 32, 16) if tile_n % keys == 0)
+
+
 class LaunchFacts:
     """What a launch asks of a Config, and most kernels answer alike."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
-from .forward import Config, tile_bytes
+from .forward import Config, panel_of_bias, tile_bytes
 from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
@@ -149,8 +149,7 @@ class WgmmaBackwardConfig(Config):
 
     @property
     def bias_panel(self) -> int:
-        """Keys of a panel of a bias in boxes."""
-        return next(keys for keys in (64, 32, 16) if self.tile_n % keys == 0)
+        return panel_of_bias(self.tile_n)
 
     @property
     def bias_bytes(self) -> int:

@@ -287,7 +287,10 @@ def reading_gates():
             for bias in (None, "bfloat16", "float32"):
                 for everything in (*alone, True):
                     name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
-                    yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    config = reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    yield name, config
+                    if config.bias_boxes:  # what becomes of it where TMA cannot fetch the bias
+                        yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
 def add_parts_gate(config, name):

@@ -92,7 +92,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks = tile_n // 8
     words = -(-blocks // 16)  # of mask bits for a row
-    has_bias, has_mask = config.has("bias") and not config.bias_boxes, config.has("mask")
+    has_bias, has_mask = config.has("bias"), config.has("mask")
+    reads_bias = has_bias and not config.bias_boxes
     dtype = config.dtype_of("bias") or "float32"
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
@@ -175,7 +176,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
         """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
-        if has_bias:
+        if reads_bias:
             load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
         if has_mask:
             load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
@@ -232,4 +233,4 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     bias_type = float64 if double else uint32
     functions = (origin, load, added, hide, some_hidden, ends)
-    return Reads(has_bias or has_mask, bias_words, bits_words, bias_type, *functions)
+    return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)

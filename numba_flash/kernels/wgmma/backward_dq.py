@@ -52,7 +52,7 @@ def make(config):
     )
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
     k_panels, a_bytes, b_bytes = -(-head_dim_padded // 64), config.stream_a_bytes, config.stream_b_bytes
-    boxed, fetch_bias, bias_bytes = config.bias_boxes, bias_boxes.make(config, of_keys=False).fetch, config.bias_bytes
+    boxed, fetch_bias, bias_bytes = config.bias_boxes, bias_boxes.make(config, tile_m).fetch, config.bias_bytes
     multiply_q_k = wgmma.product_shared(
         tile_n, kind, own_steps[: head_dim_padded // 16], stream_steps[: head_dim_padded // 16], 0
     )

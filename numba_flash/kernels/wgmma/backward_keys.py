@@ -58,7 +58,11 @@ def make(config):
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
-    boxed, fetch_bias, bias_bytes = config.bias_boxes, bias_boxes.make(config, of_keys=True).fetch, config.bias_bytes
+    boxed, fetch_bias, bias_bytes = (
+        config.bias_boxes,
+        bias_boxes.make(config, tile_m, of_keys=True).fetch,
+        config.bias_bytes,
+    )
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first = config.lse_first, config.delta_first
 

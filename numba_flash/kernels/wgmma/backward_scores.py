@@ -69,7 +69,7 @@ def make(config, of_keys):
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, columns, of_keys)
     reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
-    boxes, half_of = bias_boxes.make(config, of_keys), score_reads.halves(config.dtype_of("bias"))
+    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = counts.on_fragments(config, 1, columns)
     drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries

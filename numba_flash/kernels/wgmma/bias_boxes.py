@@ -4,7 +4,7 @@ From global memory a lane would ask for 2 or 4 bytes at a time, of rows far apar
 scores are there. ldmatrix gives it two neighbouring columns of its rows as they are used; of scores whose rows are keys
 it turns the bias around on the way.
 
-A tile of tile_m queries and tile_n keys lies in panels of config.bias_panel keys, swizzled (ptx/fragments.py). What is
+A tile of some queries and tile_n keys lies in panels of config.bias_panel keys, swizzled (ptx/fragments.py). What is
 past the last query or key is 0.
 """
 
@@ -27,11 +27,11 @@ class BiasBoxes(NamedTuple):
     load: Callable[..., Any]  # (four, place, pair): by a whole warp
 
 
-def make(config: Any, of_keys: bool) -> BiasBoxes:
-    """of_keys: rows of scores are keys."""
-    rows, keys = config.tile_m, config.bias_panel
+def make(config: Any, queries: int, of_keys: bool = False) -> BiasBoxes:
+    """Of tiles of so many queries. of_keys: rows of scores are keys."""
+    keys = config.bias_panel
     panels, row_bytes = config.tile_n // keys, 2 * keys
-    panel_bytes, pairs_of_panel = rows * row_bytes, keys // 16
+    panel_bytes, pairs_of_panel = queries * row_bytes, keys // 16
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     map_at = 128 * (config.tensor_maps - 1)  # the last of the kernel's
     load_4d, x4, x4_trans = tma.load_4d, ldmatrix.x4, ldmatrix.x4_trans
