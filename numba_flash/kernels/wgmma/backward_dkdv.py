@@ -29,7 +29,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import longest_first
-from ..steps.head_rounds import heads_of_round, in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from . import backward_keys, backward_query_walk, backward_scores, backward_state
@@ -66,6 +66,7 @@ def make(config):
     walk = backward_query_walk.make(config, whole_warp=True)
     has_states, up_to, asks, take = walk.present, walk.up_to, walk.asks, longest_first.make(config).take
     set_up, _, _, word, _ = backward_state.make(config)
+    bias_of_all = bias_of_entries(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
@@ -81,8 +82,8 @@ def make(config):
         all_parts = int32(int32(sizes.batch) * head_parts)
         at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
         part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
-        b = divide(part_of_all, head_parts)
-        return b, int32(part_of_all - b * head_parts), int32(rank * tile_n)
+        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
+        return b, part, int32(rank * tile_n)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):

@@ -21,7 +21,7 @@ from ..score import fragments, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
-from ..steps.head_rounds import heads_of_round, in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of, key_tiles, row_keys
@@ -97,7 +97,7 @@ def make(config):
     has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
-    take = longest_first.make(config).take
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
 
     @inlined
@@ -111,8 +111,8 @@ def make(config):
         all_heads = int32(sizes.batch * heads)
         at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
         head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
-        b = divide(head_of_all, heads)
-        return b, int32(head_of_all - b * heads), int32((m_tiles - 1 - rank) * tile_m)
+        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
+        return b, h, int32((m_tiles - 1 - rank) * tile_m)
 
     @inlined
     def set_up_state(base, arrays, strides, sizes):
