@@ -153,7 +153,7 @@ def prepare(
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key: tuple[Any, ...] = (
         q.layout, k.layout, v.layout, others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
-        stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 8 == 0,
+        stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(return_lse), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
@@ -193,7 +193,7 @@ def plan(
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
-    begins at a multiple of 8 bytes.
+    begins at a multiple of 16 bytes.
     """
     o, lse, *more = others or _NO_OTHERS
     options = with_layouts(Options(causal, window, q_offset, numbers, None, functions, layout), more)
