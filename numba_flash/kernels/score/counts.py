@@ -54,9 +54,15 @@ def word_of(words, k_pos):
 
 
 @inlined
-def number_of(word, odd):
-    """The 16 bits of an even key or of an odd one."""
-    return word >> uint32(16) if odd else word & uint32(0xFFFF)
+def lower_half(word):
+    """The number of an even key."""
+    return int32(uint32(word) & uint32(0xFFFF))
+
+
+@inlined
+def upper_half(word):
+    """The number of the odd key behind it."""
+    return int32(uint32(word) >> uint32(16))
 
 
 @functools.cache
@@ -70,8 +76,9 @@ def make(config: Any) -> Any:
         found = compute(1)
         if present:
             words = random_words(arrays.seed, keys_of(at.k_index), at.q_pos, at.h, at.b)
-            number = number_of(word_of(words, at.k_index), int64(at.k_index) & int64(1) != 0)
-            found = compute(0) if number < uint32(sizes.drop_below) else compute(score.kept_count)
+            word = word_of(words, at.k_index)
+            number = upper_half(word) if int64(at.k_index) & int64(1) != 0 else lower_half(word)
+            found = compute(0) if number < sizes.drop_below else compute(score.kept_count)
         return found
 
     return count
@@ -97,15 +104,16 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     real = elements.COMPUTE_TYPES[config.dtype]
     at_once = min(columns & -columns, 32) // 8  # blocks of 8 keys; a tile begins at a multiple of as many keys
 
+    # Bits are pushed in at the low end, the last score's first. A comparison would become a jump around each.
     @inlined
-    def bit_of(number, below, n, i):
-        """The bit of block n's column i, where it counts."""
-        return uint32(0) if number < below else uint32(1) << uint32(2 * (n % 16) + i)
+    def push(bits, number, most):
+        """Of a score whose weight is dropped if its number is at most `most`: the sign of what is left says it."""
+        return uint32(uint32(bits << uint32(1)) | uint32(uint32(int32(most - number)) >> uint32(31)))
 
     @inlined
-    def bits_of(word, below, n):
-        """Those of block n's two columns, which are an even key and the odd one behind it."""
-        return bit_of(word & uint32(0xFFFF), below, n, 0) | bit_of(word >> uint32(16), below, n, 1)
+    def push_both(bits, word, most):
+        """Of a block's two columns, which are an even key and the odd one behind it."""
+        return push(push(bits, upper_half(word), most), lower_half(word), most)
 
     @inlined
     def nothing(kept, first_key, b, h, first, tile_pos, seed, below):
@@ -114,6 +122,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     def and_word(before: Any, r: int, begin: int) -> Any:
         """Behind other words that of row r from block `begin` on: a function of its own, because the compiler does not
         unroll a loop over all that a long function would make, and then `kept` would lie in memory."""
+        end = min(begin + 16, blocks)
 
         @inlined
         def of_word(kept, first_key, b, h, first, tile_pos, seed, below):
@@ -121,19 +130,19 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
             row = int32(first + r * 8)
             query = int32(uint32(row) // uint32(group))
             head, q_pos = int32(h + row - query * group), int64(tile_pos + query)
-            bits = uint32(0)
-            for n in range(begin, min(begin + 16, blocks), at_once):
-                k_pos = int64(first_key + n * 8)
+            bits, most = uint32(0), int32(int32(below) - 1)
+            for step in range((end - begin) // at_once):
+                k_pos = int64(first_key + (end - (step + 1) * at_once) * 8)
                 found = random_words(seed, keys_of(k_pos), q_pos, head, b)
                 if at_once == 4:
-                    bits |= bits_of(uint32(found[0]), below, n) | bits_of(uint32(found[1]), below, n + 1)
-                    bits |= bits_of(uint32(found[2]), below, n + 2) | bits_of(uint32(found[3]), below, n + 3)
+                    bits = push_both(push_both(bits, found[3], most), found[2], most)
+                    bits = push_both(push_both(bits, found[1], most), found[0], most)
                 elif at_once == 1:
-                    bits |= bits_of(word_of(found, k_pos), below, n)
+                    bits = push_both(bits, word_of(found, k_pos), most)
                 else:
                     begins = k_pos & int64(16) == 0
-                    bits |= bits_of(uint32(found[0] if begins else found[2]), below, n)
-                    bits |= bits_of(uint32(found[1] if begins else found[3]), below, n + 1)
+                    bits = push_both(bits, found[1] if begins else found[3], most)
+                    bits = push_both(bits, found[0] if begins else found[2], most)
             kept[r * (words // rows) + begin // 16] = bits
 
         return of_word
@@ -150,18 +159,18 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
             before(kept, first_q_pos, b, h, first_key, tile_pos, seed, below)
             k_pos = int64(first_key + r * 8)
             begins, odd = k_pos & int64(16) == 0, k_pos & int64(1)
-            upper, lower = uint32(0), uint32(0)
-            for n in range(blocks):
+            upper, lower, most = uint32(0), uint32(0), int32(int32(below) - 1)
+            for step in range(blocks):
+                n = blocks - 1 - step
                 found = random_words(seed, keys_of(k_pos), int64(first_q_pos + n * 8) + odd, h, b)
                 one, other = uint32(found[0] if begins else found[2]), uint32(found[1] if begins else found[3])
-                of_even = (one & uint32(0xFFFF)) | other << uint32(16)  # of rows r and r + 1
-                of_odd = one >> uint32(16) | (other & uint32(0xFFFF0000))
+                of_even = uint32((one & uint32(0xFFFF)) | uint32(other << uint32(16)))  # of rows r and r + 1
+                of_odd = uint32((one >> uint32(16)) | (other & uint32(0xFFFF0000)))
                 mine, handed = (of_odd, of_even) if odd != 0 else (of_even, of_odd)
                 came = bfly_b32(handed, 4)
-                for i in range(2):
-                    both = mine if odd == i else came
-                    upper |= bit_of(both & uint32(0xFFFF), below, n, i)
-                    lower |= bit_of(both >> uint32(16), below, n, i)
+                first, second = (came, mine) if odd != 0 else (mine, came)  # of the lane's two queries
+                upper = push(push(upper, lower_half(second), most), lower_half(first), most)
+                lower = push(push(lower, upper_half(second), most), upper_half(first), most)
             kept[r] = upper
             kept[r + 1] = lower
 
@@ -190,7 +199,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         for r in range(rows):
             for n in range(blocks):
                 for i in range(2):
-                    if (kept[r * (words // rows) + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
+                    if uint32(kept[r * (words // rows) + n // 16] & uint32(1 << (2 * (n % 16) + i))) == uint32(0):
                         p[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = real(0)
 
     @inlined
