@@ -59,6 +59,7 @@ class WgmmaBackwardConfig(Config):
 
     tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
@@ -300,6 +301,7 @@ class WgmmaRoundConfig(Config):
 
     head_dim_padded: int = 128
 
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1
     ALIGNMENT: ClassVar[int] = 1024
 
@@ -321,6 +323,7 @@ class WgmmaAddPartsConfig(Config):
     of_dv: bool = True
     members: int = 1
 
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1
     ALIGNMENT: ClassVar[int] = 1024
 

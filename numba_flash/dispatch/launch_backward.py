@@ -135,11 +135,12 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
     every = backward_arrays(problem)
-    steps = []
+    steps: list[Step] = []
     for config, blocks in configs:
         if blocks:
             values = _values(config, problem)
-            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem))
+            behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
+            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem), behind)
             steps.append(Step.of(config, launch, values, every, BACKWARD_WORKSPACE))
     used = {number for step in steps for number in step.taken}
     shapes = workspace(choice.configs, problem)

@@ -186,7 +186,8 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     halved = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in halved]
     own = with_what_goes_before([*halved, *_dbias(problem, target)], target)
     own += _add_parts(problem, halved)
-    return (preprocess_config(problem, target), *own, *head_sums(problem, target, of_blocks=True))
+    start = dataclasses.replace(preprocess_config(problem, target), early=True)
+    return (start, *own, *head_sums(problem, target, of_blocks=True))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -278,7 +279,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=fused.tile_m)
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=fused.tile_m, early=True)
     return (start, fused, rounds, *_add_parts(problem, [fused]))
 
 

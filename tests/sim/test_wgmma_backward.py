@@ -21,6 +21,8 @@ from contract_backward import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
+from numba_flash.ptx import griddepcontrol
+from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import tiles
 
@@ -94,6 +96,16 @@ def test_blocks_that_share_a_group(rung, members, form, monkeypatch, nothing_rem
     case.options |= dict(causal=True, seqlens_k=np.array([135, 131], np.int32))
     made = rung.check(case)
     assert np.isnan(made[1]).any() and np.isfinite(made[1][0]).all() and np.isfinite(made[2]).all()
+
+
+@pytest.mark.parametrize("form", ["one kernel", "two kernels", "parts"])
+def test_kernels_wait_for_those_before_them(rung, form, monkeypatch, nothing_remembered):
+    """Else the simulator says so: they are launched to start before these have ended."""
+    monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form == "one kernel")
+    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: int(form == "parts"))
+    with pytest.raises(InstructionError, match=r"before griddepcontrol\.wait: the kernel before may still run"):
+        rung.check(rung.problem(20, 140, batch=1, heads=2, heads_kv=1, head_dim=8))
 
 
 def test_keys_past_the_end_may_be_anything(rung, monkeypatch):

@@ -19,6 +19,7 @@ from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfi
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
+from numba_flash.dispatch import launch_backward
 from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -638,6 +639,25 @@ def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatc
 def test_where_shared_memory_begins_is_said_to_the_assembler():
     fused = WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128)
     assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(fused, (9, 0))
+
+
+def may_start_early(made):
+    """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
+    choice = select_backward(made, HOPPER, "wgmma", "cupy")
+    sequence = launch_backward.make_backward_launch(choice, made, HOPPER)
+    return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
+
+
+def test_kernels_that_wait_may_start_early_behind_one_that_is_always_launched():
+    of, start = may_start_early, [("backward_preprocess", False)]
+    assert of(problem(dtype="float16")) == [*start, ("wgmma_fused", True), ("wgmma_round", True)]
+    mask = empty(300, 500, dtype="bool")
+    both = [("mask_bits_of_keys", False), ("wgmma_dkdv", True), ("mask_bits", False), ("wgmma_dq", True)]
+    assert of(problem(dtype="float16", mask=mask)) == [*start, *both]
+    sinks = dict(sinks=empty(2, dtype="float16"), wanted=("dk", "dsinks"))
+    assert of(problem(dtype="float16", **sinks)) == [*start, ("wgmma_dkdv", True), ("dsinks_of_blocks", False)]
+    states = of(problem(dtype="float16", mask_mod=Function.of("mask_mod", earlier)))
+    assert states[0] == start[0] and [x for x in states if x[1]] == [("wgmma_dkdv", True), ("wgmma_dq", True)]
 
 
 # One each of what TMA and the table do not take.

@@ -130,8 +130,10 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
+    if getattr(config, "early", False):  # before wgmma's kernels
+        return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
     if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
-        return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
+        return IN_PTX[kernel] + ("griddepcontrol.wait",) * config.waits, IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
@@ -349,7 +351,8 @@ def backward_gates():
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
-    yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
+    of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
+    yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         for name in HEAD_GRADIENTS:

@@ -20,6 +20,11 @@ others multiply. S of the next tile is issued behind dV and dK of this one, so a
 That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's derivative is FlashAttention's (Dao
 et al., 2022, section 3 and appendix B); the roles are FlashAttention-3's (Shah et al., 2024).
 
+The kernel before may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse and delta,
+a mask's bits and the states of tiles. The two producers wait for it before they read any of these: K, V, dO and the
+first Q, which no kernel of a backward writes, are on their way by then. With bits or states, by which the work is
+found, all threads wait first. Consumers wait before anything else: so each block has waited.
+
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members dk_sums and dv_sums are what
 wgmma_backward_add_parts takes.
@@ -27,7 +32,7 @@ wgmma_backward_add_parts takes.
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import longest_first
 from ..steps.head_rounds import heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -50,6 +55,8 @@ def make(config):
     take_registers = setmaxnreg.increase(config.registers[1])
     wait, bar_sync, fence_init, idx_b32 = mbarrier.wait, bar.sync, fence.mbarrier_init, shfl.idx_b32
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
 
     keys = backward_keys.make(config)
     head_parts_of = keys.head_parts_of
@@ -200,6 +207,8 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if finds_by_kernels:
+            wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
@@ -214,6 +223,8 @@ def make(config):
                 produce_b(base, arrays, strides)
         else:
             take_registers()
+            wait_for_kernel()
+            let_kernel_start()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dkdv

@@ -8,6 +8,9 @@ see, the last first,
 and at the end dQ *= scale. Each consumer warpgroup owns 64 queries; what a lane holds of dS is, rounded to 16 bits,
 what it must hold as the first operand of dS K. K is read from shared memory twice, once as rows and once as columns.
 
+Consumers wait for the kernel before first of all, and with bits of a mask or states of tiles all threads do, as in
+wgmma_backward_dkdv. Producers fetch Q, dO, K and V, which no kernel of a backward writes.
+
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
 maps of q, k, v and do. dq is contiguous.
 """
@@ -16,7 +19,7 @@ import math
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
@@ -72,6 +75,8 @@ def make(config):
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
     thread_index, block_index = special.thread_index, special.block_index
     shared_address = shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,
         lse_delta.BLOCK_WORDS,
@@ -390,6 +395,8 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if finds_by_kernels:
+            wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
@@ -403,6 +410,8 @@ def make(config):
                 produce_b(base, arrays, strides)
         else:
             take_registers()
+            wait_for_kernel()
+            let_kernel_start()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dq

@@ -21,6 +21,9 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
+All threads wait for the kernel before (ptx/griddepcontrol.py) before a block takes its ticket, which that one sets to
+zero. Meanwhile the barriers are made.
+
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts,
 (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums
@@ -30,7 +33,21 @@ and dv_sums as in wgmma_backward_dkdv.
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, stmatrix, tma, wgmma
+from ...ptx import (
+    bar,
+    fence,
+    griddepcontrol,
+    ld_st,
+    mbarrier,
+    memory,
+    setmaxnreg,
+    shared,
+    shfl,
+    special,
+    stmatrix,
+    tma,
+    wgmma,
+)
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
@@ -71,6 +88,7 @@ def make(config):
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, add, load_acquire, add_release = memory.address, memory.add, memory.load_acquire, memory.add_release
     thread_index, shared_address = special.thread_index, shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
     head_parts_of = keys.head_parts_of
@@ -304,6 +322,9 @@ def make(config):
         if thread == 0:
             set_up(base)
             fence_init()
+        wait_for_kernel()
+        let_kernel_start()
+        if thread == 0:
             ticket = int32(add(address(arrays.turns, 0), uint32(1)))
             n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
             b, part, j, step = key_tile_of(ticket, int32(sizes.batch), head_parts_of(sizes), n_tiles, int32(abreast))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
+from ...ptx import cvt, fence, griddepcontrol, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E
@@ -90,6 +90,7 @@ def make(config):
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
     thread_index, address, store_v4 = special.thread_index, memory.address, memory.store_v4
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
+    wait_for_kernel = griddepcontrol.wait
 
     _, put, put_position, word, position = backward_state.make(config)
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
@@ -190,6 +191,8 @@ def make(config):
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
             stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
+            if n == 0:
+                wait_for_kernel()  # which writes lse and delta
             first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
