@@ -109,7 +109,7 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
                 made["dk_sums"] = (rows_of_parts * config.head_dim_padded,), "float32"
             if config.of_dv:
                 made["dv_sums"] = (rows_of_parts * config.head_dim_v_padded,), "float32"
-        if isinstance(config, WgmmaFusedConfig):
+        if isinstance(config, WgmmaFusedConfig) and not config.single:
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
             made["dq_sums"] = (tiles * config.tile_m * config.head_dim_padded,), "float32"

@@ -164,7 +164,7 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(
-        _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
+        _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
     ),
     "wgmma_add_parts": _with_arrays(
         _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"

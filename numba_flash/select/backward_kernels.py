@@ -226,12 +226,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
     the line to pass. Without an order there is no line. Under a mask parts of a group are heads of their own. The
     number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come in batches.
+    Where all keys are one tile there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
         return False
-    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512 or _one_key_tile(problem):
         return True
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
@@ -239,6 +240,11 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     if problem.deterministic and long_line:
         return False
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
+
+
+def _one_key_tile(problem: BackwardProblem) -> bool:
+    """Whether a tile of the one kernel holds all keys of a head. Without a key no block would write dQ."""
+    return 0 < problem.forward.seqlen_k <= WgmmaFusedConfig.KEYS
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -276,11 +282,13 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
+    single = _one_key_tile(problem)
+    features |= dict(ordered=problem.deterministic or single, single=single)
+    features |= dict(lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if single else fused.tile_m, early=True)
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=fused.tile_m, early=True)
-    return (start, fused, rounds, *_add_parts(problem, [fused]))
+    return (start, fused, *([] if single else [rounds]), *_add_parts(problem, [fused]))
 
 
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:

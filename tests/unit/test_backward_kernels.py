@@ -549,8 +549,13 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
     assert kernels(72) == kernels(80) == two and "wgmma_fused" not in kernels(136)
-    # Few blocks, a long line of them, or queries of one tile of keys.
-    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=77) == two
+    # Few blocks, or a long line of them.
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
+    # One tile of keys, whose block writes dQ itself.
+    assert kernels(seqlen_k=77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
+    of_group = dict(heads=32, heads_kv=4, seqlen_k=77, causal=True)
+    assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
+    assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
     assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
@@ -561,7 +566,7 @@ def test_when_one_kernel_takes_all_gradients():
     # Without an order there is no line.
     assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
     # Short sequences, of which there are many.
-    assert kernels(heads=1, seqlen_q=512, seqlen_k=100) == one and kernels(heads=1, seqlen_q=513) == two
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=513) == two
     assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
@@ -617,6 +622,22 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     sizes = workspace([fused, add], made)
     assert sizes["dk_sums"] == ((36 * 128 * 128,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
+
+
+def test_one_tile_of_keys_takes_no_workspace_for_dq():
+    """A key is there, or no block would write that dQ is 0."""
+    for seqlen_k, single in ((0, False), (1, True), (128, True), (129, False)):
+        arrays = {name: empty(1, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
+        arrays |= {name: empty(1, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
+        made = problem(64, dtype="float16", **arrays, lse=empty(1, 2, 100, dtype="float32"))
+        choice = select_backward(made, HOPPER, "wgmma", "cupy")
+        start, fused = choice.configs[:2]
+        assert fused.single == single and fused.ordered and start.turns_of == (0 if single else 128)
+        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == single
+        plan = fused.shared_plan()
+        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if single else 2 * 4)
+        assert fused.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + (0 if single else 8))
+        assert grid(fused, made) == 2 * -(-seqlen_k // 128)
 
 
 def test_only_sums_of_equal_calls_have_an_order():

@@ -67,7 +67,8 @@ IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
-IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
+IN_PTX["wgmma_fused"] += ("stmatrix.sync",)
+OF_TURNS = ("cp.reduce.async.bulk.global", "red.release.gpu", "ld.acquire.gpu")
 for kernel in ("wgmma_round", "wgmma_add_parts"):
     IN_PTX[kernel], IN_SASS[kernel] = ("ld.global.v4.b32",), ("LDG.E.128",)
 WIDE = {  # mma in other dtypes, and the instructions of its products
@@ -133,7 +134,9 @@ def intended(config):
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
     if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
-        return IN_PTX[kernel] + ("griddepcontrol.wait",) * config.waits, IN_SASS[kernel], MACHINES[kernel]
+        turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
+        in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
+        return in_ptx, IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
@@ -346,8 +349,11 @@ def backward_gates():
             if name == "plain":
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
+                narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
+                yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, single=True)
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
+            yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, single=True)
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")

@@ -59,7 +59,7 @@ def make(config):
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
     blocks, varies = tile_m // 8, config.derivative_varies
-    lse_first, delta_first = config.lse_first, config.delta_first
+    lse_first, delta_first, single = config.lse_first, config.delta_first, config.single
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -128,6 +128,10 @@ def make(config):
             end_key = first_key + max(keys_left, 1)
             first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
+        if single:  # dQ of queries that see none of the keys is written, too
+            begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        elif keys_left <= 0:
+            stop = begin
         put(base, BATCH, b)
         put(base, HEAD, first_head)
         put(base, HEAD_KV, h_kv)
@@ -137,7 +141,7 @@ def make(config):
         put(base, BEGIN, begin)
         put(base, FREE, free)
         put(base, CUT, cut)
-        put(base, STOP, stop if keys_left > 0 else begin)
+        put(base, STOP, stop)
         put(base, MEMBERS, members)
         put_position(base, first_key - q_start)  # among the queries
 

@@ -16,6 +16,7 @@ STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.p
 # Of a block that owns keys, whose query heads are HEAD and the MEMBERS - 1 behind it:
 STEP = 52  # to the next query tile
 PART = 56  # which of all parts of all groups it has (config.members)
+STRUCK = 60  # whether some row of dQ is not finite (config.single)
 
 
 @functools.cache
