@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
-from .forward import Config, tile_bytes
+from .forward import Config, panel_of_bias, tile_bytes
 from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
@@ -21,6 +21,7 @@ class SharedPlan(NamedTuple):
     own_b: int
     stream_a: int
     stream_b: int
+    bias: int  # of each stage of stream_a, where it comes in boxes
     ds: int  # two tiles of dS, in 16 bits
     dq: int  # parts of dQ on their way to global memory
     lse_delta: int  # lse and -delta of each stage's queries
@@ -49,15 +50,15 @@ class WgmmaBackwardConfig(Config):
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
     stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
-    two keys at a time (problem/option_checks.py, OptionArray).
+    two keys at a time; bias_boxes: it comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 2
     blocks_per_sm: int = 1
     bias_pairs: bool = False
+    bias_boxes: bool = False  # type: ignore[misc]
 
-    tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
     waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
@@ -85,6 +86,11 @@ class WgmmaBackwardConfig(Config):
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         check_registers(self.registers, self.consumers)
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+
+    @property
+    def tensor_maps(self) -> int:  # type: ignore[override]
+        """Of q, k, v and do, and of a bias that comes in boxes."""
+        return 4 + self.bias_boxes
 
     @property
     def by_element(self) -> bool:
@@ -142,6 +148,15 @@ class WgmmaBackwardConfig(Config):
         return tile_bytes(self.stream_rows, self.head_dim_v_padded)
 
     @property
+    def bias_panel(self) -> int:
+        return panel_of_bias(self.tile_n)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of one stage of stream_a."""
+        return 2 * self.tile_m * self.tile_n if self.bias_boxes else 0
+
+    @property
     def lse_delta_bytes(self) -> int:
         """Of one stage of stream_a."""
         return 0
@@ -174,13 +189,14 @@ class WgmmaBackwardConfig(Config):
         own_b = self.own_a_bytes
         stream_a = own_b + self.own_b_bytes
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
-        ds = stream_b + self.stages_b * self.stream_b_bytes
+        bias = stream_b + self.stages_b * self.stream_b_bytes
+        ds = bias + self.stages_a * self.bias_bytes
         dq = ds + 2 * self.ds_bytes
         lse_delta = dq + max(self.dq_stages, 1) * self.consumers * self.dq_part_bytes
         state = lse_delta + self.stages_a * self.lse_delta_bytes
         barriers = state + 4 * self.STATE_WORDS
         end = barriers + 8 * self.MOST_BARRIERS
-        return SharedPlan(0, own_b, stream_a, stream_b, ds, dq, lse_delta, state, barriers, end)
+        return SharedPlan(0, own_b, stream_a, stream_b, bias, ds, dq, lse_delta, state, barriers, end)
 
 
 @dataclass(frozen=True)

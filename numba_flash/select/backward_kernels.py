@@ -29,6 +29,7 @@ from ..problem.options import HEAD_GRADIENTS, changes_scores
 from . import tiles
 from .backward_shared import (
     apart_or_together,
+    bias_boxes_of,
     bias_pairs_of,
     delta_config,
     features_of,
@@ -326,7 +327,7 @@ def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
     made: list[WgmmaBackwardConfig] = []
     for part in apart_or_together(problem, row.apart):
-        features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+        features = features_of(problem) | bias_boxes_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:
             features["stages_b"] = 2  # dV alone needs less memory than dK
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
@@ -334,7 +335,7 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
-    return [WgmmaDqConfig(**features_of(problem), **bias_pairs_of(problem), **columns(row), kernel="wgmma_dq")]
+    return [WgmmaDqConfig(**features_of(problem), **bias_boxes_of(problem), **columns(row), kernel="wgmma_dq")]
 
 
 def _fitting(

@@ -147,6 +147,31 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
     assert [config.kernel for config in made_by(alone, HOPPER)] == [names[0], "mask_bits", "mma_dbias"]
 
 
+# Rows of 500 keys, at multiples of 16 bytes. By TMA alone, a bias takes the fewest registers.
+@pytest.mark.parametrize(
+    ("options", "boxes", "streams"),
+    [
+        ({}, True, (128, 128)),
+        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (128, 128)),
+        (dict(softcap=3.0), True, (64, 64)),
+        (dict(mask=empty(300, 500, dtype="bool")), True, (96, 64)),
+        (dict(bias_aligned=False), False, (96, 64)),
+    ],
+)
+def test_when_a_bias_comes_by_tma(options, boxes, streams):
+    bias = empty(300, 500, dtype="float16", strides=(504, 1))
+    made = problem(dtype="float16", **dict(bias=bias, bias_aligned=True) | options)
+    own = [config for config in wgmma_configs(made, HOPPER) if config.kernel in ("wgmma_dkdv", "wgmma_dq")]
+    assert [config.bias_boxes for config in own] == [boxes] * 2
+    assert tuple(config.stream_rows for config in own) == streams
+    assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
+    maps = [arguments.backward_tensor_maps(config, made) for config in own]
+    fetched = [
+        arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
+    ]
+    assert fetched == (["bias"] if boxes else ["do"]) * 2
+
+
 def test_what_mma_dbias_is_compiled_for():
     def config(*shape, dtype="float16"):
         bias = empty(*shape, dtype=dtype)

@@ -292,7 +292,10 @@ def reading_gates():
             for bias in (None, "bfloat16", "float32"):
                 for everything in (*alone, True):
                     name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
-                    yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    config = reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    yield name, config
+                    if config.bias_boxes:  # what becomes of it where TMA cannot fetch the bias
+                        yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
 def add_parts_gate(config, name):
@@ -436,6 +439,7 @@ def by_element_gates():
     functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
     of_level = dict(
+        boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
         hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
                     dropout=dropped | lengths),
         read=dict(read=read | lengths),
@@ -459,6 +463,7 @@ def by_element_gates():
             for number, (words, options) in enumerate(served.items()):
                 array = "array" if "q_offset" in options else "number"
                 given = dict(uses=uses(**options), q_offset_source=array, bias_pairs="bias" in options)
+                given |= dict(bias_boxes=words == "boxed")
                 for part, wanted in parts.items():
                     name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}{part}"
                     yield name, kind(**features | wanted | given)

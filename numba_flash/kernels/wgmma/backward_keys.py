@@ -17,7 +17,7 @@ from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles, part_of, parts_of
-from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state
+from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
 
@@ -58,6 +58,11 @@ def make(config):
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
+    boxed, fetch_bias, bias_bytes = (
+        config.bias_boxes,
+        bias_boxes.make(config, tile_m, of_keys=True).fetch,
+        config.bias_bytes,
+    )
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first, single = config.lse_first, config.delta_first, config.single
 
@@ -181,7 +186,7 @@ def make(config):
 
     @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
-        """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
+        """One thread: K and V, then Q with its lse, -delta and bias, tile after tile of each head. Behind the last
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
@@ -194,7 +199,7 @@ def make(config):
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
-            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
+            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), int32(count + bias_bytes))
             if n == 0:
                 wait_for_kernel()  # which writes lse and delta
             first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
@@ -204,6 +209,10 @@ def make(config):
                 base + at.a_full + 8 * stage,
                 count,
             )
+            if boxed:
+                to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
+                b, first_key = of_word(base, BATCH), of_word(base, FIRST_ROW)
+                fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
             n = int32(n + 1)
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)

@@ -42,7 +42,8 @@ def make(config):
     init = mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
-    a_readers = 32 * consumer_warps if config.lse_delta_bytes else consumer_warps  # who reads what comes with a tile
+    beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
+    a_readers = 32 * consumer_warps if beside else consumer_warps
 
     @inlined
     def set_up(base):

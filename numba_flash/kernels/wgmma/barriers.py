@@ -33,18 +33,21 @@ def ring(count):
 def make(config):
     """-> (where the mbarriers are, work_tile_of), the last one a device function.
 
-    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY. K and
-    V have one of either kind for each stage, Q two and work tiles four.
+    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL,
+    BIAS_EMPTY. K and V have one of either kind for each stage, Q two and work tiles four, a bias one for each consumer
+    and stage.
     """
     stages = config.stages
     barriers_at = config.shared_offsets()[-2]
     singles = tuple(barriers_at + offset for offset in (0, 16, 32, 64, 96))
     place_of, _ = ring(WORK_TILES)
     *rings, work_tiles_at = (barriers_at + 112 + 8 * stages * i for i in range(5))
+    bias_full = work_tiles_at + 64 * WORK_TILES
+    of_bias = bias_full, bias_full + 8 * config.bias_stages * config.consumers
 
     @inlined
     def work_tile_of(base, i):
         """Where the i-th query tile of the block is described."""
         return base + work_tiles_at + 64 * place_of(i)
 
-    return (*singles, *rings), work_tile_of
+    return (*singles, *rings, *of_bias), work_tile_of

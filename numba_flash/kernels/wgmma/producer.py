@@ -1,4 +1,5 @@
-"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V.
+"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V;
+and another one, with a bias that comes by TMA.
 
 Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
 """
@@ -7,11 +8,11 @@ from numba import int32, int64, uint32
 
 from ...ptx import cluster, ld_st, mbarrier, memory, special, tma
 from ..score import longest_first, positions, reads, tile_walk
-from ..steps.head_rounds import in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
-from . import barriers
+from . import barriers, bias_boxes
 from .barriers import (
     BEGIN,
     CUT,
@@ -31,12 +32,13 @@ from .barriers import (
 
 
 def make(config):
-    """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
+    """-> (set_up, schedule, produce, produce_bias), device functions: the mbarriers, and the roles."""
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
     group, queries, blocks = config.group_size, config.queries, config.cluster
     cluster_queries, part_rows = queries * blocks, tile_n // blocks  # rows of a tile that a block fetches
-    _, k_at, v_at, *_ = config.shared_offsets()
+    _, k_at, v_at, bias_at, *_ = config.shared_offsets()
+    bias_bytes, bias_places, bias_stages = config.bias_bytes, config.bias_stages * consumers, max(config.bias_stages, 1)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -45,7 +47,9 @@ def make(config):
     stage_of, phase_of = barriers.ring(stages)
     buffer_of, q_phase_of = barriers.ring(q_buffers)
     tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    bias_stage_of, bias_phase_of = barriers.ring(bias_stages)
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
+    fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
     load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
     init, expect, wait = mbarrier.init, mbarrier.arrive_expect_tx, mbarrier.wait
@@ -57,7 +61,7 @@ def make(config):
     keys_and_start = positions.make(config)
     has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
     has_states, states_row, states_ends, behind = walk.present, walk.row, walk.ends, walk.behind
-    take = longest_first.make(config).take
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
 
     @inlined
     def set_up(base):
@@ -74,6 +78,9 @@ def make(config):
             init(base + V_FULL + 8 * stage, 1)
             init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
             init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
+        for place in range(bias_places):
+            init(base + BIAS_FULL + 8 * place, 1)
+            init(base + BIAS_EMPTY + 8 * place, 128)
 
     @inlined
     def tile_of(t, arrays, strides, sizes):
@@ -90,8 +97,9 @@ def make(config):
         kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
         heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
         head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
-        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(sizes.batch)
-        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+        b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
+        b = b if t < head_tiles * m_tiles else int32(sizes.batch)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
     def tiles_of(first_query, tile_pos, keys, sizes):
@@ -292,4 +300,29 @@ def make(config):
             i = int32(i + 1)
             work_tile = following
 
-    return set_up, schedule, produce
+    @inlined
+    def produce_bias(base, arrays, strides):
+        """One thread: of each tile of keys the bias, for one consumer after the other."""
+        n = int32(0)  # tiles of keys so far
+        i = int32(0)  # query tiles so far
+        wait(base + TILE_FULL, 0)
+        work_tile = work_tile_of(base, i)
+        while field_of(work_tile + WORK) != 0:
+            begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
+            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+            states = field_of(work_tile + STATES) if has_states else int32(0)
+            while j >= begin:
+                for consumer in range(consumers):
+                    place = int32(bias_stage_of(n) * consumers + consumer)
+                    full = base + BIAS_FULL + 8 * place
+                    wait(base + BIAS_EMPTY + 8 * place, bias_phase_of(n) ^ 1)
+                    expect(full, bias_bytes)
+                    to = base + bias_at + place * bias_bytes
+                    fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * tile_n), h, b, strides)
+                n = int32(n + 1)
+                j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+            i = int32(i + 1)
+            wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
+            work_tile = work_tile_of(base, i)
+
+    return set_up, schedule, produce, produce_bias
