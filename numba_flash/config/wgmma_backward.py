@@ -278,7 +278,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     shared_alignment: ClassVar[int] = 1024
     KEYS: ClassVar[int] = 128  # of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
-    ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:

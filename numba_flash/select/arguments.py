@@ -37,6 +37,7 @@ from ..problem.options import (
 )
 from ..problem.ranges import UNBOUNDED
 from . import tile_states
+from .heads_abreast import heads_abreast
 from .tensor_maps import TensorMap
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(
-        _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
+        _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS, "heads_abreast"), "turns", "dq_sums", "dk_sums", "dv_sums"
     ),
     "wgmma_add_parts": _with_arrays(
         _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"
@@ -325,6 +326,7 @@ def backward_values(
     numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
     numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
     numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape, **_sizes_of_aux(problem))
+    numbers["sizes"] |= dict(heads_abreast=heads_abreast(problem.forward))
     return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
 
 

@@ -8,6 +8,7 @@ import pytest
 from contract_backward import (  # noqa: F401
     Rung,
     incoming,
+    same,
     test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
     test_all_options_at_once,
     test_head_dim_v_may_differ,
@@ -21,11 +22,12 @@ from contract_backward import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.arrays import making
+from numba_flash.dispatch import backward as dispatch
 from numba_flash.kernels.steps import recompute_queries
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim.errors import InstructionError
+from numba_flash.select import arguments, tiles
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,20 @@ def test_one_kernel_for_all_gradients(
     case.k[:, :, 132:], case.v[:, :, 132:] = (np.nan, np.inf) if options else (1e3, -1e3)
     gradients = rung.check(case, seqlens_k=np.array([132], np.int32), **options)
     assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, causal, monkeypatch, nothing_remembered):
+    """Two heads abreast may be of two entries. Three parts are added: two in another order would give the same."""
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+    case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
+    given, found = incoming(case), []
+    for abreast in (2, 1, 3):
+        monkeypatch.setattr(arguments, "heads_abreast", lambda _, abreast=abreast: abreast)
+        dispatch._plans.clear()
+        found.append(rung.check(case, given, causal=causal))
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from numba_flash.problem.options import OPTION_NAMES, Options, uses
 from numba_flash.select import arguments, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
+from numba_flash.select.heads_abreast import heads_abreast
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
@@ -663,6 +664,35 @@ def test_one_tile_of_keys_takes_no_workspace_for_dq():
         assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if single else 2 * 4)
         assert fused.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + (0 if single else 8))
         assert grid(fused, made) == 2 * -(-seqlen_k // 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        # (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim), full and causal
+        ((4, 8, 8, 512, 8192, 128), (32, 2)),  # what a line of 8 query tiles lets work at a time
+        ((8, 20, 20, 448, 1500, 64), (80, 10)),  # two equal groups
+        ((2, 10, 10, 4096, 4096, 64), (20, 4)),
+        ((1, 64, 8, 4096, 4096, 128), (8, 4)),  # no more than there are
+        ((4, 16, 16, 4096, 4096, 128), (22, 4)),
+        ((64, 16, 16, 129, 129, 64), (128, 64)),
+        ((0, 2, 2, 300, 300, 64), (1, 42)),
+        ((1, 2, 2, 0, 300, 64), (2, 42)),
+        ((1, 2, 2, 300, 0, 64), (2, 128)),
+        ((1, 1, 1, 10**5, 10**5, 128), (1, 1)),
+    ],
+)
+def test_how_many_heads_are_abreast(shape, found):
+    batch, heads, heads_kv, seqlen_q, seqlen_k, dim = shape
+    arrays = {name: empty(batch, heads, seqlen_q, dim, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(batch, heads_kv, seqlen_k, dim, dtype="float16") for name in ("k", "v")}
+    made = [
+        problem(dim, dtype="float16", causal=causal, **arrays, lse=empty(batch, heads, seqlen_q, dtype="float32"))
+        for causal in (False, True)
+    ]
+    assert tuple(heads_abreast(x.forward) for x in made) == found
+    sizes = arguments.backward_values("wgmma_fused", made[0]).tuples[1]
+    assert sizes.heads_abreast == found[0]
 
 
 def test_only_sums_of_equal_calls_have_an_order():

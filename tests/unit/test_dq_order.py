@@ -6,22 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numba_flash.kernels.steps.dq_order import key_tile_of, parts_before
+from numba_flash.kernels.steps.dq_order import key_tile_of, parts_before, ways_of
 from numba_flash.problem.ranges import UNBOUNDED, row_keys
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads_kv", "n_tiles", "abreast"),
-    list(itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2, 5), (1, 4, 7, 128))),
+    list(itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2, 5), (1, 2, 5, 128))),
 )
-def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, n_tiles, abreast):
-    taken = [key_tile_of(ticket, batch, heads_kv, n_tiles, abreast) for ticket in range(batch * heads_kv * n_tiles)]
+def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, n_tiles, abreast, masked):
+    ways = ways_of(heads_kv, UNBOUNDED, 0 if masked else UNBOUNDED)
+    taken = [
+        key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast) for ticket in range(batch * heads_kv * n_tiles)
+    ]
     ticket_of = {place[:3]: ticket for ticket, place in enumerate(taken)}
     assert set(ticket_of) == set(itertools.product(range(batch), range(heads_kv), range(n_tiles)))
     for ticket, (b, h, j, step) in enumerate(taken):
-        assert step == (1 if heads_kv % 2 or h % 2 == 0 else -1), "it must not depend on the batch"
+        both = masked and heads_kv % 2 == 0
+        assert step == (-1 if both and h % 2 else 1), "it must not depend on the batch, nor on who is abreast"
         before = range(j + 1, n_tiles) if step > 0 else range(j)
         assert all(ticket_of[b, h, other] < ticket for other in before)
+
+
+def test_of_heads_abreast_all_first_tiles_come_first():
+    taken = [key_tile_of(ticket, 2, 3, 2, 1, 4)[:3] for ticket in range(12)]
+    of_four = [(0, 0), (0, 1), (0, 2), (1, 0)]
+    of_two = [(1, 1), (1, 2)]
+    assert taken == [(b, h, j) for heads in (of_four, of_two) for j in (1, 0) for b, h in heads]
 
 
 side = st.integers(-5, 60) | st.just(UNBOUNDED)

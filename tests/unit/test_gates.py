@@ -51,7 +51,6 @@ from numba_flash.select.arguments import HEAD_SUMS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-SINCE_HOPPER = (HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
 ON_HOPPER = ("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
@@ -132,8 +131,8 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
-    if getattr(config, "early", False):
-        return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], SINCE_HOPPER
+    if getattr(config, "early", False):  # before wgmma's kernels
+        return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
     if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)

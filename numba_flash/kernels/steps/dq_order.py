@@ -4,28 +4,32 @@ Float addition is not associative, so the parts of a query tile are added in a f
 parts before its own are in. Blocks take their work by tickets, and whoever a block waits for has a lower ticket: so
 each wait ends, however many blocks a GPU runs at a time.
 
-In a head with an even number the last key tile comes first, and its blocks walk up from the first query that sees their
-keys (step 1). Under a causal mask that is the diagonal, and a block n key tiles away comes to a query tile n steps
-later: turns come without waiting. But its longest blocks come last. So in a head with an odd number the first key tile
-comes first and blocks walk down from the last query (step -1): its long blocks begin where short ones of the even heads
-end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one way.
-A block walks each query tile of all heads of its group before the next one. Else a short block would come to its second
-head before the long ones that it waits for.
+Of some heads abreast all first tiles come before all second ones, so that a tile's turn has come when it begins. How
+many they are changes no order, so it may depend on anything (select/heads_abreast.py).
+
+Where every query sees every key, all heads go one way: the last key tile first, up from the first query (step 1). Under
+a causal mask that begins on the diagonal, and a block n key tiles away comes to a query tile n steps later: turns come
+without waiting. But its longest blocks come last. So there a head with an odd number goes the other way: the first key
+tile comes first and blocks walk down from the last query (step -1). Its long blocks begin where short ones of the even
+heads end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one
+way. A block walks each query tile of all heads of its group before the next one. Else a short block would come to its
+second head before the long ones that it waits for.
 """
 
+from ...problem.ranges import UNBOUNDED
 
-def key_tile_of(ticket, batch, heads_kv, n_tiles, abreast):
-    """-> (b, h_kv, key tile, step).
 
-    Of as many heads as have `abreast` key tiles, all first tiles come before all second ones, so that a tile's turn
-    has come when it begins.
-    """
-    ways = 2 - heads_kv % 2
+def ways_of(heads_kv, left, right):
+    """How many ways heads go: 1, or 2 under a mask."""
+    return 1 if min(left, right) >= UNBOUNDED else 2 - heads_kv % 2
+
+
+def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
+    """-> (b, h_kv, key tile, step). abreast: heads of each way beside each other."""
     of_each = heads_kv // ways  # heads of an entry that go one way
-    together = max(abreast // n_tiles, 1)
-    group = ticket // (ways * together * n_tiles)
-    first_head = group * together
-    together = min(together, batch * of_each - first_head)
+    group = ticket // (ways * abreast * n_tiles)
+    first_head = group * abreast
+    together = min(abreast, batch * of_each - first_head)
     within = ticket - ways * first_head * n_tiles
     way = within // (together * n_tiles)
     within = within - way * together * n_tiles

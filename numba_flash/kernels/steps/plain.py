@@ -9,7 +9,7 @@ from . import dq_order
 from .inlined import inlined
 
 row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)
-key_tile_of, parts_before = inlined(dq_order.key_tile_of), inlined(dq_order.parts_before)
+key_tile_of, parts_before, ways_of = map(inlined, (dq_order.key_tile_of, dq_order.parts_before, dq_order.ways_of))
 parts_of, part_of = inlined(groups.parts_of), inlined(groups.part_of)
 first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
 panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swizzled)

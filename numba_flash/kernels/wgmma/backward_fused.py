@@ -54,7 +54,7 @@ from ...ptx import (
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import key_tile_of, parts_before
+from ..steps.plain import key_tile_of, parts_before, ways_of
 from . import backward_keys, backward_single, backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP, STRUCK
 
@@ -65,7 +65,7 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    turns_at, abreast, ordered, single = TURNS_AT, config.ABREAST, config.ordered, config.single
+    turns_at, ordered, single = TURNS_AT, config.ordered, config.single
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -118,7 +118,8 @@ def make(config):
             return b, int32(block_index() - b * head_parts), int32(0), int32(1)
         ticket = int32(add(address(arrays.turns, 0), uint32(1)))
         n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        return key_tile_of(ticket, int32(sizes.batch), head_parts, n_tiles, int32(abreast))
+        ways = int32(ways_of(head_parts, sizes.left, sizes.right))
+        return key_tile_of(ticket, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_abreast))
 
     @inlined
     def parts_before_mine(base, i, step, sizes):
