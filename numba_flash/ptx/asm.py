@@ -53,15 +53,17 @@ def start():
     return ir.Constant(i32, 0)
 
 
-def emit(builder, text, writes, reads=(), updates=False, effect=True):
+def emit(builder, text, writes, reads=(), updates=False, effect=True, apart=False):
     """Place PTX text. writes: Registers, $0 to $n-1; reads: values, from $n on.
 
-    updates: what is written is read first, in the same physical registers (accumulators).
+    updates: what is written is read first, in the same physical registers (accumulators). apart: what is written lies
+    in other registers than what is read.
     """
     pointers = [pointer for registers in writes for pointer in registers.pointers]
     kinds = [pointer.type.pointee for pointer in pointers]
     values = list(reads)
-    constraints = ["=" + LETTERS[kind] for kind in kinds] + [LETTERS[value.type] for value in values]
+    written = "=&" if apart else "="
+    constraints = [written + LETTERS[kind] for kind in kinds] + [LETTERS[value.type] for value in values]
     if updates:
         values += [value for registers in writes for value in registers.load()]
         constraints += [str(i) for i in range(len(kinds))]
