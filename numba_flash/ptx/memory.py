@@ -80,10 +80,8 @@ def load_v4_if(typingctx, values, at, address, condition):
         values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
         load = f"@p ld.global.v4.b32 {asm.braces(0, 4)}, [$4];"
-        asm.emit(
-            builder, f"{{ .reg .pred p; setp.ne.u32 p, $5, 0; {zeros} {load} }}", [values], [args[2], args[3]],
-            apart=True,
-        )  # fmt: skip
+        text = f"{{ .reg .pred p; setp.ne.u32 p, $5, 0; {zeros} {load} }}"
+        asm.emit(builder, text, [values], [args[2], args[3]])
         return context.get_dummy_value()
 
     return types.void(values, types.int32, types.int64, types.uint32), codegen

@@ -40,17 +40,19 @@ def wait_group(newest):
 
 
 @functools.cache
-def pin(count):
+def pin(count, first=0):
     """-> a function that ties `count` elements of a local array to their registers at this point; no instruction.
 
-    After wait_group, so that the compiler neither reads the accumulators before the wait nor keeps copies.
+    After wait_group, so that the compiler neither reads the accumulators before the wait nor keeps copies. Before a
+    product, so that what was computed with others' accumulators is done by then, and their registers are free. first:
+    the first of the elements.
     """
 
     @intrinsic
     def pin(typingctx, registers):
         def codegen(context, builder, signature, args):
-            all_of_it = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), count)
-            asm.emit(builder, "", [all_of_it], updates=True)
+            pinned = asm.Registers(context, builder, signature.args[0], args[0], ir.Constant(asm.i32, first), count)
+            asm.emit(builder, "", [pinned], updates=True)
             return context.get_dummy_value()
 
         return types.void(registers), codegen
@@ -137,14 +139,14 @@ def product_registers(n, kind, b_offsets, b_trans):
 @functools.cache
 def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
     """-> f(acc, a, b): product_shared that overwrites acc and does not read it, so that acc is in no registers until
-    then."""
+    then. They are named as read and written all the same: ptxas takes others for each product else."""
     text = _shared_text(n, kind, a_offsets, b_offsets, b_trans, "0")
 
     @intrinsic
     def product(typingctx, acc, a, b):
         def codegen(context, builder, signature, args):
             acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
-            asm.emit(builder, text, [acc], list(args[1:]), apart=True)
+            asm.emit(builder, text, [acc], list(args[1:]), updates=True)
             return context.get_dummy_value()
 
         return types.void(acc, types.uint64, types.uint64), codegen
@@ -164,7 +166,7 @@ def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
         def codegen(context, builder, signature, args):
             acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
             a = asm.Registers(context, builder, signature.args[1], args[1], asm.start(), a_count)
-            asm.emit(builder, text, [acc], [*a.load(), args[2]], apart=True)
+            asm.emit(builder, text, [acc], [*a.load(), args[2]], updates=True)
             return context.get_dummy_value()
 
         return types.void(acc, a, types.uint64), codegen

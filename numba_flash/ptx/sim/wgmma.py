@@ -111,10 +111,10 @@ def wait_group(newest):
 
 
 @functools.cache
-def pin(count):
+def pin(count, first=0):
     def pin(registers):
         current()
-        check(registers[:count])
+        check(registers[first : first + count])
 
     return pin
 
