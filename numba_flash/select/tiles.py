@@ -62,6 +62,7 @@ class WgmmaFloat32(NamedTuple):
     head_dim: int
     tile_m: int  # at most
     tile_n: int
+    ping_pong: bool
     stages: int
     rescale_threshold: int
     gpu: str = MEASURED
@@ -225,10 +226,10 @@ TABLES: dict[str, tuple[Any, ...]] = {
         Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8),
     ),
     "wgmma_float32": (
-        WgmmaFloat32(64, 128, 64, stages=2, rescale_threshold=8),
-        WgmmaFloat32(128, 128, 64, stages=1, rescale_threshold=8),
-        WgmmaFloat32(192, 128, 32, stages=1, rescale_threshold=8),
-        WgmmaFloat32(256, 64, 32, stages=1, rescale_threshold=8),
+        WgmmaFloat32(64, 128, 64, ping_pong=True, stages=2, rescale_threshold=8),
+        WgmmaFloat32(128, 128, 64, ping_pong=True, stages=1, rescale_threshold=8),
+        WgmmaFloat32(192, 128, 32, ping_pong=True, stages=1, rescale_threshold=8),
+        WgmmaFloat32(256, 64, 32, ping_pong=True, stages=1, rescale_threshold=8),
     ),
     # A key has two threads in v2_dkdv. These two are not measured yet.
     "v2_dkdv": (

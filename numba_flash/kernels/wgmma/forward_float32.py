@@ -81,7 +81,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # of O, registers
     o_blocks = config.head_dim_v_padded // 8
-    pair = 256  # threads of two warpgroups
+    turns, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
 
     of_q_k, multiply_p_v = multipliers(config)
     multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
@@ -191,12 +191,12 @@ def make(config):
 
     @inlined
     def my_turn(me):
-        if consumers > 1:
+        if turns:
             bar.sync(me + 1, pair)
 
     @inlined
     def next_turn(me):
-        if consumers > 1:
+        if turns:
             bar.arrive(int32(2 - me), pair)
 
     @inlined
@@ -254,7 +254,12 @@ def make(config):
         mbarrier.wait(base + K_FULL + 8 * stage, phase_of(n))
         my_turn(me)
         issue_scores(
-            describe_k(base + special.opaque(me * (64 * 128))), describe_k(base + k_at + stage * k_bytes), acc_s, part_1, part_2, part_3
+            describe_k(base + special.opaque(me * (64 * 128))),
+            describe_k(base + k_at + stage * k_bytes),
+            acc_s,
+            part_1,
+            part_2,
+            part_3,
         )
         next_turn(me)
         wait_all()
