@@ -562,7 +562,7 @@ def test_inputs_are_left_alone(rung):
     assert all(same_bits(rung.back(moved[name]), x) for name, x in before.items())
 
 
-# How k and v may not lie for some: 16 bytes must be fetched at once, and TMA, which brings 16-bit elements to wgmma, has
+# How k and v may not lie for some: 16 bytes must be fetched at once, and TMA, which brings wgmma 16-bit elements, has
 # no strides of 0 and none backwards.
 NOT_FETCHED = dict.fromkeys(("mma", "wgmma"), ("sliced", "negative", "fortran"))
 NOT_FETCHED_BY_TMA = (*NOT_FETCHED["wgmma"], "broadcast", "backwards", "repeated")
