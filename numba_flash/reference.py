@@ -200,14 +200,15 @@ def dropout_mask(
     seqlen_q, as for `attention`.
 
     Four words of Philox 4x32 with 7 rounds (Salmon et al., 2011) are those of keys k, k + 8, k + 16 and k + 24 of each
-    32. The key is the seed; the counter is (32 keys and which of 8, q_pos, h, b). A word below dropout_p * 2^32 drops.
+    32, and of the odd keys behind these: an even key has the lower 16 bits. The key is the seed; the counter is (32
+    keys and which pair of 8, q_pos, h, b). A number below dropout_p * 2^16, rounded and less than 2^16, drops.
     """
     batch, heads, seqlen_q, seqlen_k = shape
     first = np.broadcast_to(np.asarray(seqlen_k - seqlen_q if q_offset is None else q_offset), (batch,))
     k_pos = np.arange(seqlen_k)
     low = np.uint64(0xFFFFFFFF)
     counter = [
-        ((k_pos >> 5) << 3 | k_pos & 7)[None, None, None, :],
+        ((k_pos >> 5) << 2 | (k_pos & 7) >> 1)[None, None, None, :],
         (np.arange(seqlen_q) + first[:, None])[:, None, :, None],
         np.arange(heads)[None, :, None, None],
         np.arange(batch)[:, None, None, None],
@@ -220,7 +221,13 @@ def dropout_mask(
         z, w = (of_x >> np.uint64(32)) ^ w ^ np.uint64(keys[1]), of_x & low
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
     words = np.choose(np.broadcast_to(k_pos >> 3 & 3, shape), [x, y, z, w])
-    return words >= np.uint64(round(dropout_p * 2**32))
+    numbers = words >> (16 * (k_pos & 1)).astype(np.uint64) & np.uint64(0xFFFF)
+    return numbers >= np.uint64(_dropped(dropout_p))
+
+
+def _dropped(dropout_p: float) -> int:
+    """Of 2^16 random numbers, how many drop a weight."""
+    return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
 def _counts(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDArray | None) -> Any:
@@ -228,7 +235,7 @@ def _counts(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDA
     if dropout_p is None:
         return 1.0
     assert seed is not None and q_offset is not None
-    return dropout_mask(shape, dropout_p, seed, q_offset) / (1 - dropout_p)
+    return dropout_mask(shape, dropout_p, seed, q_offset) / (1 - _dropped(dropout_p) / 2**16)
 
 
 def _scores(

@@ -65,12 +65,17 @@ def test_what_counts_follows_from_seed_and_position_alone(rung, q_offset):
 
 
 def test_dropout_of_next_to_nothing_is_none(rung):
-    """Where p is less than one of 2^32 nothing is dropped, and what counts counts 1 / (1 - p) times."""
+    """Where p is less than half of 2^-16 nothing is dropped, and nothing counts more than once."""
     case = rung.problem(20, 40, head_dim=8, causal=True)
-    little, less = (1e-17, 1e-18) if rung.dtype == "float64" else (1e-11, 1e-12)  # 1 / (1 - p) is rounded to 1
-    assert both_same(rung(case, dropout_p=little, seed=1), rung(case, dropout_p=less, seed=2))
-    rung.check(case, dropout_p=1e-11, seed=1)
+    assert both_same(rung(case, dropout_p=2**-18, seed=1), rung(case, dropout_p=1e-12, seed=2))
+    rung.check(case, dropout_p=2**-18, seed=1)
     assert both_same(rung(case, dropout_p=0.0, seed=1), rung(case))
+
+
+def test_dropout_of_next_to_all_leaves_something(rung):
+    """p counts in steps of 2^-16 and stays below 1: what counts then counts 2^16 times."""
+    case = rung.problem(20, 40, head_dim=8, causal=True)
+    rung.check(case, dropout_p=1 - 1e-9, seed=1)
 
 
 def test_lse_is_that_without_dropout(rung):

@@ -94,7 +94,7 @@ def attention(
     sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
         without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
     dropout_p: the probability, from 0 to below 1, with which a weight does not count in o; the others count
-        1 / (1 - dropout_p) times as much. lse is that without dropout.
+        1 / (1 - dropout_p) times as much. It is taken as the nearest multiple of 2^-16. lse is that without dropout.
     seed: of dropout_p, a whole number from 0 to below 2**64; needed with it, because nothing is drawn from a state
         that is not seen. Which weights count follows from (seed, b, h, q_pos, k_pos) alone, so it is the same in
         every kernel, tile and part; `testing.dropout_mask` gives it.
@@ -133,13 +133,13 @@ def attention(
         layout,
         seed,
     )
-    again = find(q, k, v, options, return_lse, kernel) if out is stream is None else None
+    again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
     if again is not None:
         _, addresses, is_recorded, known = again
         if known is not None:  # a call like one before
             if is_recorded:
                 return bridge("torch").run_again(known, addresses, q, k, v, return_lse)
-            o, lse = known.run(q, addresses)
+            o, lse = known.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):

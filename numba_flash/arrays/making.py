@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
-from .one_go import torch_maker
+from .one_go import cupy_maker, numpy_maker, torch_maker
 from .reading import is_transformed, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream
@@ -30,17 +30,12 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def _empty_numpy(like: Array, layout: Layout) -> Array:
-    x = np.empty(layout.shape, numpy_dtype(layout.dtype))
+    x = numpy_maker(like.layout, layout.shape, layout.dtype)(like.owner)
     return Array(host_pointer(x), layout, x, x)
 
 
 def _empty_cupy(like: Array, layout: Layout) -> Array:
-    cupy = sys.modules["cupy"]
-    if cupy.cuda.runtime.getDevice() == layout.device:
-        x = cupy.ndarray(layout.shape, numpy_dtype(layout.dtype))  # what cupy.empty() makes one call later
-    else:
-        with cupy.cuda.Device(layout.device):
-            x = cupy.ndarray(layout.shape, numpy_dtype(layout.dtype))
+    x = cupy_maker(like.layout, layout.shape, layout.dtype)(like.owner)
     return Array(x.data.ptr, layout, x)
 
 

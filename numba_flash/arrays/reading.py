@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .layout import CUPY_LAYOUTS, LAYOUTS_OF, NUMPY_LAYOUTS, TORCH_LAYOUTS, Array, host_pointer, strides_of_contiguous
-from .one_go import OneGo, of_torch
+from .one_go import NUMPY, OneGo, of_cupy, of_torch
 from .recording import NeedsBridge, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
 
@@ -164,7 +164,7 @@ checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 # that takes 3 to 8 us.
 differentiated: dict[type, Callable[[Any, Any, Any], bool]] = {}
 # type of an array -> how a call like one before reads it.
-one_go: dict[type, OneGo] = {}
+one_go: dict[type, OneGo] = {np.ndarray: NUMPY}
 
 
 def read(name: str, x: Any) -> Array:
@@ -186,6 +186,8 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
             raise TypeError(f"{name} must not be a masked array; pass its data and, if that is meant, mask=")
         return read_numpy
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
+        if type(x) is sys.modules["cupy"].ndarray:  # not a subclass
+            one_go[type(x)] = of_cupy()
         return _cupy
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         checks.setdefault("torch", torch_check())

@@ -318,7 +318,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
     fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
     of_bias = [n for n, name in enumerate(names) if name == "bias"]
-    bias_aligned = aligned and all(starts[n] % 8 == 0 for starts in turns for n in of_bias)
+    bias_aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
     forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
     where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux, *of_aux))

@@ -16,7 +16,7 @@ class PreprocessConfig(LaunchFacts):
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
     to be taken in turns (wgmma_backward_fused), of how many queries; else 0. of_terms: what it finds goes into the
-    gradient of a term of the sum, too.
+    gradient of a term of the sum, too. early: the kernel behind may start before this one has ended; cc 9.0.
     """
 
     dtype: str
@@ -28,6 +28,7 @@ class PreprocessConfig(LaunchFacts):
     natural: bool = False
     turns_of: int = 0
     of_terms: bool = False
+    early: bool = False
 
     kernel: ClassVar[str] = "backward_preprocess"
     compute_dtype: ClassVar[str] = "float32"

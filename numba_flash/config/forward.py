@@ -18,17 +18,24 @@ def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
     return rows * 128 * -(-columns * item_size // 128)
 
 
+def panel_of_bias(tile_n: int) -> int:
+    """Keys of a panel of a bias in boxes, of tiles of so many."""
+    return next(keys for keys in (64, 32, 16) if tile_n % keys == 0)
+
+
 class LaunchFacts:
     """What a launch asks of a Config, and most kernels answer alike."""
 
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
+    waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
     wanted_aux: ClassVar[tuple[int, ...]] = ()  # the numbers of those whose gradients it is about
     seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
+    bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
-from .forward import Config, tile_bytes
+from .forward import Config, panel_of_bias, tile_bytes
 from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
@@ -21,8 +21,9 @@ class SharedPlan(NamedTuple):
     own_b: int
     stream_a: int
     stream_b: int
+    bias: int  # of each stage of stream_a, where it comes in boxes
     ds: int  # two tiles of dS, in 16 bits
-    dq: int  # parts of dQ in float32 on their way to global memory
+    dq: int  # parts of dQ on their way to global memory
     lse_delta: int  # lse and -delta of each stage's queries
     state: int  # what every role reads of the block's work
     barriers: int
@@ -49,20 +50,20 @@ class WgmmaBackwardConfig(Config):
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
     stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
-    two keys at a time (problem/option_checks.py, OptionArray).
+    two keys at a time; bias_boxes: it comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 2
     blocks_per_sm: int = 1
     bias_pairs: bool = False
+    bias_boxes: bool = False  # type: ignore[misc]
 
-    tensor_maps: ClassVar[int] = 4  # of q, k, v and do
     whole_program: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
-    dq_stages: ClassVar[int] = 2  # how many parts of dQ a warpgroup has room for, where it has any
     STATE_WORDS: ClassVar[int] = 16
     MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
@@ -85,6 +86,11 @@ class WgmmaBackwardConfig(Config):
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         check_registers(self.registers, self.consumers)
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+
+    @property
+    def tensor_maps(self) -> int:  # type: ignore[override]
+        """Of q, k, v and do, and of a bias that comes in boxes."""
+        return 4 + self.bias_boxes
 
     @property
     def by_element(self) -> bool:
@@ -142,6 +148,15 @@ class WgmmaBackwardConfig(Config):
         return tile_bytes(self.stream_rows, self.head_dim_v_padded)
 
     @property
+    def bias_panel(self) -> int:
+        return panel_of_bias(self.tile_n)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of one stage of stream_a."""
+        return 2 * self.tile_m * self.tile_n if self.bias_boxes else 0
+
+    @property
     def lse_delta_bytes(self) -> int:
         """Of one stage of stream_a."""
         return 0
@@ -153,13 +168,18 @@ class WgmmaBackwardConfig(Config):
 
     @property
     def dq_part_bytes(self) -> int:
-        """Of what a consumer warpgroup adds to the sums of dQ at a time."""
+        """Of what a consumer warpgroup makes of dQ at a time."""
+        return 0
+
+    @property
+    def dq_stages(self) -> int:
+        """How many of these may be on their way to the sums of dQ."""
         return 0
 
     def barriers(self) -> Barriers:
         counts = [1, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
         parts = self.dq_stages * self.consumers
-        counts += [1, parts, parts] if self.ds_bytes else [0, 0, 0]
+        counts += [int(self.ds_bytes > 0), parts, parts]
         at = [self.shared_plan().barriers]
         for count in counts:
             at.append(at[-1] + 8 * count)
@@ -169,13 +189,14 @@ class WgmmaBackwardConfig(Config):
         own_b = self.own_a_bytes
         stream_a = own_b + self.own_b_bytes
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
-        ds = stream_b + self.stages_b * self.stream_b_bytes
+        bias = stream_b + self.stages_b * self.stream_b_bytes
+        ds = bias + self.stages_a * self.bias_bytes
         dq = ds + 2 * self.ds_bytes
-        lse_delta = dq + self.dq_stages * self.consumers * self.dq_part_bytes
+        lse_delta = dq + max(self.dq_stages, 1) * self.consumers * self.dq_part_bytes
         state = lse_delta + self.stages_a * self.lse_delta_bytes
         barriers = state + 4 * self.STATE_WORDS
         end = barriers + 8 * self.MOST_BARRIERS
-        return SharedPlan(0, own_b, stream_a, stream_b, ds, dq, lse_delta, state, barriers, end)
+        return SharedPlan(0, own_b, stream_a, stream_b, bias, ds, dq, lse_delta, state, barriers, end)
 
 
 @dataclass(frozen=True)
@@ -190,6 +211,7 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     of_dv: bool = True
     members: int = 0
 
+    single: ClassVar[bool] = False  # as of WgmmaFusedConfig
     both_ways: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
@@ -242,22 +264,24 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
-    the parts are added in the order of their keys, so that equal calls give equal bits. lse_first: S begins with
-    -lse / scale instead of 0, as dP does with -delta, so that nothing has to wait for these afterwards; for a scale
-    that is not 0.
+    the parts are added in the order of their keys, so that equal calls give equal bits. single: a tile holds all keys
+    of a head, so that a part is all of dQ, and the block writes it in 16 bits. lse_first: S begins with -lse / scale
+    instead of 0, as dP does with -delta, so that nothing has to wait for these afterwards; for a scale that is not 0.
     """
 
     ordered: bool = True
+    single: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
 
     both_ways: ClassVar[bool] = True
     delta_first: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
+    KEYS: ClassVar[int] = 128  # of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     ABREAST: ClassVar[int] = 128  # about as many key tiles as a GPU works on at a time
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or self.tile_n != 128:
+        if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:
             raise ValueError(f"tiles are of 64 or 128 queries and 128 keys, not {self.tile_m} and {self.tile_n}")
         widest = 64 * self.dq_panels
         if max(self.head_dim, self.head_dim_v) > widest:
@@ -291,7 +315,11 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def dq_part_bytes(self) -> int:
-        return 64 * 64 * 4
+        return 64 * 64 * (2 if self.single else 4)
+
+    @property
+    def dq_stages(self) -> int:
+        return 0 if self.single else 2
 
 
 @dataclass(frozen=True)
@@ -300,6 +328,7 @@ class WgmmaRoundConfig(Config):
 
     head_dim_padded: int = 128
 
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1
     ALIGNMENT: ClassVar[int] = 1024
 
@@ -321,6 +350,7 @@ class WgmmaAddPartsConfig(Config):
     of_dv: bool = True
     members: int = 1
 
+    waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1
     ALIGNMENT: ClassVar[int] = 1024
 

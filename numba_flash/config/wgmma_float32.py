@@ -25,6 +25,9 @@ class WgmmaFloat32Config(TensorConfig):
     whole_program: ClassVar[bool] = True
     counted: ClassVar[bool] = True
     PARTS: ClassVar[int] = 3
+    bias_stages: ClassVar[int] = 0  # a bias is read from global memory
+    bias_bytes: ClassVar[int] = 0
+    bias_panel: ClassVar[int] = 16
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
     # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .forward import L2_BYTES, TensorConfig, tile_bytes
+from .forward import L2_BYTES, TensorConfig, panel_of_bias, tile_bytes
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -34,6 +34,9 @@ class WgmmaConfig(TensorConfig):
 
     cluster: 2 runs two blocks as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of
     every tile of K and V for both, so that L2 is read half as often.
+
+    bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
+    it does not.
     """
 
     stages: int = 2
@@ -43,8 +46,8 @@ class WgmmaConfig(TensorConfig):
     l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
     cluster: int = 1  # type: ignore[misc]
+    bias_stages: int = 0
 
-    tensor_maps: ClassVar[int] = 3  # of q, k and v
     whole_program: ClassVar[bool] = True
     counted: ClassVar[bool] = True
     MOST_KEYS: ClassVar[int] = 256
@@ -66,6 +69,8 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.o_vectorized:
             raise ValueError("o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
+        if self.bias_stages and self.group_size > 1:
+            raise ValueError(f"a bias comes by TMA for tiles of one head, not of {self.group_size}")
         if not 2 <= self.stages <= 4:
             raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         if self.v_parts > 1 or self.head_dim_padded > 256:
@@ -80,6 +85,24 @@ class WgmmaConfig(TensorConfig):
     @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
+
+    @property
+    def tensor_maps(self) -> int:  # type: ignore[override]
+        """Of q, k and v, and of a bias that comes in boxes."""
+        return 3 + self.bias_boxes
+
+    @property
+    def bias_boxes(self) -> bool:  # type: ignore[override]
+        return self.bias_stages > 0
+
+    @property
+    def bias_panel(self) -> int:
+        return panel_of_bias(self.tile_n)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of one stage of a consumer."""
+        return 2 * 64 * self.tile_n
 
     @property
     def o_place(self) -> str:
@@ -102,12 +125,15 @@ class WgmmaConfig(TensorConfig):
         return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, the stages of K, those of V, O's own place, the states of O's rows, barriers and work tiles, and the
-        end are.
+        """Where Q, the stages of K, those of V, those of the bias, O's own place, the states of O's rows, barriers and
+        work tiles, and the end are.
         """
         k_at = self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded)
         v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
-        o_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        bias_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        boxes = self.bias_stages * self.consumers
+        o_at = bias_at + boxes * self.bias_bytes
         row_states_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
         barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
-        return 0, k_at, v_at, o_at, row_states_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+        end = barriers_at + 112 + 32 * self.stages + 4 * 64 + 16 * boxes
+        return 0, k_at, v_at, bias_at, o_at, row_states_at, barriers_at, end

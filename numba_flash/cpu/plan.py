@@ -10,7 +10,7 @@ import numpy as np
 
 from ..problem.forward import Problem
 from ..problem.options import SEEDED as SEEDED_OPTION
-from ..problem.options import Operands
+from ..problem.options import Operands, dropped_steps, kept_count
 from ..problem.ranges import UNBOUNDED
 
 # Element types as the kernel knows them.
@@ -105,8 +105,8 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
-    dropped = p.number(SEEDED_OPTION) or 0.0
-    plan[SEEDED], plan[DROP_BELOW], real[KEPT_COUNT] = p.seeded, round(dropped * 2**32), 1 / (1 - dropped)
+    dropped = dropped_steps(p.number(SEEDED_OPTION) or 0.0)
+    plan[SEEDED], plan[DROP_BELOW], real[KEPT_COUNT] = p.seeded, dropped, kept_count(dropped)
     plan[AUX_POINTER], plan[SEED_POINTER] = AUX, AUX + 1
     size = ITEMSIZES[plan[DTYPE]]
     of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides

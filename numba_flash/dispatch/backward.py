@@ -151,7 +151,7 @@ def prepare(
     key: tuple[Any, ...] = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, wanted, causal,
         window, q_offset, numbers, functions, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
-        optional is not None and given[BIAS] and given[BIAS].pointer % 8 == 0,
+        optional is not None and given[BIAS] and given[BIAS].pointer % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(deterministic), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
@@ -204,7 +204,7 @@ def plan(
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     optional: the layouts of ARRAY_NAMES, and behind them those of aux; None for none at all. bias_aligned: bias begins
-    at a multiple of 8 bytes.
+    at a multiple of 16 bytes.
     """
     options = Options(causal, window, q_offset, numbers, None, functions, layout)
     options = with_layouts(options, list(optional or _NO_OPTIONAL))

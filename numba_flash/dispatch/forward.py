@@ -71,10 +71,11 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
         launch.run(given, work_on)
     else:
         launch.run_with_blocks(given, work_on, blocks)
-    again = find(q, k, v, options, return_lse, kernel) if out is stream is None else None
+    again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
     if again is not None and is_repeatable(launch, q, k, v):
         of_o, of_lse = (problem.o_shape, problem.dtype), (problem.lse_shape, problem.compute_dtype)
-        known = Forward.of(launch, q, like.layout, of_o, of_lse if return_lse else None, options, kernel)
+        layouts = [array.layout for array in (*given[:3], o)]
+        known = Forward.of(launch, q, layouts, of_o, of_lse if return_lse else None, options, kernel)
         remember(_plans, again[0], known)
     if lse is None:
         return arrays.give(like, o)
@@ -82,26 +83,38 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
 
 
 def find(
-    q: Any, k: Any, v: Any, options: Given, return_lse: Any, kernel: Any
+    q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, kernel: Any
 ) -> tuple[Any, Addresses, bool, Forward | None] | None:
-    """Of a call that may be like one before its key, the addresses of q, k and v, whether their library is to know of
-    it, and what such a call does, if `run` has made one. None for other calls."""
+    """Of a call that may be like one before its key, the addresses of q, k, v and, if given, out, whether their library
+    is to know of it, and what such a call does, if `run` has made one. None for other calls."""
     family = arrays.one_go.get(type(q))
     if family is None:
         return None
     read, asked = family.facts(q, k, v), key_of_options(options)
     if read is None or asked is None:
         return None
+    addresses: Addresses
     addresses, facts, recorded = read
     every = addresses[0] | addresses[1] | addresses[2]
+    of_out: Any = None
+    if out is not None:
+        written = family.facts_of_output(out) if type(out) is type(q) and not recorded else None
+        if written is None:
+            return None
+        address, of_out = written
+        every |= address
+        addresses = (*addresses, address)
     if every & 7:
         return None
     wants_lse = True if recorded else return_lse  # which the backward reads
-    key = facts, asked, wants_lse, type(wants_lse), kernel, every % 16
+    key = facts, of_out, asked, wants_lse, type(wants_lse), kernel, every % 16
     try:
-        return key, addresses, recorded, _plans.get(key)  # type: ignore[return-value]
+        known: Any = _plans.get(key)
     except TypeError:  # unhashable
         return None
+    if known is not None and out is not None and known.overlaps(addresses):
+        return None  # `prepare` says which input it shares memory with
+    return key, addresses, recorded, known
 
 
 def prepare(
@@ -140,7 +153,7 @@ def prepare(
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key: tuple[Any, ...] = (
         q.layout, k.layout, v.layout, others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
-        stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 8 == 0,
+        stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 16 == 0,
         # 1 and True are equal as keys, but only one of them is a causal=
         type(q_offset), type(causal), type(return_lse), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
@@ -180,7 +193,7 @@ def plan(
     """All that follows from layouts and options, so that the plan of a call seen before is looked up.
 
     others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
-    begins at a multiple of 8 bytes.
+    begins at a multiple of 16 bytes.
     """
     o, lse, *more = others or _NO_OTHERS
     options = with_layouts(Options(causal, window, q_offset, numbers, None, functions, layout), more)

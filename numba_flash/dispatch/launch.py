@@ -148,14 +148,18 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
 Maps = Sequence[tuple[int, TensorMap]]
 
 
-def on_gpu(config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = ()) -> Launch:
+def on_gpu(
+    config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
+) -> Launch:
     """One kernel on the GPU, or in the simulator; it runs on the arrays that PARAMETERS names, in that order.
 
-    maps: (which array, the tensor map of it that the kernel takes) in the kernel's order.
+    maps: (which array, the tensor map of it that the kernel takes) in the kernel's order. behind: one of the same
+    sequence is always launched before it. If its Config says that it waits, it may start before that one has ended.
     """
+    behind = behind and config.waits
     if target.simulated:
-        return _Simulated(config, blocks, values, maps)
-    return _OnGpu(config, target, blocks, values, maps)
+        return _Simulated(config, blocks, values, maps, behind)
+    return _OnGpu(config, target, blocks, values, maps, behind)
 
 
 class _ByAddresses(Launch):
@@ -172,6 +176,7 @@ def addresses_of(operands: Given) -> Addresses:
 
 class _OnGpu(_ByAddresses):
     __slots__ = (
+        "_behind",
         "_blocks",
         "_config",
         "_constants",
@@ -183,8 +188,10 @@ class _OnGpu(_ByAddresses):
         "_target",
     )
 
-    def __init__(self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps) -> None:
-        self._config, self._target, self._blocks, self._maps = config, target, blocks, maps
+    def __init__(
+        self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+    ) -> None:
+        self._config, self._target, self._blocks, self._maps, self._behind = config, target, blocks, maps, behind
         taken = parameters_of(config).arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
@@ -196,7 +203,8 @@ class _OnGpu(_ByAddresses):
         if self._counted:
             tile_counters.prepare(self._target.device)
         # one for all problems of this kernel
-        self._launcher = _loaded(self._config, self._target, self._pointers, len(self._maps), len(self._constants))
+        parameters = self._pointers, len(self._maps), len(self._constants)
+        self._launcher = _loaded(self._config, self._target, *parameters, self._behind)
         return self._launcher
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
@@ -215,17 +223,17 @@ PREPARED = 16  # for how many sets of arrays a launch keeps its parameters, abou
 
 
 @functools.cache
-def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int) -> Launcher:
+def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int, behind: bool) -> Launcher:
     kernel = compiled(config, target.device, target.cc or (0, 0))
     name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
-    return Launcher(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants)
+    return Launcher(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants, behind)
 
 
 class _Simulated(Launch):
-    __slots__ = ("_arguments", "_config")
+    __slots__ = ("_arguments", "_behind", "_config")
 
-    def __init__(self, config: AnyConfig, blocks: int, values: Values, maps: Maps) -> None:
-        self._config, self._arguments = config, (blocks, values, maps)
+    def __init__(self, config: AnyConfig, blocks: int, values: Values, maps: Maps, behind: bool) -> None:
+        self._config, self._arguments, self._behind = config, (blocks, values, maps), behind
 
     def run(self, operands: Given, stream: int) -> None:
         from ..ptx.sim.launch import run
@@ -239,7 +247,7 @@ class _Simulated(Launch):
             operands = (*operands, counter)
         arrays_of_kernel = tuple_class("arrays", parameters_of(config).arrays)
         taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
-        run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster)
+        run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster, self._behind)
 
 
 class WarnsIfSlow(Launch):

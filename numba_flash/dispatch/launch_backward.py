@@ -109,7 +109,7 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
                 made["dk_sums"] = (rows_of_parts * config.head_dim_padded,), "float32"
             if config.of_dv:
                 made["dv_sums"] = (rows_of_parts * config.head_dim_v_padded,), "float32"
-        if isinstance(config, WgmmaFusedConfig):
+        if isinstance(config, WgmmaFusedConfig) and not config.single:
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
             made["dq_sums"] = (tiles * config.tile_m * config.head_dim_padded,), "float32"
@@ -135,11 +135,12 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     """The kernels of one backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
     every = backward_arrays(problem)
-    steps = []
+    steps: list[Step] = []
     for config, blocks in configs:
         if blocks:
             values = _values(config, problem)
-            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem))
+            behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
+            launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem), behind)
             steps.append(Step.of(config, launch, values, every, BACKWARD_WORKSPACE))
     used = {number for step in steps for number in step.taken}
     shapes = workspace(choice.configs, problem)

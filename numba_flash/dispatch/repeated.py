@@ -1,9 +1,10 @@
-"""A call like one before, the short way: torch tensors and plain options, whose plan is a launch by addresses.
+"""A call like one before, the short way: arrays of NumPy, CuPy or torch and plain options, whose plan is a launch by
+addresses.
 
 `prepare` makes an Array of whatever a call may be given, and a key of their Layouts. A tiny problem spends more time
-there than in the kernel. So `forward.find` and `backward.find` read all tensors in one go (arrays/one_go.py), and look
+there than in the kernel. So `forward.find` and `backward.find` read all arrays in one go (arrays/one_go.py), and look
 up, in the memo that has the plans too, what `run` has kept of a call with the same facts: how its results are made and
-what starts its launch. Where that is not there, or the call has more than tensors and plain options, `run` prepares it.
+what starts its launch. Where that is not there, or the call has more than these, `run` prepares it.
 """
 
 from collections.abc import Callable
@@ -63,28 +64,51 @@ class Forward(NamedTuple):
     make_o: Callable[[Any], Any]
     make_lse: Callable[[Any], Any] | None
     address: Callable[[Any], int]  # of what these make
+    note_writing: Callable[[Any], None] | None
     device: _Device | None
     options: Options
     kernel: Any
+    bounds: tuple[tuple[int, int], ...]  # the bytes that q, k, v and o cover, from where each begins
 
     @staticmethod
-    def of(launch: Launch, q: Any, layout: Layout, o: Made, lse: Made | None, options: Any, kernel: Any) -> "Forward":
-        """layout: of q; o, lse: their shapes and dtypes."""
-        family = arrays.one_go[type(q)]
+    def of(
+        launch: Launch, q: Any, layouts: list[Layout], o: Made, lse: Made | None, options: Any, kernel: Any
+    ) -> "Forward":
+        """layouts: of q, k, v and o; o, lse: their shapes and dtypes."""
+        family, layout = arrays.one_go[type(q)], layouts[0]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
         given = Options(*options)
         given = given._replace(window=given.window and window_sides(given.window))  # a list might be changed
-        return Forward(launch.shortest(), *makers, family.address, _Device.of(family, layout), given, kernel)
+        bounds = tuple([each.byte_bounds for each in layouts])
+        own = launch.shortest(), *makers, family.address, family.note_writing
+        return Forward(*own, _Device.of(family, layout), given, kernel, bounds)
 
-    def run(self, q: Any, addresses: Addresses) -> tuple[Any, Any]:
-        """o, and lse or None."""
-        start, make_o, make_lse, address, device, _, _ = self
-        o = make_o(q)
+    def overlaps(self, addresses: Addresses) -> bool:
+        """Whether an input's first or last byte lies inside out, or the other way round. addresses: of q, k, v, out."""
+        q, k, v, (low, high) = self.bounds
+        at_q, at_k, at_v, at = addresses
+        low, high = at + low, at + high
+        return (
+            (low < at_q + q[1] and at_q + q[0] < high)
+            or (low < at_k + k[1] and at_k + k[0] < high)
+            or (low < at_v + v[1] and at_v + v[0] < high)
+        )
+
+    def run(self, q: Any, addresses: Addresses, out: Any = None) -> tuple[Any, Any]:
+        """o, and lse or None. addresses: of q, k, v and, if given, out."""
+        start, make_o, make_lse, address, note_writing, device, _, _, _ = self
+        if out is None:
+            o = make_o(q)
+            addresses = (*addresses, address(o))
+        else:
+            o = out
+            if note_writing is not None:
+                note_writing(o)
         if make_lse is None:
-            lse, every = None, (*addresses, address(o), 0, *NO_OPTIONS)
+            lse, every = None, (*addresses, 0, *NO_OPTIONS)
         else:
             lse = make_lse(q)
-            every = (*addresses, address(o), address(lse), *NO_OPTIONS)
+            every = (*addresses, address(lse), *NO_OPTIONS)
         if device is None:
             start(every)
         else:

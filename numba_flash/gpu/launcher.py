@@ -20,6 +20,7 @@ from ..select.tensor_maps import TensorMap, encode
 
 # CUDA driver API, cuLaunchKernel: `extra` is a list of these words and what each announces.
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2
+CONFIGS = 1000  # kept of one kernel: streams and shapes that change with every call must not pile up
 LEGACY_DEFAULT_STREAM = 1  # 0 is this one too, unless cuda.bindings is told otherwise by the environment
 
 
@@ -34,11 +35,13 @@ class Launcher:
 
     __slots__ = (
         "_buffer",
+        "_configs",
         "_device",
         "_driver",
         "_function",
         "_layout",
         "_name",
+        "_serialization",
         "_several_devices",
         "_shared_bytes",
         "_size",
@@ -55,8 +58,10 @@ class Launcher:
         pointers: int,
         maps: int,
         constants: int,
+        behind: bool = False,
     ) -> None:
-        """pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars."""
+        """pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars; behind:
+        each launch may start before the kernel before has ended, for which it waits itself (ptx/griddepcontrol.py)."""
         from cuda.bindings import driver
 
         self._driver, self._name, self._device = driver, name, device
@@ -73,6 +78,9 @@ class Launcher:
         # the five words of `extra` and the size that one of them points to; then the parameters
         self._layout = struct.Struct(f"<6Q{first}x{f'{MAP_SIZE}s' * maps}{pointers}Q{constants}s")
         self._buffer: Any = ctypes.c_char * self._layout.size
+        self._serialization = _serialization(driver) if behind else None
+        # (stream, blocks) -> the driver's object that says both. It is never changed: another thread may be launching
+        self._configs: dict[tuple[int, int], Any] = {}
 
     def parameters(self, addresses: Sequence[int], maps: Sequence[tuple[int, TensorMap]], scalars: bytes) -> Any:
         """What `launch` takes, to be used as often as wanted: a launch copies it and changes nothing.
@@ -99,11 +107,26 @@ class Launcher:
             )
 
     def _launch_here(self, parameters: Any, stream: int, blocks: int) -> Any:
+        if self._serialization is not None:
+            config = self._configs.get((stream, blocks)) or self._config(stream, blocks)
+            (error,) = self._driver.cuLaunchKernelEx(config, self._function, None, ctypes.addressof(parameters))
+            return error
         (error,) = self._driver.cuLaunchKernel(
             self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
             _streams.get(stream) or _stream(stream), None, ctypes.addressof(parameters),
         )  # fmt: skip
         return error
+
+    def _config(self, stream: int, blocks: int) -> Any:
+        if len(self._configs) >= CONFIGS:
+            self._configs.clear()
+        made = self._driver.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ = blocks, 1, 1
+        made.blockDimX, made.blockDimY, made.blockDimZ = self._threads, 1, 1
+        made.sharedMemBytes, made.hStream = self._shared_bytes, _streams.get(stream) or _stream(stream)
+        made.attrs, made.numAttrs = [self._serialization], 1
+        self._configs[stream, blocks] = made
+        return made
 
     def _launch_there(self, parameters: Any, stream: int, blocks: int) -> Any:
         """With the kernel's device current, and afterwards the one that was."""
@@ -117,6 +140,14 @@ class Launcher:
         if not none:
             Device(int(current)).set_current()
         return error
+
+
+def _serialization(driver: Any) -> Any:
+    """The launch attribute that lets a kernel start before the one before it in its stream has ended."""
+    made = driver.CUlaunchAttribute()
+    made.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    made.value.programmaticStreamSerializationAllowed = 1
+    return made
 
 
 # address -> the driver's object, which the binding would make in each launch

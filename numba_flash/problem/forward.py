@@ -115,7 +115,7 @@ class Problem:
         q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
         return_lse: Any = False, aligned: bool = True, bias_aligned: bool = False,
     ) -> "Problem":  # fmt: skip
-        """Check a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 8 bytes."""
+        """Check a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16 bytes."""
         causal, layout = options.causal, options.layout
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')

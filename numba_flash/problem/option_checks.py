@@ -23,6 +23,7 @@ class OptionArray(NamedTuple):
     dtype: str
     strides: tuple[int, ...]  # in elements; 0 in dimensions that it is broadcast in
     pairs: bool = False  # of bias: keys 2 i and 2 i + 1 are one read, side by side at a multiple of their size
+    boxes: bool = False  # of bias in 16 bits: it has rows, which TMA can fetch
 
 
 class AuxArray(NamedTuple):
@@ -105,8 +106,12 @@ def option_array(
     option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int], bias_aligned: bool
 ) -> OptionArray:
     strides = _strides(option, array, q_dtype, sizes)
-    pairs = option.name == "bias" and bias_aligned and sizes[3] % 2 == 0 and strides[3] == 1
-    return OptionArray(option.name, array.dtype, strides, pairs and not any(stride % 2 for stride in strides[:3]))
+    if option.name != "bias" or not bias_aligned or strides[3] != 1:
+        return OptionArray(option.name, array.dtype, strides)
+    pairs = sizes[3] % 2 == 0 and not any(stride % 2 for stride in strides[:3])
+    by_16_bytes = all(stride % 8 == 0 and 0 <= stride < 2**39 for stride in strides[:3])
+    boxes = array.dtype in ("float16", "bfloat16") and by_16_bytes and strides[2] > 0
+    return OptionArray(option.name, array.dtype, strides, pairs, boxes)
 
 
 def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:

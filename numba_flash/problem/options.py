@@ -53,6 +53,19 @@ NUMBERS = tuple(option.name for option in _NUMBERS)
 SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # that every kernel takes
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
 (SEEDED,) = (option.name for option in OPTIONS if option.seeded)
+DROP_STEPS = 2**16  # a weight's random number is one of so many
+
+
+def dropped_steps(dropout_p: float) -> int:
+    """Below which random number a weight is dropped: a probability is a multiple of 1 / DROP_STEPS, less than 1."""
+    return min(round(dropout_p * DROP_STEPS), DROP_STEPS - 1)
+
+
+def kept_count(dropped: int) -> float:
+    """How often the other weights count then, so that the expected output stays."""
+    return DROP_STEPS / (DROP_STEPS - dropped)
+
+
 NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, which each call compares with
 
 

@@ -22,6 +22,7 @@ if _numba_config.ENABLE_CUDASIM:
         cvt,
         elect,
         fence,
+        griddepcontrol,
         ld_st,
         ldmatrix,
         mbarrier,
@@ -47,6 +48,7 @@ else:
         cvt,
         elect,
         fence,
+        griddepcontrol,
         ld_st,
         ldmatrix,
         mbarrier,
@@ -64,7 +66,7 @@ else:
     )
 
 __all__ = [
-    "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "ld_st", "ldmatrix",
-    "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma", "vote",
-    "wgmma",
+    "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "griddepcontrol", "ld_st",
+    "ldmatrix", "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma",
+    "vote", "wgmma",
 ]  # fmt: skip

@@ -32,6 +32,8 @@ from ..problem.options import (
     Operands,
     Option,
     daux_name,
+    dropped_steps,
+    kept_count,
 )
 from ..problem.ranges import UNBOUNDED
 from . import tile_states
@@ -164,7 +166,7 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_fused": _with_arrays(
-        _tensor_backward(("dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
+        _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS), "turns", "dq_sums", "dk_sums", "dv_sums"
     ),
     "wgmma_add_parts": _with_arrays(
         _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"
@@ -361,8 +363,8 @@ def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
-    dropped = p.number(SEEDED) or 0.0
-    sizes[DROP_BELOW], score[KEPT_COUNT] = round(dropped * 2**32), number(1 / (1 - dropped))
+    sizes[DROP_BELOW] = dropped_steps(p.number(SEEDED) or 0.0)
+    score[KEPT_COUNT] = number(kept_count(sizes[DROP_BELOW]))
     return dict(strides=strides, sizes=sizes, score=score)
 
 
@@ -402,6 +404,8 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
         box = (64, config.tile_n // config.cluster, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
+    if config.bias_boxes:
+        maps.append(_bias_map(config, p, 64, 0))
     return tuple(maps)
 
 
@@ -425,4 +429,21 @@ def backward_tensor_maps(config: Any, problem: "BackwardProblem") -> tuple[tuple
         shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
         made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
         maps.append((operand if rows else present, made))
+    if config.bias_boxes:
+        maps.append(_bias_map(config, p, config.tile_m, present))
     return tuple(maps)
+
+
+def _bias_map(config: Any, problem: Problem, queries: int, present: int) -> tuple[int, TensorMap]:
+    """Of a bias that comes in boxes of so many queries. Where it is broadcast it has one entry, or one head. present:
+    an array that is not empty."""
+    p, bias = problem, problem.array("bias")
+    assert bias is not None
+    by_batch, by_head, by_row, _ = bias.strides
+    heads, batch = p.heads if by_head else 1, p.batch if by_batch else 1
+    strides = (2 * by_row, 2 * by_head, 2 * by_batch)
+    empty = 0 in (p.seqlen_k, p.seqlen_q)
+    shape = (1, 1, 1, 1) if empty else (p.seqlen_k, p.seqlen_q, heads, batch)
+    box = (config.bias_panel, queries, 1, 1)
+    operand = present if empty else parameters_of(config).arrays.index("bias")
+    return operand, TensorMap(bias.dtype, shape, strides, box, swizzle_bytes=2 * config.bias_panel)

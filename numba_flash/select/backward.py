@@ -7,7 +7,7 @@ from ..config.backward import BackwardConfig, MmaBackwardConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
-from .arguments import backward_tensor_maps
+from .arguments import backward_tensor_maps, parameters_of
 from .backward_kernels import kernels_of, wgmma_configs
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
@@ -84,5 +84,5 @@ def _no_tma(problem: BackwardProblem, target: Target) -> str | None:
         for operand, tensor_map in backward_tensor_maps(config, problem):
             reason = fits(tensor_map)
             if reason is not None:
-                return f"{('q', 'k', 'v', 'do')[operand]} cannot be fetched by TMA: {reason}"
+                return f"{parameters_of(config).arrays[operand]} cannot be fetched by TMA: {reason}"
     return None

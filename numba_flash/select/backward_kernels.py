@@ -29,6 +29,7 @@ from ..problem.options import HEAD_GRADIENTS, changes_scores
 from . import tiles
 from .backward_shared import (
     apart_or_together,
+    bias_boxes_of,
     bias_pairs_of,
     delta_config,
     features_of,
@@ -186,7 +187,8 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     halved = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in halved]
     own = with_what_goes_before([*halved, *_dbias(problem, target)], target)
     own += _add_parts(problem, halved)
-    return (preprocess_config(problem, target), *own, *head_sums(problem, target, of_blocks=True))
+    start = dataclasses.replace(preprocess_config(problem, target), early=True)
+    return (start, *own, *head_sums(problem, target, of_blocks=True))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -225,12 +227,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
     the line to pass. Without an order there is no line. Under a mask parts of a group are heads of their own. The
     number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come in batches.
+    Where all keys are one tile there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
         return False
-    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512 or _one_key_tile(problem):
         return True
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
@@ -238,6 +241,11 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     if problem.deterministic and long_line:
         return False
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
+
+
+def _one_key_tile(problem: BackwardProblem) -> bool:
+    """Whether a tile of the one kernel holds all keys of a head. Without a key no block would write dQ."""
+    return 0 < problem.forward.seqlen_k <= WgmmaFusedConfig.KEYS
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -275,11 +283,13 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    features |= dict(ordered=problem.deterministic, lse_first=problem.forward.number("scale") != 0)
+    single = _one_key_tile(problem)
+    features |= dict(ordered=problem.deterministic or single, single=single)
+    features |= dict(lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if single else fused.tile_m, early=True)
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=fused.tile_m)
-    return (start, fused, rounds, *_add_parts(problem, [fused]))
+    return (start, fused, *([] if single else [rounds]), *_add_parts(problem, [fused]))
 
 
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:
@@ -317,7 +327,7 @@ def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
 def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBackwardConfig]:
     made: list[WgmmaBackwardConfig] = []
     for part in apart_or_together(problem, row.apart):
-        features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
+        features = features_of(problem) | bias_boxes_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:
             features["stages_b"] = 2  # dV alone needs less memory than dK
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
@@ -325,7 +335,7 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
-    return [WgmmaDqConfig(**features_of(problem), **bias_pairs_of(problem), **columns(row), kernel="wgmma_dq")]
+    return [WgmmaDqConfig(**features_of(problem), **bias_boxes_of(problem), **columns(row), kernel="wgmma_dq")]
 
 
 def _fitting(

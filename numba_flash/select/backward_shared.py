@@ -36,6 +36,12 @@ def bias_pairs_of(problem: BackwardProblem) -> dict[str, Any]:
     return dict(bias_pairs=bias is not None and bias.pairs)
 
 
+def bias_boxes_of(problem: BackwardProblem) -> dict[str, Any]:
+    """As bias_pairs_of, for kernels that can fetch it by TMA."""
+    bias = problem.forward.array("bias")
+    return bias_pairs_of(problem) | dict(bias_boxes=bias is not None and bias.boxes)
+
+
 def apart_or_together(problem: BackwardProblem, apart: bool) -> list[list[str]]:
     """Which of dK and dV each kernel computes."""
     wanted: list[str] = [name for name in ("dk", "dv") if name in problem.wanted]
@@ -72,8 +78,10 @@ def _by_element(problem: BackwardProblem) -> str:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
         return "hidden"
-    used = dict(forward.uses)
+    used, bias = dict(forward.uses), forward.array("bias")
     others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
+    if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
+        return "boxed"
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
         return "all"
     return "read" if kinds == {"read"} and not changes_scores(others) else "some"

@@ -16,7 +16,7 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_scores
 from ..problem.strides import Strides
-from .arguments import tensor_maps
+from .arguments import parameters_of, tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import TENSOR, check_request, choose, no_gpu
 from .tensor_maps import fits
@@ -105,10 +105,11 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         if reason is not None:
             return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
-        for index, tensor_map in tensor_maps(next(_candidates(name, problem, target)), problem):
+        config = next(_candidates(name, problem, target))
+        for index, tensor_map in tensor_maps(config, problem):
             reason = fits(tensor_map)
             if reason is not None:
-                return f"{'qkv'[index]} cannot be fetched by TMA: {reason}"
+                return f"{parameters_of(config).arrays[index]} cannot be fetched by TMA: {reason}"
     return None
 
 
@@ -170,9 +171,11 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
         if row.tile_m == 192 and (features["scores_finished"] or _reads_scores(problem)) and 128 % group == 0:
             features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
         features["tile_n"] = min(row.tile_n, _most_keys(problem))
-        # A place for O, where no buffer of Q is free for it and there is room.
-        for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
-            yield WgmmaConfig(**features, o_buffer=o_buffer)
+        # A place for O, where no buffer of Q is free for it and there is room; behind that for a bias.
+        bias = problem.array("bias")
+        for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
+            for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
+                yield WgmmaConfig(**features, o_buffer=o_buffer, bias_stages=bias_stages)
 
 
 def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Config]:

@@ -84,7 +84,8 @@ def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
     q, k = heads_first(case, case.q), heads_first(case, case.k)
     offsets = _positions(case)[:, :1].sum(1)  # 0 without queries
     kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[SEEDED], case.options["seed"], offsets)
-    return kept * like.dtype.type(1 / (1 - case.options[SEEDED]))
+    dropped = min(round(case.options[SEEDED] * 2**16), 2**16 - 1) / 2**16
+    return kept * like.dtype.type(1 / (1 - dropped))
 
 
 def sinks_of(case: Case) -> np.ndarray:

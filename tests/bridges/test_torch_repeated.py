@@ -277,3 +277,27 @@ def test_no_more_is_kept_than_so_many(monkeypatch, prepared):
     for length in range(1, 12):
         numba_flash.attention(*tensors(*((1, 1, length, 8),) * 3))
         assert len(dispatch._plans) <= 6
+
+
+def test_a_known_call_notes_that_out_was_written(known):
+    q, k, v = known
+    out = torch.empty_like(q)
+    for turn in range(3):
+        before = out._version
+        assert numba_flash.attention(q, k, v, out=out) is out
+        assert out._version == before + 1, turn
+    w = torch.ones_like(q).requires_grad_()
+    y = (w * out).sum()
+    numba_flash.attention(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_out_that_requires_grad_is_refused_in_a_known_call(known):
+    q, k, v = known
+    for _ in range(2):
+        numba_flash.attention(q, k, v, out=torch.empty_like(q))
+    with pytest.raises((NotImplementedError, ValueError), match="out"):
+        numba_flash.attention(q, k, v, out=torch.empty_like(q).requires_grad_())
+    with pytest.raises(ValueError, match="shares memory with q"):
+        numba_flash.attention(q, k, v, out=q)

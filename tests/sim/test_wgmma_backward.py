@@ -20,7 +20,10 @@ from contract_backward import (  # noqa: F401
 )
 
 from numba_flash import testing
+from numba_flash.arrays import making
 from numba_flash.kernels.steps import recompute_queries
+from numba_flash.ptx import griddepcontrol
+from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import tiles
 
@@ -73,6 +76,51 @@ def test_one_kernel_for_all_gradients(
     assert all(np.isfinite(x).all() for x in gradients[:3])
 
 
+@pytest.fixture
+def one_kernel(monkeypatch, nothing_remembered):
+    """It is taken, and what nobody writes of a gradient is 7."""
+
+    def filled(like, layout):
+        made = making._empty_numpy(like, layout)
+        made.owner[...] = 7
+        return made
+
+    monkeypatch.setitem(making._MAKERS, "numpy", filled)
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+
+
+# Tiles of 128 queries, or from head_dim 65 on of 64, whose dQ two warpgroups write, each a panel. Rows of 16 bytes and
+# others, heads of a group, queries that see nothing: some, a whole tile of them, or all of an entry.
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "options"),
+    [
+        (135, 100, 2, 1, 40, {}), (70, 128, 1, 1, 69, {}), (40, 128, 2, 2, 64, dict(causal=True)),
+        (70, 33, 3, 1, 72, dict(causal=True)), (200, 33, 2, 1, 128, dict(causal=True, q_offset=-110)),
+        (150, 60, 1, 1, 8, dict(window=(20, 5), q_offset=-130)), (70, 60, 1, 1, 8, dict(scale=0.0)),
+        (20, 60, 2, 2, 24, dict(scale=-1.5, seqlens_k=np.array([60, 0], np.int32))),
+    ],
+    ids=["128 queries", "64 queries", "causal", "causal group", "tiles without keys", "window", "scale 0", "no keys"],
+)  # fmt: skip
+def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel):
+    batch = 2 if "seqlens_k" in options else 1
+    case = rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    assert all(np.isfinite(x).all() for x in rung.check(case, **options)[:3])
+
+
+def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
+    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
+    rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
+
+
+# Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.
+@pytest.mark.parametrize(("seqlen_q", "head_dim", "column"), [(135, 40, 3), (70, 100, 3), (70, 100, 90)])
+def test_one_tile_of_keys_that_meets_nan(rung, seqlen_q, head_dim, column, one_kernel):
+    case = rung.problem(seqlen_q, 24, batch=1, heads=2, heads_kv=1, head_dim=head_dim)
+    case.k[0, 0, 20, column], case.v[0, 0, 22, 0] = np.inf, np.nan
+    dq = rung.check(case, causal=True, q_offset=24 - seqlen_q)[0]
+    assert np.isfinite(dq[:, :, :-4]).all() and np.isnan(dq[:, :, -2:]).any(-1).all()
+
+
 def test_plain_scores_of_groups(rung):
     rung.check(rung.problem(20, 70, batch=1, heads=4, heads_kv=2, head_dim=68), causal=True)
 
@@ -94,6 +142,16 @@ def test_blocks_that_share_a_group(rung, members, form, monkeypatch, nothing_rem
     case.options |= dict(causal=True, seqlens_k=np.array([135, 131], np.int32))
     made = rung.check(case)
     assert np.isnan(made[1]).any() and np.isfinite(made[1][0]).all() and np.isfinite(made[2]).all()
+
+
+@pytest.mark.parametrize("form", ["one kernel", "one tile", "two kernels", "parts"])
+def test_kernels_wait_for_those_before_them(rung, form, monkeypatch, nothing_remembered):
+    """Else the simulator says so: they are launched to start before these have ended."""
+    monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form.startswith("one"))
+    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: int(form == "parts"))
+    with pytest.raises(InstructionError, match=r"before griddepcontrol\.wait: the kernel before may still run"):
+        rung.check(rung.problem(20, 90 if form == "one tile" else 140, batch=1, heads=2, heads_kv=1, head_dim=8))
 
 
 def test_keys_past_the_end_may_be_anything(rung, monkeypatch):

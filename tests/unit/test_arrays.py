@@ -319,7 +319,8 @@ def test_memory_is_taken_for_the_stream_that_is_worked_on(current, stream, while
 
     cuda = Stream(
         Device=current_as, ExternalStream=ExternalStream, Stream=Stream(null=current_as("null")),
-        runtime=Stream(getDevice=lambda: 0), get_current_stream=lambda device: Stream(ptr=current),
+        runtime=Stream(getDevice=lambda: 0, getDeviceCount=lambda: 2),
+        get_current_stream=lambda device: Stream(ptr=current),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", Stream(cuda=cuda, ndarray=ndarray))
     like = arrays.Array(4096, arrays.Layout("cupy", 0, (3,), (4,), 1, "float32", False), None)

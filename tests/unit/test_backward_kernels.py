@@ -19,6 +19,7 @@ from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfi
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
+from numba_flash.dispatch import launch_backward
 from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -144,6 +145,31 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
     assert [config.kernel for config in made_by(without, HOPPER)] == names
     alone = dataclasses.replace(made, wanted=("dbias",))
     assert [config.kernel for config in made_by(alone, HOPPER)] == [names[0], "mask_bits", "mma_dbias"]
+
+
+# Rows of 500 keys, at multiples of 16 bytes. By TMA alone, a bias takes the fewest registers.
+@pytest.mark.parametrize(
+    ("options", "boxes", "streams"),
+    [
+        ({}, True, (128, 128)),
+        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (128, 128)),
+        (dict(softcap=3.0), True, (64, 64)),
+        (dict(mask=empty(300, 500, dtype="bool")), True, (96, 64)),
+        (dict(bias_aligned=False), False, (96, 64)),
+    ],
+)
+def test_when_a_bias_comes_by_tma(options, boxes, streams):
+    bias = empty(300, 500, dtype="float16", strides=(504, 1))
+    made = problem(dtype="float16", **dict(bias=bias, bias_aligned=True) | options)
+    own = [config for config in wgmma_configs(made, HOPPER) if config.kernel in ("wgmma_dkdv", "wgmma_dq")]
+    assert [config.bias_boxes for config in own] == [boxes] * 2
+    assert tuple(config.stream_rows for config in own) == streams
+    assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
+    maps = [arguments.backward_tensor_maps(config, made) for config in own]
+    fetched = [
+        arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
+    ]
+    assert fetched == (["bias"] if boxes else ["do"]) * 2
 
 
 def test_what_mma_dbias_is_compiled_for():
@@ -548,8 +574,13 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
     assert kernels(72) == kernels(80) == two and "wgmma_fused" not in kernels(136)
-    # Few blocks, a long line of them, or queries of one tile of keys.
-    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=77) == two
+    # Few blocks, or a long line of them.
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
+    # One tile of keys, whose block writes dQ itself.
+    assert kernels(seqlen_k=77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
+    of_group = dict(heads=32, heads_kv=4, seqlen_k=77, causal=True)
+    assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
+    assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
     assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
@@ -560,7 +591,7 @@ def test_when_one_kernel_takes_all_gradients():
     # Without an order there is no line.
     assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
     # Short sequences, of which there are many.
-    assert kernels(heads=1, seqlen_q=512, seqlen_k=100) == one and kernels(heads=1, seqlen_q=513) == two
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=513) == two
     assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
@@ -618,6 +649,22 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
 
 
+def test_one_tile_of_keys_takes_no_workspace_for_dq():
+    """A key is there, or no block would write that dQ is 0."""
+    for seqlen_k, single in ((0, False), (1, True), (128, True), (129, False)):
+        arrays = {name: empty(1, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
+        arrays |= {name: empty(1, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
+        made = problem(64, dtype="float16", **arrays, lse=empty(1, 2, 100, dtype="float32"))
+        choice = select_backward(made, HOPPER, "wgmma", "cupy")
+        start, fused = choice.configs[:2]
+        assert fused.single == single and fused.ordered and start.turns_of == (0 if single else 128)
+        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == single
+        plan = fused.shared_plan()
+        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if single else 2 * 4)
+        assert fused.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + (0 if single else 8))
+        assert grid(fused, made) == 2 * -(-seqlen_k // 128)
+
+
 def test_only_sums_of_equal_calls_have_an_order():
     made = {}
     for deterministic in (True, False):
@@ -638,6 +685,25 @@ def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatc
 def test_where_shared_memory_begins_is_said_to_the_assembler():
     fused = WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128)
     assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(fused, (9, 0))
+
+
+def may_start_early(made):
+    """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
+    choice = select_backward(made, HOPPER, "wgmma", "cupy")
+    sequence = launch_backward.make_backward_launch(choice, made, HOPPER)
+    return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
+
+
+def test_kernels_that_wait_may_start_early_behind_one_that_is_always_launched():
+    of, start = may_start_early, [("backward_preprocess", False)]
+    assert of(problem(dtype="float16")) == [*start, ("wgmma_fused", True), ("wgmma_round", True)]
+    mask = empty(300, 500, dtype="bool")
+    both = [("mask_bits_of_keys", False), ("wgmma_dkdv", True), ("mask_bits", False), ("wgmma_dq", True)]
+    assert of(problem(dtype="float16", mask=mask)) == [*start, *both]
+    sinks = dict(sinks=empty(2, dtype="float16"), wanted=("dk", "dsinks"))
+    assert of(problem(dtype="float16", **sinks)) == [*start, ("wgmma_dkdv", True), ("dsinks_of_blocks", False)]
+    states = of(problem(dtype="float16", mask_mod=Function.of("mask_mod", earlier)))
+    assert states[0] == start[0] and [x for x in states if x[1]] == [("wgmma_dkdv", True), ("wgmma_dq", True)]
 
 
 # One each of what TMA and the table do not take.

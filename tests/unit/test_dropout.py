@@ -23,16 +23,16 @@ def backward_rung(request):
 
 
 def words(counter, key):
-    """The four words of one counter, from masks: by bisection of the p at which each begins to be dropped."""
+    """The four words of one counter, from masks: by bisection of the p at which each half begins to be dropped."""
     keys, q_pos, h, b = counter
-    found = np.zeros(4, np.int64)
-    for bit in reversed(range(32)):
-        for place in range(4):
-            p = (int(found[place]) + 2**bit) / 2**32
-            k_pos = (keys >> 3 << 5) + (keys & 7) + 8 * place
+    found = np.zeros((4, 2), np.int64)  # the lower and the upper half of each
+    for bit in reversed(range(16)):
+        for place, odd in np.ndindex(4, 2):
+            p = (int(found[place, odd]) + 2**bit) / 2**16
+            k_pos = (keys >> 2 << 5) + 2 * (keys & 3) + 8 * place + odd
             mask = dropout_mask((b + 1, h + 1, 1, k_pos + 1), p, key, q_pos)
-            found[place] += mask[b, h, 0, k_pos] * 2**bit
-    return [int(x) for x in found]
+            found[place, odd] += mask[b, h, 0, k_pos] * 2**bit
+    return [int(low + (high << 16)) for low, high in found]
 
 
 def test_random_bits_are_those_of_philox():

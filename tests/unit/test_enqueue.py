@@ -39,6 +39,15 @@ def launches(monkeypatch):
         seen.append((int(function), grid, block, shared_bytes, int(stream), ctypes.string_at(words[1], size)))
         return (OK,)
 
+    def record_with_attributes(config, function, parameters, extra):
+        grid, block = ([getattr(config, f"{of}Dim{axis}") for axis in "XYZ"] for of in ("grid", "block"))
+        record(function, *grid, *block, config.sharedMemBytes, config.hStream, parameters, extra)
+        (attribute,) = config.attrs
+        assert config.numAttrs == 1 and attribute.value.programmaticStreamSerializationAllowed == 1
+        seen[-1] += (attribute.id.name,)
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", record_with_attributes)
     monkeypatch.setattr(driver, "cuLaunchKernel", record)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (OK, 1))
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (OK, 0))
@@ -46,17 +55,27 @@ def launches(monkeypatch):
     return seen
 
 
-def launcher(pointers=2, maps=(), scalars=(), device=0):
-    """(addresses, stream) -> None"""
+def launcher(pointers=2, maps=(), scalars=(), device=0, behind=False):
+    """(addresses, stream, blocks) -> None"""
     constants = enqueue.packed(scalars)
-    made = enqueue.Launcher(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants))
-    return lambda addresses, stream: made.launch(made.parameters(addresses, maps, constants), stream, 7)
+    made = enqueue.Launcher(KERNEL, "a_kernel", device, 64, 1024, pointers, len(maps), len(constants), behind)
+    return lambda addresses, stream, blocks=7: made.launch(made.parameters(addresses, maps, constants), stream, blocks)
 
 
 def test_parameters_lie_side_by_side(launches):
     launcher(scalars=(-3, 0.5, 2**40, np.float32(2)))([0x7F0000001000, 0], 99)
     expected = struct.pack("<QQqdqf", 0x7F0000001000, 0, -3, 0.5, 2**40, 2)
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
+
+
+def test_a_kernel_behind_another_may_start_before_that_has_ended(launches, monkeypatch):
+    monkeypatch.setattr(enqueue, "CONFIGS", 3)
+    one, asked = launcher(behind=True), [(n % 4, 7 + n % 2) for n in range(9)]
+    for stream, blocks in asked:
+        one([stream, blocks], stream, blocks)
+    early = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    expected = [(0x1234, (n, 1, 1), (64, 1, 1), 1024, s or 1, struct.pack("<QQ", s, n), early) for s, n in asked]
+    assert launches == expected
 
 
 def test_the_null_stream_is_the_legacy_one_by_name(launches):
@@ -195,4 +214,5 @@ def test_a_sequence_hands_out_addresses_of_one_workspace(launches, config, monke
     expected = [struct.pack("<QQq", 16, 4096, 5), struct.pack("<Qq", 4096 + 256, 6), struct.pack("<QQq", 0, 0, 5)]
     assert [parameters for *_, parameters in launches] == 2 * expected
     assert made == 2 * [(q, (256 + 512,), "uint8", 9)]
+    assert not any(len(found) > 6 for found in launches), "none may start early"
     assert sequence.by_addresses and not launch.KernelSequence([launch.Step(launch.Launch(), (0,))], []).by_addresses

@@ -51,6 +51,7 @@ from numba_flash.select.arguments import HEAD_SUMS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
+SINCE_HOPPER = (HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
 ON_HOPPER = ("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
@@ -67,7 +68,8 @@ IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
-IN_PTX["wgmma_fused"] += ("cp.reduce.async.bulk.global", "stmatrix.sync", "red.release.gpu", "ld.acquire.gpu")
+IN_PTX["wgmma_fused"] += ("stmatrix.sync",)
+OF_TURNS = ("cp.reduce.async.bulk.global", "red.release.gpu", "ld.acquire.gpu")
 for kernel in ("wgmma_round", "wgmma_add_parts"):
     IN_PTX[kernel], IN_SASS[kernel] = ("ld.global.v4.b32",), ("LDG.E.128",)
 WIDE = {  # mma in other dtypes, and the instructions of its products
@@ -130,8 +132,12 @@ DEPENDS = {
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
     kernel, dtype = config.kernel, config.dtype
+    if getattr(config, "early", False):
+        return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], SINCE_HOPPER
     if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
-        return IN_PTX[kernel], IN_SASS[kernel], MACHINES[kernel]
+        turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
+        in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
+        return in_ptx, IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
@@ -287,7 +293,10 @@ def reading_gates():
             for bias in (None, "bfloat16", "float32"):
                 for everything in (*alone, True):
                     name = f"{kernel}-{head_dim}-{bias or 'mask'}{'-everything' * everything}"
-                    yield name, reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    config = reading(kernel, head_dim, bias, bias is None or everything, everything)
+                    yield name, config
+                    if config.bias_boxes:  # what becomes of it where TMA cannot fetch the bias
+                        yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
 def add_parts_gate(config, name):
@@ -344,12 +353,16 @@ def backward_gates():
             if name == "plain":
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
+                narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
+                yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, single=True)
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
+            yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, single=True)
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
-    yield "backward_preprocess-64-turns", PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64)
+    of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
+    yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         for name in HEAD_GRADIENTS:
@@ -427,6 +440,7 @@ def by_element_gates():
     functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
     of_level = dict(
+        boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
         hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
                     dropout=dropped | lengths),
         read=dict(read=read | lengths),
@@ -450,6 +464,7 @@ def by_element_gates():
             for number, (words, options) in enumerate(served.items()):
                 array = "array" if "q_offset" in options else "number"
                 given = dict(uses=uses(**options), q_offset_source=array, bias_pairs="bias" in options)
+                given |= dict(bias_boxes=words == "boxed")
                 for part, wanted in parts.items():
                     name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}{part}"
                     yield name, kind(**features | wanted | given)

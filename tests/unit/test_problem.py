@@ -65,12 +65,8 @@ def test_strides_are_in_elements(q, strides):
 )  # fmt: skip
 def test_bias_and_mask_are_read_as_if_they_were_whole(shape, strides):
     p = make(bias=array(*shape), mask=array(*shape, dtype=bool))
-    assert p.array("bias") == ("bias", "float32", strides, False) and p.array("mask") == (
-        "mask",
-        "bool",
-        strides,
-        False,
-    )
+    assert p.array("bias") == ("bias", "float32", strides, False, False)
+    assert p.array("mask") == ("mask", "bool", strides, False, False)
 
 
 # Read in pairs: from an address that allows it, with even strides and keys side by side.
@@ -86,6 +82,26 @@ def test_a_bias_is_read_in_pairs_of_keys_where_that_is_possible(shape, strides, 
     bias = Layout("numpy", None, shape, strides or contiguous_strides(shape), 4, "float32", False)
     p = make(k=array(2, 4, 8, 8), v=array(2, 4, 8, 8), bias=bias, bias_aligned=aligned)
     assert p.array("bias").pairs == pairs
+
+
+# By TMA: in 16 bits, from an address that allows it, with rows, heads and entries at multiples of 16 bytes.
+@pytest.mark.parametrize(
+    ("shape", "strides", "dtype", "aligned", "boxes"),
+    [
+        ((2, 4, 5, 8), None, "float16", True, True), ((5, 8), None, "float16", True, True),
+        ((5, 8), None, "float32", True, False), ((5, 8), None, "float16", False, False),
+        ((8,), None, "float16", True, False), ((5, 1), None, "float16", True, False),
+        ((5, 8), (12, 1), "float16", True, False), ((5, 8), (24, 2), "float16", True, False),
+        ((5, 8), (-16, 1), "float16", True, False), ((4, 5, 8), (-80, 16, 1), "float16", True, False),
+        ((4, 5, 8), (8, 32, 1), "float16", True, True), ((2, 4, 5, 8), (164, 40, 8, 1), "float16", True, False),
+        ((4, 5, 8), (2**39, 8, 1), "float16", True, False),
+    ],
+)  # fmt: skip
+def test_a_bias_comes_by_tma_where_that_is_possible(shape, strides, dtype, aligned, boxes):
+    bias = Layout("numpy", None, shape, strides or contiguous_strides(shape), np.dtype(dtype).itemsize, dtype, False)
+    q, k = array(2, 4, 5, 8, dtype=np.float16), array(2, 4, 8, 8, dtype=np.float16)
+    p = make(q, k, k, bias=bias, bias_aligned=aligned)
+    assert p.array("bias").boxes == boxes
 
 
 # No bound, each side, causal over a window that reaches further, and bounds beyond all positions.

@@ -84,6 +84,8 @@ USES = {
     "fence.proxy_async": ("fence.proxy.async.shared::cta", "fence.proxy_async()"),
     "fence.proxy_async_global": ("fence.proxy.async.global", "fence.proxy_async_global()"),
     "fence.mbarrier_init": ("fence.mbarrier_init.release.cluster", "fence.mbarrier_init()"),
+    "griddepcontrol.wait": ("griddepcontrol.wait", "griddepcontrol.wait()"),
+    "griddepcontrol.launch_dependents": ("griddepcontrol.launch_dependents", "griddepcontrol.launch_dependents()"),
     "ld_st.load_b32": ("ld.shared.b32", "u[0] = ld_st.load_b32(at)"),
     "ld_st.store_b32": ("st.shared.b32", "ld_st.store_b32(at, uint32(i))"),
     "ld_st.load_v4": ("ld.shared.v4.b32", "ld_st.load_v4(u, 0, at)"),

@@ -110,3 +110,54 @@ def test_kernels_with_functions_are_compiled_ahead(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert {file.name for file in tmp_path.iterdir()} == {"16", "48", "80"}, done.stderr
     assert "did not compile: one that fails" in done.stdout and "compiled 3 kernels" in done.stdout
+
+
+BESIDE = """
+import sys
+import time
+sys.path.insert(0, {scripts!r})
+from _processes import Processes
+
+def work(job):
+    if job == "fails":
+        raise RuntimeError("\\nno compiler\\nand more")
+    if job == "hangs":
+        time.sleep(600)
+
+if __name__ == "__main__":
+    running = Processes(work, ["fails", "works", "hangs"], 3)
+    print(running.errors(time.monotonic() + {seconds}))
+"""
+
+
+def test_processes_end_when_their_time_is_up(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BESIDE.format(scripts=str(SCRIPTS), seconds=5))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{'fails': 'no compiler', 'hangs': 'not done in time'}\n", done.stderr
+
+
+# Read by another program, the script does not look whether all is there that it needs to measure.
+READ = """
+import runpy, sys
+sys.path.insert(0, {scripts!r})
+sys.argv = ["bench_variants", "--variants", "plain,alibi"]
+read = runpy.run_path({scripts!r} + "/bench_variants")
+{then}
+"""
+
+
+def bench_variants(then):
+    program = READ.format(scripts=str(SCRIPTS), then=then)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_an_unknown_variant_is_named():
+    done = bench_variants("read['main']()")
+    assert done.returncode == 2 and "--variants: no alibi; there are plain, causal" in done.stderr, done.stderr
+
+
+def test_the_names_of_variants_are_those_that_there_are():
+    pytest.importorskip("torch")
+    done = bench_variants("print(tuple(read['variants']('cpu', 1, 1, 8)) == read['NAMES'])")
+    assert done.stdout == "True\n", done.stderr

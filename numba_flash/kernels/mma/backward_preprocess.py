@@ -3,7 +3,8 @@
     delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
 
 A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py says what is written where.
-Before wgmma_backward_fused it also sets the ticket and the counts of its turns to zero.
+Before wgmma_backward_fused it also sets the ticket and the counts of its turns to zero. config.early: the kernel behind
+may start as soon as all blocks have. It waits before it reads what these write (ptx/griddepcontrol.py).
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
 """
@@ -13,7 +14,7 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import cvt, memory, shfl, special
+from ...ptx import cvt, griddepcontrol, memory, shfl, special
 from ..score.stage import LOG2_E
 from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
@@ -33,6 +34,7 @@ def make(config):
     row_blocks, place, block_words = lse_delta.row_blocks, lse_delta.place, lse_delta.BLOCK_WORDS
     minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
     turns_of, turns_at = config.turns_of, TURNS_AT
+    early, let_kernel_start = config.early, griddepcontrol.launch_dependents
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @inlined
@@ -45,6 +47,8 @@ def make(config):
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
+        if early:
+            let_kernel_start()
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = thread_index(), block_index()
         head_row_blocks = row_blocks(seqlen_q)

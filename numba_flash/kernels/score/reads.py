@@ -1,4 +1,5 @@
-"""What the scores of a fragment need from global memory, for each of them: bias, and the bits of a mask.
+"""What the scores of a fragment need from global memory, for each of them: bias, and the bits of a mask. A bias that
+comes in boxes is not read here (kernels/wgmma/bias_boxes.py).
 
 A lane asks for all of a tile before the product of the tile is waited for, so that memory and tensor cores work at the
 same time. Two neighbouring columns of a bias are one access where they lie side by side (config.bias_pairs). Of a mask
@@ -70,21 +71,38 @@ def _sides_of_keys(sizes, by):
 
 
 @functools.cache
+def halves(dtype: str) -> Any:
+    """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
+    low_f16, high_f16 = cvt.low_f16, cvt.high_f16
+
+    @inlined
+    def of_float16(two, i):
+        return high_f16(two) if i else low_f16(two)
+
+    @inlined
+    def of_bfloat16(two, i):
+        return uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
+
+    return of_float16 if dtype == "float16" else of_bfloat16
+
+
+@functools.cache
 def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
     """Of tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks = tile_n // 8
     words = -(-blocks // 16)  # of mask bits for a row
     has_bias, has_mask = config.has("bias"), config.has("mask")
+    reads_bias = has_bias and not config.bias_boxes
     dtype = config.dtype_of("bias") or "float32"
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
-    apart, half = item > 2, dtype == "float16"  # apart: a register for each
+    apart, half_of = item > 2, halves(dtype)  # apart: a register for each
     load_b16, load_b32, load_v2, load_f64 = (
         memory.load_b16_if, memory.load_b32_if, memory.load_v2_if, memory.load_f64_if
     )  # fmt: skip
-    low_f16, high_f16, any_lane, address = cvt.low_f16, cvt.high_f16, vote.any_lane, memory.address
+    any_lane, address = vote.any_lane, memory.address
 
     @inlined
     def origin(b, h, first_row, arrays, strides):
@@ -158,7 +176,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
         """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
-        if has_bias:
+        if reads_bias:
             load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
         if has_mask:
             load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
@@ -172,11 +190,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
                 found = loaded[(r * blocks + n) * 2 + i]
             elif apart:
                 found = real(loaded[(r * blocks + n) * 2 + i].view(np.float32))
-            elif half:
-                found = high_f16(loaded[r * blocks + n]) if i else low_f16(loaded[r * blocks + n])
             else:
-                two = loaded[r * blocks + n]
-                found = uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
+                found = half_of(loaded[r * blocks + n], i)
         return found
 
     @inlined
@@ -218,4 +233,4 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     bias_type = float64 if double else uint32
     functions = (origin, load, added, hide, some_hidden, ends)
-    return Reads(has_bias or has_mask, bias_words, bits_words, bias_type, *functions)
+    return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)

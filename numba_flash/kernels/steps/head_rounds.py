@@ -2,7 +2,7 @@
 
 from numba import int32
 
-from .inlined import inlined
+from .inlined import FALSE, inlined
 from .integers import divide
 
 MANY_TILES, MOST_HEADS = 256, 16  # of a round: about two for each multiprocessor, and still several of each head
@@ -19,6 +19,30 @@ def in_rounds(t, tiles, head_tiles, at_once):
     heads_here = min(at_once, max(head_tiles - first_head, 1))
     rank = divide(in_round, heads_here)
     return first_head + (in_round - rank * heads_here), rank
+
+
+@inlined
+def entry_and_head(number, batch, heads, by_entries):
+    """-> (b, head) of the number-th of all heads: those of an entry follow each other; or with by_entries the same head
+    of all entries, so that blocks that run at a time read the same of what entries share."""
+    if by_entries:
+        head = divide(int32(number), int32(batch))
+        b = int32(int32(number) - head * int32(batch))
+    else:
+        b = divide(int32(number), int32(heads))
+        head = int32(int32(number) - b * int32(heads))
+    return b, head
+
+
+def bias_of_entries(config):
+    """-> (strides) -> whether all batch entries have the same bias, a device function."""
+    has_bias = config.has("bias")
+
+    @inlined
+    def shared(strides):
+        return strides.bias[0] == 0 if has_bias else FALSE
+
+    return shared
 
 
 @inlined

@@ -12,7 +12,7 @@ row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_
 key_tile_of, parts_before = inlined(dq_order.key_tile_of), inlined(dq_order.parts_before)
 parts_of, part_of = inlined(groups.parts_of), inlined(groups.part_of)
 first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
-panel_offset = inlined(fragments.panel_offset)
+panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swizzled)
 
 
 @inlined

@@ -3,6 +3,8 @@ in 16 bits.
 
 Parts are added in the order of their heads, so equal calls give equal bits.
 
+All threads wait for the kernel before, which has waited for those before it, before they read any sums.
+
 Launch: grid (batch * heads_kv * tiles of 64 keys), block (128), config.shared_bytes of dynamic shared memory; dk_sums
 (batch * heads_kv * parts, key tiles, tile_n / 64, head_dim_padded / 8, 128, 4) as they lay in registers, and dv_sums
 likewise. dk and dv are contiguous.
@@ -11,7 +13,7 @@ likewise. dk and dv are contiguous.
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import memory, shared, special
+from ...ptx import griddepcontrol, memory, shared, special
 from ..score import positions
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -27,6 +29,7 @@ def make(config):
     dk_count, dv_count = 4 * dk_blocks if of_dk else 1, 4 * dv_blocks if of_dv else 1
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
     thread_index, block_index = special.thread_index, special.block_index
+    wait_for_kernel = griddepcontrol.wait
     keys_and_start = positions.make(config)
     write = backward_key_outputs.make(config, 64, 0, config.dv_at)
 
@@ -65,6 +68,7 @@ def make(config):
             acc_dk[x] = float32(0)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
+        wait_for_kernel()
         if of_dk:
             add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)
         if of_dv:

@@ -20,6 +20,11 @@ others multiply. S of the next tile is issued behind dV and dK of this one, so a
 That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's derivative is FlashAttention's (Dao
 et al., 2022, section 3 and appendix B); the roles are FlashAttention-3's (Shah et al., 2024).
 
+The kernel before may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse and delta,
+a mask's bits and the states of tiles. The two producers wait for it before they read any of these: K, V, dO and the
+first Q, which no kernel of a backward writes, are on their way by then. With bits or states, by which the work is
+found, all threads wait first. Consumers wait before anything else: so each block has waited.
+
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members dk_sums and dv_sums are what
 wgmma_backward_add_parts takes.
@@ -27,9 +32,9 @@ wgmma_backward_add_parts takes.
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import longest_first
-from ..steps.head_rounds import heads_of_round, in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from . import backward_keys, backward_query_walk, backward_scores, backward_state
@@ -40,7 +45,8 @@ from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
     of_dk, of_dv, plan, at = config.of_dk, config.of_dv, config.shared_plan(), config.barriers()
-    lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
+    lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
+    s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
@@ -50,6 +56,8 @@ def make(config):
     take_registers = setmaxnreg.increase(config.registers[1])
     wait, bar_sync, fence_init, idx_b32 = mbarrier.wait, bar.sync, fence.mbarrier_init, shfl.idx_b32
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
 
     keys = backward_keys.make(config)
     head_parts_of = keys.head_parts_of
@@ -65,6 +73,7 @@ def make(config):
     walk = backward_query_walk.make(config, whole_warp=True)
     has_states, up_to, asks, take = walk.present, walk.up_to, walk.asks, longest_first.make(config).take
     set_up, _, _, word, _ = backward_state.make(config)
+    bias_of_all = bias_of_entries(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
@@ -80,8 +89,8 @@ def make(config):
         all_parts = int32(int32(sizes.batch) * head_parts)
         at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
         part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
-        b = divide(part_of_all, head_parts)
-        return b, int32(part_of_all - b * head_parts), int32(rank * tile_n)
+        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
+        return b, part, int32(rank * tile_n)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -139,7 +148,7 @@ def make(config):
                 term = term_of(base, member, arrays, strides)
             if by_element:
                 asked = asks(base, i, member, arrays, strides) if has_states else FALSE
-                prepare(base, i, member, own, distance, asked, arrays, strides, sizes)
+                every = prepare(base, i, member, own, distance, masked, asked, arrays, strides, sizes)
             elif has_row_term or masked:
                 find_visible(base, i, sizes, mask_bits, distance)
             wait_all()
@@ -147,8 +156,22 @@ def make(config):
             if of_dk:
                 issue_dp(base, acc_dp, v_desc, n)
             if by_element:
+                bias = base + plan.bias + a_stage_of(n) * bias_bytes
                 to_own_weights(
-                    base, i, member, acc_s, p_frag, lse_and_delta, own, term, distance, arrays, strides, score
+                    base,
+                    i,
+                    member,
+                    acc_s,
+                    p_frag,
+                    lse_and_delta,
+                    bias,
+                    own,
+                    term,
+                    distance,
+                    every,
+                    arrays,
+                    strides,
+                    score,
                 )
             elif masked:
                 to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
@@ -158,7 +181,7 @@ def make(config):
                 wait_all()
                 pin_s(acc_dp)
                 if by_element:
-                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, score)
+                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
                     to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
@@ -200,6 +223,8 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if finds_by_kernels:
+            wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
@@ -214,6 +239,8 @@ def make(config):
                 produce_b(base, arrays, strides)
         else:
             take_registers()
+            wait_for_kernel()
+            let_kernel_start()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dkdv

@@ -8,6 +8,9 @@ see, the last first,
 and at the end dQ *= scale. Each consumer warpgroup owns 64 queries; what a lane holds of dS is, rounded to 16 bits,
 what it must hold as the first operand of dS K. K is read from shared memory twice, once as rows and once as columns.
 
+Consumers wait for the kernel before first of all, and with bits of a mask or states of tiles all threads do, as in
+wgmma_backward_dkdv. Producers fetch Q, dO, K and V, which no kernel of a backward writes.
+
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
 maps of q, k, v and do. dq is contiguous.
 """
@@ -16,18 +19,18 @@ import math
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, cvt, fence, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, longest_first, positions, tile_walk
 from ..score import reads as score_reads
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
-from ..steps.head_rounds import heads_of_round, in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of, key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
-from . import backward_producer, backward_scores, backward_state
+from . import backward_producer, backward_scores, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import Own
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
@@ -52,6 +55,7 @@ def make(config):
     )
     row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
     k_panels, a_bytes, b_bytes = -(-head_dim_padded // 64), config.stream_a_bytes, config.stream_b_bytes
+    boxed, fetch_bias, bias_bytes = config.bias_boxes, bias_boxes.make(config, tile_m).fetch, config.bias_bytes
     multiply_q_k = wgmma.product_shared(
         tile_n, kind, own_steps[: head_dim_padded // 16], stream_steps[: head_dim_padded // 16], 0
     )
@@ -67,11 +71,13 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
+    wait, arrive, arrive_if = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if
     load_b32, store_shared_v4 = ld_st.load_b32, ld_st.store_v4
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
     thread_index, block_index = special.thread_index, special.block_index
     shared_address = shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,
         lse_delta.BLOCK_WORDS,
@@ -96,7 +102,7 @@ def make(config):
     has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
-    take = longest_first.make(config).take
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
 
     @inlined
@@ -110,8 +116,8 @@ def make(config):
         all_heads = int32(sizes.batch * heads)
         at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
         head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
-        b = divide(head_of_all, heads)
-        return b, int32(head_of_all - b * heads), int32((m_tiles - 1 - rank) * tile_m)
+        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
+        return b, h, int32((m_tiles - 1 - rank) * tile_m)
 
     @inlined
     def set_up_state(base, arrays, strides, sizes):
@@ -159,12 +165,16 @@ def make(config):
 
     @inlined
     def produce_a(base, arrays, strides, seqlen_k):
-        """One thread: Q and dO, then K, tile after tile. Behind the last comes a K past the end, zeros: its S is issued
-        and dropped, so that consumers need no branch."""
+        """One thread: Q and dO, then K with its bias, tile after tile. Behind the last comes a K past the end, zeros:
+        its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD), of_word(base, BATCH))
         n, j = int32(0), int32(of_word(base, STOP) - 1)
         while j >= of_word(base, BEGIN):
-            load_a(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH), 0)
+            first_key, b = int32(j * tile_n), of_word(base, BATCH)
+            stage = load_a(base, n, first_key, of_word(base, HEAD_KV), b, bias_bytes)
+            if boxed:
+                to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
+                fetch_bias(to, full, of_word(base, FIRST_ROW), first_key, of_word(base, HEAD), b, strides)
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
         load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
 
@@ -200,8 +210,12 @@ def make(config):
 
     @inlined
     def release_k(base, n, elected):
-        """A warp is done with the n-th K."""
-        arrive_if(base + at.a_empty + 8 * a_stage_of(n), elected)
+        """A warp is done with the n-th K; where bias comes beside it, which all lanes read, each says so."""
+        if boxed:
+            fence_async()
+            arrive(base + at.a_empty + 8 * a_stage_of(n))
+        else:
+            arrive_if(base + at.a_empty + 8 * a_stage_of(n), elected)
 
     @inlined
     def release_v(base, n, elected):
@@ -337,14 +351,17 @@ def make(config):
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
                 asked = asks_in(states, j, arrays, strides) if has_states else FALSE
-                prepare(base, j, 0, own, distance, asked, arrays, strides, sizes)
+                every = prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
             elif has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
             if by_element:
-                to_own_weights(base, j, 0, acc_s, ds_frag, lse_log2, own, term, distance, arrays, strides, score)
+                bias = base + plan.bias + a_stage_of(n) * bias_bytes
+                to_own_weights(
+                    base, j, 0, acc_s, ds_frag, lse_log2, bias, own, term, distance, every, arrays, strides, score
+                )
             elif masked:
                 to_weights(acc_s, lse_log2, mask_bits, term, distance, score, TRUE)
             else:
@@ -353,7 +370,7 @@ def make(config):
             pin_s(acc_dp)
             release_v(base, n, elected)
             if by_element:
-                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, score)
+                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, every, score)
             elif masked:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
@@ -390,6 +407,8 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if finds_by_kernels:
+            wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
@@ -403,6 +422,8 @@ def make(config):
                 produce_b(base, arrays, strides)
         else:
             take_registers()
+            wait_for_kernel()
+            let_kernel_start()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dq

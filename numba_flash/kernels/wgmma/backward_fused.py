@@ -10,7 +10,8 @@ behind this one scales and rounds (backward_round).
 
 Order of the sums. Parts of a query tile are added in a fixed order; kernels/steps/dq_order.py says in which, and why. A
 count for each query tile says how many are in. A block waits for its turn, and the first one stores instead of adding,
-so nothing need be set to zero. With ordered False only the first part has its turn.
+so nothing need be set to zero. With ordered False only the first part has its turn. With config.single there is one
+part, and consumers write it themselves (backward_single): no sums, no turns, no ticket.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
@@ -21,22 +22,41 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
+The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
+threads wait for it before the block takes that. With config.single the block's number says its work: K, V, dO and the
+first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
+wait before anything else: so each block has waited.
+
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts,
 (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums
-and dv_sums as in wgmma_backward_dkdv.
+and dv_sums as in wgmma_backward_dkdv. With config.single neither of turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, stmatrix, tma, wgmma
+from ...ptx import (
+    bar,
+    fence,
+    griddepcontrol,
+    ld_st,
+    mbarrier,
+    memory,
+    setmaxnreg,
+    shared,
+    shfl,
+    special,
+    stmatrix,
+    tma,
+    wgmma,
+)
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import key_tile_of, parts_before
-from . import backward_keys, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP
+from . import backward_keys, backward_single, backward_state
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP, STRUCK
 
 
 def make(config):
@@ -45,7 +65,7 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    turns_at, abreast, ordered = TURNS_AT, config.ABREAST, config.ordered
+    turns_at, abreast, ordered, single = TURNS_AT, config.ABREAST, config.ordered, config.single
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -70,7 +90,8 @@ def make(config):
     store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, add, load_acquire, add_release = memory.address, memory.add, memory.load_acquire, memory.add_release
-    thread_index, shared_address = special.thread_index, shared.address
+    thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
+    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
     head_parts_of = keys.head_parts_of
@@ -83,9 +104,21 @@ def make(config):
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, put, _, word, _ = backward_state.make(config)
+    write_dq, repair_dq = backward_single.make(config) if single else (None, None)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
+
+    @inlined
+    def work_of_block(arrays, sizes):
+        """-> (b, part of all groups, key tile, step), by one thread."""
+        head_parts = head_parts_of(sizes)
+        if single:
+            b = divide(block_index(), head_parts)
+            return b, int32(block_index() - b * head_parts), int32(0), int32(1)
+        ticket = int32(add(address(arrays.turns, 0), uint32(1)))
+        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        return key_tile_of(ticket, int32(sizes.batch), head_parts, n_tiles, int32(abreast))
 
     @inlined
     def parts_before_mine(base, i, step, sizes):
@@ -192,6 +225,14 @@ def make(config):
         arrive(base + at.dq_full + 8 * own)
 
     @inlined
+    def leave_dq(base, acc_dq, me, n, arrays, strides, sizes, score):
+        """The warpgroup's part of dQ of the n-th query tile."""
+        if single:
+            write_dq(base, acc_dq, me, n, arrays, strides, sizes, score)
+        else:
+            store_dq(base, acc_dq, me, n)
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
@@ -251,7 +292,7 @@ def make(config):
             wait_all()
             pin_dq(acc_dq)
             if n > 0:
-                store_dq(base, acc_dq, me, int32(n - 1))
+                leave_dq(base, acc_dq, me, int32(n - 1), arrays, strides, sizes, score)
             stage_b = b_stage_of(n)
             preload_dp(base, acc_dp, n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
@@ -290,10 +331,12 @@ def make(config):
         wait_all()
         pin_dq(acc_dq)
         if n > 0:
-            store_dq(base, acc_dq, me, int32(n - 1))
+            leave_dq(base, acc_dq, me, int32(n - 1), arrays, strides, sizes, score)
 
         bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
         write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        if single:
+            repair_dq(base, steps, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
@@ -301,14 +344,15 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if not single:
+            wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
-            ticket = int32(add(address(arrays.turns, 0), uint32(1)))
-            n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-            b, part, j, step = key_tile_of(ticket, int32(sizes.batch), head_parts_of(sizes), n_tiles, int32(abreast))
+            b, part, j, step = work_of_block(arrays, sizes)
             set_up_state(base, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
             put(base, STEP, step)
+            put(base, STRUCK, 0)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
@@ -316,10 +360,12 @@ def make(config):
                 produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
             if thread == 32:
                 produce_b(base, arrays, strides)
-            if thread == 64 or thread == 96:
+            if not single and (thread == 64 or thread == 96):
                 add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
         else:
             take_registers()
+            wait_for_kernel()
+            let_kernel_start()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_fused

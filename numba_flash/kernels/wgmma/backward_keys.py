@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import cvt, fence, ld_st, mbarrier, memory, special, tma, wgmma
+from ...ptx import cvt, fence, griddepcontrol, ld_st, mbarrier, memory, special, tma, wgmma
 from ..score import fragments, positions
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E
@@ -17,7 +17,7 @@ from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles, part_of, parts_of
-from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state
+from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
 
@@ -58,8 +58,13 @@ def make(config):
     plan, at = config.shared_plan(), config.barriers()
     dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
+    boxed, fetch_bias, bias_bytes = (
+        config.bias_boxes,
+        bias_boxes.make(config, tile_m, of_keys=True).fetch,
+        config.bias_bytes,
+    )
     blocks, varies = tile_m // 8, config.derivative_varies
-    lse_first, delta_first = config.lse_first, config.delta_first
+    lse_first, delta_first, single = config.lse_first, config.delta_first, config.single
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -90,6 +95,7 @@ def make(config):
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
     thread_index, address, store_v4 = special.thread_index, memory.address, memory.store_v4
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
+    wait_for_kernel = griddepcontrol.wait
 
     _, put, put_position, word, position = backward_state.make(config)
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
@@ -127,6 +133,10 @@ def make(config):
             end_key = first_key + max(keys_left, 1)
             first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
+        if single:  # dQ of queries that see none of the keys is written, too
+            begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        elif keys_left <= 0:
+            stop = begin
         put(base, BATCH, b)
         put(base, HEAD, first_head)
         put(base, HEAD_KV, h_kv)
@@ -136,7 +146,7 @@ def make(config):
         put(base, BEGIN, begin)
         put(base, FREE, free)
         put(base, CUT, cut)
-        put(base, STOP, stop if keys_left > 0 else begin)
+        put(base, STOP, stop)
         put(base, MEMBERS, members)
         put_position(base, first_key - q_start)  # among the queries
 
@@ -176,7 +186,7 @@ def make(config):
 
     @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
-        """One thread: K and V, then Q with its lse and -delta, tile after tile of head after head. Behind the last
+        """One thread: K and V, then Q with its lse, -delta and bias, tile after tile of each head. Behind the last
         comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
         tile_row_blocks = tile_m // 16
@@ -189,7 +199,9 @@ def make(config):
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
-            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), count)
+            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), int32(count + bias_bytes))
+            if n == 0:
+                wait_for_kernel()  # which writes lse and delta
             first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
@@ -197,6 +209,10 @@ def make(config):
                 base + at.a_full + 8 * stage,
                 count,
             )
+            if boxed:
+                to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
+                b, first_key = of_word(base, BATCH), of_word(base, FIRST_ROW)
+                fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
             n = int32(n + 1)
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)

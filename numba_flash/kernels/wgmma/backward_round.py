@@ -1,5 +1,8 @@
 """dQ from its sums in float32, which wgmma_backward_fused leaves as they lay in registers: times scale, in 16 bits.
 
+All threads wait for wgmma_backward_fused before they read anything that it left; it has waited for the kernel that
+wrote lse and delta.
+
 Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. Each
 thread reads what was one thread's there. dq is contiguous.
 """
@@ -7,7 +10,7 @@ thread reads what was one thread's there. dq is contiguous.
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import memory, shared, special
+from ...ptx import griddepcontrol, memory, shared, special
 from ..score import fragments, positions
 from ..steps import gradient_rows
 from ..steps import recompute_queries as recompute
@@ -25,6 +28,7 @@ def make(config):
     dq_count = 4 * head_blocks
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
     thread_index, block_index = special.thread_index, special.block_index
+    wait_for_kernel = griddepcontrol.wait
     keys_and_start = positions.make(config)
     chain = fragments.chain(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
@@ -60,6 +64,7 @@ def make(config):
         at = ((head_of_all * tiles_padded + tile) * columns * 128 + thread) * 4
         for x in range(dq_count):
             acc_dq[x] = float32(0)
+        wait_for_kernel()
         if is_seen(first_query, q_start, keys, sizes):
             for block_of_8 in range(head_blocks):
                 load_v4(four, 0, address(arrays.dq_sums, at + block_of_8 * 512))

@@ -4,7 +4,7 @@ caller's functions, a bias, a mask or random bits decide what becomes of each.
 Three steps, each beside a product. `prepare` asks for all that needs no score: which of them count (mask_mod says it
 too), which weights are dropped, and what is read for each. It runs beside S. `to_weights` runs beside dP and makes P,
 and P times the derivative of the score, in the place of S: so no register holds a derivative until dP is there.
-`to_gradients` makes dS of both.
+`to_gradients` makes dS of both. In a tile of which a warp sees all, `prepare` says so, and neither asks about a score.
 
 Rows of the tile are the block's own: queries, and keys with of_keys. Columns are of the other side.
 """
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
-from ...ptx import cvt, ld_st, special
+from ...ptx import cvt, ld_st, special, vote
 from ..score import At, counts, fragments, gradient_functions, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
-from . import backward_state
+from . import backward_state, bias_boxes
 from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS
 
 
@@ -46,7 +46,7 @@ class Own(NamedTuple):
 
 class TileScores(NamedTuple):
     """Device functions, and how many words of Own there are. lse, minus_delta: the shared address of both for the
-    tile's columns, with of_keys; else the lane's of its two rows."""
+    tile's columns, with of_keys; else the lane's of its two rows. bias: the shared address of the tile's, in boxes."""
 
     words: tuple[int, int, int, int]
     prepare: Callable[..., Any]
@@ -63,17 +63,20 @@ def make(config, of_keys):
     early = of_p and (config.derivative_varies or not of_ds)
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    load_v4, thread_index = ld_st.load_v4, special.thread_index
+    load_v4, thread_index, any_lane = ld_st.load_v4, special.thread_index, vote.any_lane
     _, _, _, word, position = backward_state.make(config)
     bits_words, visible, _, _ = fragments.tile(config, 1, columns)
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, columns, of_keys)
     reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
+    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = counts.on_fragments(config, 1, columns)
     drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries
     asked = gradient_functions.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, columns, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
+    has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
     @inlined
     def rows_of_lane():
@@ -99,8 +102,9 @@ def make(config, of_keys):
         return place
 
     @inlined
-    def prepare(base, i, member, own, distance, asks, arrays, strides, sizes):
-        """own, distance <- all of tile i that needs no score. asks: mask_mod removes some of it."""
+    def prepare(base, i, member, own, distance, masked, asks, arrays, strides, sizes):
+        """own, distance <- all of tile i that needs no score. masked: some rows do not see all of its columns; asks:
+        mask_mod removes some of it. -> whether all scores of the warp count."""
         first_row, lane = rows_of_lane()
         own_first = word(base, FIRST_ROW)
         if reads:
@@ -111,7 +115,11 @@ def make(config, of_keys):
             left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
         else:
             left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
-        visible(i, first_row, lane, position(base), left, right, column_end, own.bits, distance)
+        if masked or has_row_term:
+            visible(i, first_row, lane, position(base), left, right, column_end, own.bits, distance)
+        else:
+            for r in range(2):
+                own.bits[r] = every_bit
         if drops:
             place = place_of(base, i, member)
             if of_keys:
@@ -128,6 +136,8 @@ def make(config, of_keys):
             if asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(own.bits, b, h, query, q_start, key, arrays, strides)
+        # Bits past the tile may be set, too.
+        return any_lane(~(own.bits[0] & own.bits[1]) & every_bit) == 0
 
     @inlined
     def is_seen(own, r, n, x):
@@ -141,7 +151,7 @@ def make(config, of_keys):
         return p
 
     @inlined
-    def nothing(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
+    def nothing(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
         pass
 
     def and_pair(before: Any, pair: int, inside: bool) -> Any:
@@ -150,12 +160,15 @@ def make(config, of_keys):
         and without a jump around each, one is computed beside the others."""
 
         @inlined
-        def of_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score):
-            before(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+        def of_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
+            before(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
             four = cuda.local.array(4, uint32)
             p = cuda.local.array(4, float32)
+            biased = cuda.local.array(4, uint32)
             if of_keys:
                 load_v4(four, 0, lse + pair * 128)
+            if boxed:
+                load_boxed(biased, bias, pair)
             for half in range(2):
                 n = 2 * pair + half
                 # Rows inside: the other way round the compiler would keep the positions of all columns.
@@ -175,7 +188,8 @@ def make(config, of_keys):
                                 else:
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                        fragment = FragmentAt(term, distance[r] - float32(column), added(own.loaded, r, n, x))
+                        own_bias = half_of(biased[2 * half + r], x) if boxed else added(own.loaded, r, n, x)
+                        fragment = FragmentAt(term, distance[r] - float32(column), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
@@ -187,52 +201,65 @@ def make(config, of_keys):
 
         return of_pair
 
-    every_pair, every_pair_inside, every_bit = nothing, nothing, uint32((1 << (4 * pairs)) - 1)
+    every_pair, every_pair_inside = nothing, nothing
     for pair in range(pairs):
-        every_pair = and_pair(every_pair, pair, False)
-        if has_score_mod:
-            every_pair_inside = and_pair(every_pair_inside, pair, True)
+        every_pair, every_pair_inside = and_pair(every_pair, pair, False), and_pair(every_pair_inside, pair, True)
 
     @inlined
-    def to_weights(base, i, member, acc_s, p_frag, lse, own, term, distance, arrays, strides, score):
+    def to_weights(base, i, member, acc_s, p_frag, lse, bias, own, term, distance, every, arrays, strides, score):
         """acc_s <- P times the derivative of the score; p_frag <- P as often as it counts, unless that is left to
-        to_gradients so that fewer registers are in use beside dP."""
+        to_gradients so that fewer registers are in use beside dP. every: all scores of the warp count."""
         place = place_of(base, i, member)
         if of_keys:
             lse = lse + ((thread_index() & int32(3)) << 4)
-        if has_score_mod and own.bits[0] & own.bits[1] & every_bit == every_bit:  # bits past the tile may be set, too
-            every_pair_inside(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+        if boxed:
+            first_row, lane = rows_of_lane()
+            bias = place_of_bias(bias, first_row, lane)
+        if every:
+            every_pair_inside(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
         else:
-            every_pair(acc_s, p_frag, lse, own, term, distance, place, arrays, strides, score)
+            every_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
+
+    def gradients(inside):
+        @inlined
+        def of_tile(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score):
+            four = cuda.local.array(4, uint32)
+            ds = cuda.local.array(2, float32)
+            p = cuda.local.array(2, float32)
+            for pair in range(pairs):
+                if of_keys:
+                    load_v4(four, 0, minus_delta + pair * 128 + 64)
+                for half in range(2):
+                    n = 2 * pair + half
+                    for r in range(2):
+                        for x in range(2):
+                            at = 4 * n + 2 * r + x
+                            less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
+                            dp = acc_dp[at]
+                            if drops:
+                                dp = counted(dp, own, r, n, x, score)
+                            ds[x] = acc_s[at] * (dp + less)
+                            if not (inside or is_seen(own, r, n, x)):
+                                ds[x] = float32(0)  # dP may be NaN there
+                            if of_p and not early:
+                                p[x] = counted(acc_s[at], own, r, n, x, score)
+                        if of_p and not early:
+                            p_frag[2 * n + r] = pack(p[0], p[1])
+                        ds_frag[2 * n + r] = pack(ds[0], ds[1])
+
+        return of_tile
+
+    gradients_inside, gradients_of_some = gradients(True), gradients(False)
 
     @inlined
-    def to_gradients(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score):
-        """ds_frag <- dS in 16 bits, p_frag <- P."""
-        four = cuda.local.array(4, uint32)
-        ds = cuda.local.array(2, float32)
-        p = cuda.local.array(2, float32)
+    def to_gradients(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, every, score):
+        """ds_frag <- dS in 16 bits, p_frag <- P. every: all scores of the warp count."""
         if of_keys:
             minus_delta = minus_delta + ((thread_index() & int32(3)) << 4)
-        for pair in range(pairs):
-            if of_keys:
-                load_v4(four, 0, minus_delta + pair * 128 + 64)
-            for half in range(2):
-                n = 2 * pair + half
-                for r in range(2):
-                    for x in range(2):
-                        at = 4 * n + 2 * r + x
-                        less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
-                        dp = acc_dp[at]
-                        if drops:
-                            dp = counted(dp, own, r, n, x, score)
-                        ds[x] = acc_s[at] * (dp + less)
-                        if not is_seen(own, r, n, x):
-                            ds[x] = float32(0)  # dP may be NaN there
-                        if of_p and not early:
-                            p[x] = counted(acc_s[at], own, r, n, x, score)
-                    if of_p and not early:
-                        p_frag[2 * n + r] = pack(p[0], p[1])
-                    ds_frag[2 * n + r] = pack(ds[0], ds[1])
+        if every:
+            gradients_inside(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score)
+        else:
+            gradients_of_some(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
     return TileScores(words, prepare, to_weights, to_gradients)

@@ -16,6 +16,7 @@ STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.p
 # Of a block that owns keys, whose query heads are HEAD and the MEMBERS - 1 behind it:
 STEP = 52  # to the next query tile
 PART = 56  # which of all parts of all groups it has (config.members)
+STRUCK = 60  # whether some row of dQ is not finite (config.single)
 
 
 @functools.cache
@@ -41,7 +42,8 @@ def make(config):
     init = mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
-    a_readers = 32 * consumer_warps if config.lse_delta_bytes else consumer_warps  # who reads what comes with a tile
+    beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
+    a_readers = 32 * consumer_warps if beside else consumer_warps
 
     @inlined
     def set_up(base):

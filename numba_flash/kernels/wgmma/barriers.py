@@ -34,29 +34,33 @@ def ring(count):
 def make(config):
     """-> (where the mbarriers are, work_tile_of), the last one a device function.
 
-    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY. K and
-    V have one of either kind for each stage, Q two and work tiles four.
+    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL,
+    BIAS_EMPTY. K and V have one of either kind for each stage, Q two and work tiles four, a bias one for each consumer
+    and stage.
     """
     stages = config.stages
     barriers_at = config.shared_offsets()[-2]
     singles = tuple(barriers_at + offset for offset in (0, 16, 32, 64, 96))
     place_of, _ = ring(WORK_TILES)
     *rings, work_tiles_at = (barriers_at + 112 + 8 * stages * i for i in range(5))
+    bias_full = work_tiles_at + 64 * WORK_TILES
+    of_bias = bias_full, bias_full + 8 * config.bias_stages * config.consumers
 
     @inlined
     def work_tile_of(base, i):
         """Where the i-th query tile of the block is described."""
         return base + work_tiles_at + 64 * place_of(i)
 
-    return (*singles, *rings), work_tile_of
+    return (*singles, *rings, *of_bias), work_tile_of
 
 
 def starter(config, fillers):
     """-> set_up(base), a device function: the mbarriers, by one thread, before a fence and a barrier. fillers: how many
     arrivals say that K or V has come."""
     places, _ = make(config)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
     init, consumers, blocks, stages = mbarrier.init, config.consumers, config.cluster, config.stages
+    bias_places = config.bias_stages * consumers
 
     @inlined
     def set_up(base):
@@ -72,5 +76,8 @@ def starter(config, fillers):
             init(base + V_FULL + 8 * stage, fillers)
             init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
             init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
+        for place in range(bias_places):
+            init(base + BIAS_FULL + 8 * place, 1)
+            init(base + BIAS_EMPTY + 8 * place, 128)
 
     return set_up

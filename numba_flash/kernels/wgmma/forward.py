@@ -47,7 +47,7 @@ def make(config):
     tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, o_at, row_states_at, _, _ = config.shared_offsets()
+    _, k_at, v_at, _, o_at, row_states_at, _, _ = config.shared_offsets()
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -85,14 +85,15 @@ def make(config):
     stage_of, phase_of = barriers.ring(config.stages)
     buffer_of, q_phase_of = barriers.ring(q_buffers)
     tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
-    set_up, schedule, produce = producer.make(config)
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
+    set_up, schedule, produce, produce_bias = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words, _, finish_scores, mask_scores = fragments.tile(config, 1)
+    mask_words, _, _, mask_scores = fragments.tile(config, 1)
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, hide = read.reads, read.hide
-    find_visible, load_for_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    bias_boxes = config.bias_boxes
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, 1)
@@ -265,7 +266,7 @@ def make(config):
                 if has_score_mod or asks:
                     apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                 if scores_finished:
-                    finish_scores(acc_s, terms, distance, loaded, score)
+                    finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                 mask_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
             drop_some(j, work_tile, acc_s, arrays, sizes)
@@ -292,7 +293,7 @@ def make(config):
                     if has_score_mod or asks:
                         apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
-                        finish_scores(acc_s, terms, distance, loaded, score)
+                        finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                     mask_scores(acc_s, mask_bits)
                     moved = softmax(acc_s, m, l, alpha, scale_log2)
                     drop_some(j, work_tile, acc_s, arrays, sizes)
@@ -312,7 +313,7 @@ def make(config):
                     if has_score_mod or asks:
                         apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
-                        finish_scores(acc_s, terms, distance, loaded, score)
+                        finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                     if has_score_mod or asks:
                         mask_scores(acc_s, mask_bits)
                     elif has_mask:
@@ -422,6 +423,9 @@ def make(config):
                 produce(base, arrays, strides)
             if thread == 32:  # of another warp, so that neither waits for the other
                 schedule(base, address(arrays.counters, 0), arrays, strides, sizes)
+            if bias_boxes:
+                if thread == 64:
+                    produce_bias(base, arrays, strides)
         else:
             take_registers()
             consume(base, warpgroup, arrays, strides, sizes, score)

@@ -97,18 +97,18 @@ def make(config):
     publish_tile, following_tile, set_back = query_tiles.make(config)
     stage_of, phase_of = barriers.ring(stages)
     tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
-    _, _, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    _, _, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
     q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
     k_words, fetch_k, store_k = parts.loader(tile_n, head_dim, 64, kv_panel, k_part)
     v_words, fetch_v, store_v = parts.loader(tile_n, head_dim_v, v_columns, kv_panel, v_part)
     raw_words = max(k_words, v_words)
 
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words, _, finish_scores, mask_scores = fragments.tile(config, 1)
+    mask_words, _, _, mask_scores = fragments.tile(config, 1)
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     reads, hide, bias_type = read.reads, read.hide, read.bias_type
     bias_words, bits_words = read.bias_words, read.bits_words
-    find_visible, load_for_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside = tile_scores.make(config)
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
@@ -337,7 +337,7 @@ def make(config):
             else:
                 apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
         if scores_finished:
-            finish_scores(acc_s, terms, distance, loaded, score)
+            finish_scores(base, acc_s, terms, distance, loaded, n, score)
         if masked or has_score_mod or asks:
             mask_scores(acc_s, mask_bits)
         elif has_mask:

@@ -1,4 +1,5 @@
-"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V.
+"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V;
+and another one, with a bias that comes by TMA.
 
 Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
 """
@@ -9,18 +10,19 @@ from ...ptx import cluster, mbarrier, special, tma
 from ..score import tile_walk
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from . import barriers, query_tiles
-from .barriers import BEGIN, H_KV, STATES, STOP, WORK, WORK_TILES, B
+from . import barriers, bias_boxes, query_tiles
+from .barriers import BEGIN, FIRST_QUERY, H_KV, STATES, STOP, WORK, WORK_TILES, B, H
 from .query_tiles import field_of
 
 
 def make(config):
-    """-> (set_up, schedule, produce), device functions: the mbarriers, and the two roles."""
-    tile_m, tile_n = config.tile_m, config.tile_n
+    """-> (set_up, schedule, produce, produce_bias), device functions: the mbarriers, and the roles."""
+    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
     group, blocks = config.group_size, config.cluster
     part_rows = tile_n // blocks  # rows of a tile that a block fetches
-    _, k_at, v_at, *_ = config.shared_offsets()
+    _, k_at, v_at, bias_at, *_ = config.shared_offsets()
+    bias_bytes, bias_stages = config.bias_bytes, max(config.bias_stages, 1)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -28,7 +30,9 @@ def make(config):
     stage_of, phase_of = barriers.ring(stages)
     buffer_of, q_phase_of = barriers.ring(q_buffers)
     tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
-    Q_FULL, Q_EMPTY, TILE_FULL, _, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY = places
+    bias_stage_of, bias_phase_of = barriers.ring(bias_stages)
+    Q_FULL, Q_EMPTY, TILE_FULL, _, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
+    fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
     load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
     expect, wait, arrive_if = mbarrier.arrive_expect_tx, mbarrier.wait, mbarrier.arrive_if
@@ -141,4 +145,29 @@ def make(config):
             i = int32(i + 1)
             work_tile = next_tile
 
-    return set_up, schedule, produce
+    @inlined
+    def produce_bias(base, arrays, strides):
+        """One thread: of each tile of keys the bias, for one consumer after the other."""
+        n = int32(0)  # tiles of keys so far
+        i = int32(0)  # query tiles so far
+        wait(base + TILE_FULL, 0)
+        work_tile = work_tile_of(base, i)
+        while field_of(work_tile + WORK) != 0:
+            begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
+            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+            states = field_of(work_tile + STATES) if has_states else int32(0)
+            while j >= begin:
+                for consumer in range(consumers):
+                    place = int32(bias_stage_of(n) * consumers + consumer)
+                    full = base + BIAS_FULL + 8 * place
+                    wait(base + BIAS_EMPTY + 8 * place, bias_phase_of(n) ^ 1)
+                    expect(full, bias_bytes)
+                    to = base + bias_at + place * bias_bytes
+                    fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * tile_n), h, b, strides)
+                n = int32(n + 1)
+                j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+            i = int32(i + 1)
+            wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
+            work_tile = work_tile_of(base, i)
+
+    return set_up, schedule, produce, produce_bias

@@ -11,7 +11,7 @@ from numba import int32, int64, uint32
 from ...config.forward import ITEM_SIZE
 from ...ptx import cluster, ld_st, mbarrier, memory, special
 from ..score import longest_first, positions, reads, tile_walk
-from ..steps.head_rounds import in_rounds
+from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
@@ -55,7 +55,7 @@ def make(config):
     keys_and_start = positions.make(config)
     has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
     has_states, states_row, states_ends = walk.present, walk.row, walk.ends
-    take = longest_first.make(config).take
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
 
     @inlined
     def tile_of(t, arrays, strides, sizes):
@@ -72,8 +72,9 @@ def make(config):
         kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
         heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
         head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
-        b = divide(head_tile, groups) if t < head_tiles * m_tiles else int32(sizes.batch)
-        return b, int32((head_tile - b * groups) * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+        b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
+        b = b if t < head_tiles * m_tiles else int32(sizes.batch)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * cluster_queries)
 
     @inlined
     def tiles_of(first_query, tile_pos, keys, sizes):

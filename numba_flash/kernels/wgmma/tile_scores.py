@@ -1,20 +1,28 @@
 """What a consumer does with the scores of a tile of keys, beside their product: what they need, which of them count,
 and the caller's own functions."""
 
-from numba import int32
+from numba import cuda, int32, uint32
 
+from ...ptx import fence, mbarrier
 from ..score import fragment_functions, fragments, reads
 from ..steps.inlined import FALSE, inlined
+from . import barriers, bias_boxes
 from .barriers import FIRST_QUERY, KEYS, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    """-> (find_visible, load_for_scores, mask_some, apply, apply_inside), device functions. apply_inside: to a tile in
-    which only a mask that was given, or mask_mod, removes something."""
+    """-> (find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside), device functions.
+    apply_inside: to a tile in which only a mask that was given, or mask_mod, removes something."""
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_reads, hide, some_hidden = read.origin, read.load, read.hide, read.some_hidden
-    _, visible, _, mask_scores = fragments.tile(config, 1)
+    _, visible, finish, mask_scores = fragments.tile(config, 1)
+    boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
+    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
+    bias_at, bias_bytes = config.shared_offsets()[3], config.bias_bytes
+    (*_, BIAS_FULL, BIAS_EMPTY), _ = barriers.make(config)
+    stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
+    wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
     functions = fragment_functions.make(config)
     inside = functions.apply if config.has("mask") else functions.apply_inside
 
@@ -31,6 +39,29 @@ def make(config):
         first_row, lane = rows_of_lane()
         origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
         load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def load_bias(base, loaded, n):
+        """loaded (2, tile_n / 8) <- the bias of the n-th tile of keys, once it has come by TMA."""
+        four = cuda.local.array(4, uint32)
+        first_row, lane = rows_of_lane()
+        at = int32(stage_of(n) * consumers + (first_row >> 6))
+        wait(base + BIAS_FULL + 8 * at, phase_of(n))
+        place = place_of_bias(base + bias_at + at * bias_bytes, first_row & 63, lane)
+        for pair in range(blocks // 2):
+            load_boxed(four, place, pair)
+            for half in range(2):
+                for r in range(2):
+                    loaded[r * blocks + 2 * pair + half] = four[2 * half + r]
+        fence_async()  # the next one comes by a copy
+        arrive(base + BIAS_EMPTY + 8 * at)
+
+    @inlined
+    def finish_scores(base, acc_s, terms, distance, loaded, n, score):
+        """acc_s <- finished scores of the n-th tile of keys."""
+        if boxed:
+            load_bias(base, loaded, n)
+        finish(acc_s, terms, distance, loaded, score)
 
     @inlined
     def mask_some(acc_s, mask_bits, bits):
@@ -57,4 +88,4 @@ def make(config):
 
         return apply if functions.present else nothing
 
-    return find_visible, load_for_scores, mask_some, applying(functions.apply), applying(inside)
+    return find_visible, load_for_scores, finish_scores, mask_some, applying(functions.apply), applying(inside)

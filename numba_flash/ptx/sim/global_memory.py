@@ -10,16 +10,19 @@ NEAR = 1 << 16  # bytes; further away an address has nothing to do with an opera
 
 
 class GlobalMemory:
-    """operands: Pointers or None; tensor_maps: (operand's number, TensorMap) in the kernel's order."""
+    """operands: Pointers or None; tensor_maps: (operand's number, TensorMap) in the kernel's order; behind: as of
+    launch.run."""
 
-    def __init__(self, operands, tensor_maps=()):
-        self.operands = operands
+    def __init__(self, operands, tensor_maps=(), behind=False):
+        self.operands, self.behind = operands, behind
         self._extents = []
         for pointer in operands:
             if pointer is not None:
                 begin, data = pointer.bytes()
                 self._extents.append((begin, begin + data.size, data, pointer))
-        self.tensors = [(tensor_map, self._tensor(operands[i], tensor_map)) for i, tensor_map in tensor_maps]
+        self.tensors = [
+            (tensor_map, self._tensor(operands[i], tensor_map), operands[i]) for i, tensor_map in tensor_maps
+        ]
 
     def bytes_at(self, address, count, alignment, writing=False, atomic=False):
         """A view of `count` bytes, checked for bounds, alignment and being written."""
@@ -31,11 +34,15 @@ class GlobalMemory:
                 if writing and not atomic:
                     item = pointer.array.itemsize
                     pointer.store((address - begin) // item, max(count // item, 1))
+                elif writing:
+                    pointer.mark_written()
+                elif pointer.unfinished:
+                    pointer.check_waited("is read")
                 return data[address - begin : address - begin + count]
         raise InstructionError(f"{count} bytes at global address {address:#x} {self._why_not(address, count)}")
 
     def tensor(self, address):
-        """(TensorMap, array in C order) of a tensor map's address."""
+        """(TensorMap, array in C order, Pointer) of a tensor map's address."""
         number, rest = divmod(int(address) - MAPS, MAP_BYTES)
         if rest or not 0 <= number < len(self.tensors):
             first = f"{len(self.tensors)} maps lie at tma.parameter(...)() and each {MAP_BYTES} bytes further"

@@ -13,6 +13,7 @@ from ...machine import toolchain
 from . import now
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
+_unfinished: set[int] = set()  # addresses of arrays that kernels have written since one was launched behind nobody
 
 
 def _misuse(text: str) -> Exception:
@@ -29,10 +30,12 @@ class Pointer:
     may store, even if it is the same number.
     """
 
-    __slots__ = ("_first", "_flat", "_stored_by", "array")
+    __slots__ = ("_first", "_flat", "_stored_by", "array", "unfinished", "written")
 
     def __init__(self, array: np.ndarray):
         self.array = array  # for a person in the debugger
+        self.unfinished = False  # a kernel before may still be writing it, until griddepcontrol.wait
+        self.written = False  # by this launch
         self._stored_by: dict[int, int] = {}  # element -> block, or the first of its cluster
         if array.dtype.name == "bfloat16":
             array = array.view(np.uint16)
@@ -47,6 +50,8 @@ class Pointer:
         self._flat = np.lib.stride_tricks.as_strided(lowest, (length,), (item,), writeable=array.flags.writeable)
 
     def __getitem__(self, index: int) -> Any:
+        if self.unfinished:
+            self.check_waited("is read")
         return self._flat[self._checked(index)]
 
     def __setitem__(self, index: int, value: Any) -> None:
@@ -58,12 +63,24 @@ class Pointer:
         """The running thread stores so many elements, from the position-th from the lowest on."""
         if now.thread is None:  # in Numba's own simulator
             return
+        self.mark_written()
         turns = now.thread.turns
         for stored in range(position, position + count):
             other = self._stored_by.setdefault(stored, turns.first_block)
             if other != turns.first_block:
                 where = f"element {stored - self._first} of an array of shape {self.array.shape}"
                 raise _misuse(f"{where} was stored by block {other}, and blocks have no order")
+
+    def mark_written(self) -> None:
+        self.written = True
+        self.check_waited("is written")
+
+    def check_waited(self, what: str) -> None:
+        if not now.current().waited:
+            shape = self.array.shape
+            raise _misuse(
+                f"an array of shape {shape} {what} before griddepcontrol.wait: the kernel before may still run"
+            )
 
     def _checked(self, index: int) -> int:
         position = int(index) + self._first
@@ -93,6 +110,7 @@ def run(
     values: tuple[Any, ...],
     tensor_maps: tuple[tuple[int, Any], ...] = (),
     cluster: int = 1,
+    behind: bool = False,
 ) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
@@ -100,18 +118,33 @@ def run(
     arrays is one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
-    many neighbouring blocks run together.
+    many neighbouring blocks run together. behind: as if by programmatic stream serialization it may start before the
+    kernel before has ended. Until griddepcontrol.wait a thread must then write nothing, and read nothing that was
+    written since the last launch that was not so.
     """
     toolchain.cuda()
     from .global_memory import GlobalMemory  # Numba comes in with it
 
     pointers = [_given(array) for array in arrays]
-    memory = GlobalMemory([x if isinstance(x, Pointer) else None for x in pointers], tensor_maps)
+    operands = [x if isinstance(x, Pointer) else None for x in pointers]
+    memory = GlobalMemory(operands, tensor_maps, behind)
     first = (np.uint64(0),) if tensor_maps else ()
-    with _one_at_a_time:
+    with _one_at_a_time, _in_its_place(operands, behind):
         given = [type(arrays)(*pointers)] if hasattr(arrays, "_fields") else pointers
         arguments = (*first, *given, *[_typed(value) for value in values])
         _run(make_kernel(), blocks, threads, shared_bytes, cluster, memory, arguments)
+
+
+@contextlib.contextmanager
+def _in_its_place(operands: list[Pointer | None], behind: bool) -> Iterator[None]:
+    """Behind the launches before this one: what they may still be writing is marked, and what this one writes kept."""
+    if not behind:
+        _unfinished.clear()
+    given = [pointer for pointer in operands if pointer is not None]
+    for pointer in given:
+        pointer.unfinished = pointer.bytes()[0] in _unfinished
+    yield
+    _unfinished.update(pointer.bytes()[0] for pointer in given if pointer.written)
 
 
 def _given(array: Any) -> Any:

@@ -68,6 +68,11 @@ class Turns(numba_kernel.BlockManager):
             raise self.error
         for block in self.blocks:
             block.registers.check(self.size // 32)
+            if not any(thread.waited for thread in block.threads):
+                raise InstructionError(
+                    f"block {block_index[0] + block.rank} has ended without griddepcontrol.wait, so the kernel behind "
+                    "may run beside the one before"
+                )
 
     # Waiting. Called by the thread that is running.
 

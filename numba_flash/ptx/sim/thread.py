@@ -39,6 +39,7 @@ class Thread:
         self.waits_for = self.result = None
         self.copies, self.copy_groups = [], deque()  # cp.async
         self.stores, self.store_groups, self.landing = [], deque(), deque()  # TMA
+        self.waited = not block.memory.behind  # for the kernel before (griddepcontrol.py)
         self.unfenced = []  # shared memory that it wrote and the asynchronous proxy may not see
 
     def frame(self):

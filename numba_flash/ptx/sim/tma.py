@@ -92,7 +92,7 @@ class _Arrival:
 def _store(tensor_map, source, *coordinates):
     thread, source = current(), int(source)
     block, coordinates = thread.block, tuple(int(c) for c in coordinates)
-    tensor_map, tensor, box = _box(block, tensor_map, coordinates)
+    tensor_map, tensor, box = _box(block, tensor_map, coordinates, writing=True)
     if not tensor.flags.writeable:
         raise InstructionError(f"a TMA store to an operand that is read-only: {tensor_map}")
     count = _bytes(tensor_map)
@@ -249,14 +249,18 @@ def parameter(entry):
     return address
 
 
-def _box(block, address, coordinates):
-    tensor_map, tensor = block.memory.tensor(address)
+def _box(block, address, coordinates, writing=False):
+    tensor_map, tensor, pointer = block.memory.tensor(address)
     if tensor is None:
         raise InstructionError(f"a box of an operand without elements, which lies nowhere: {tensor_map}")
     if len(coordinates) != tensor.ndim:
         raise InstructionError(
             f"{len(coordinates)} coordinates for a tensor map of {tensor.ndim} dimensions: {tensor_map}"
         )
+    if writing:
+        pointer.mark_written()
+    elif pointer.unfinished:
+        pointer.check_waited("is read")
     return tensor_map, tensor, tensor_map.box[::-1]
 
 

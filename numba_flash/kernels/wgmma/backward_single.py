@@ -1,0 +1,87 @@
+"""dQ where one tile holds all keys of a head: a block's part of it is all of it, and goes out times scale, in 16 bits.
+
+Rows that are not finite are computed again at the end of the block, which has registers for it by then. They are found
+by what was written.
+"""
+
+from numba import float32, int32, int64, uint32
+
+from ...ptx import bar, special, vote
+from ..score import fragments
+from ..steps import elements, gradient_rows
+from ..steps import recompute_queries as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.tiles import row_base
+from . import backward_state
+from .backward_state import BATCH, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
+
+
+def make(config):
+    """-> (write, repair), device functions."""
+    tile_m, head_dim, of_warp = config.tile_m, config.head_dim, config.tile_m // (4 * config.consumers)
+    dq_at, part_bytes, parts = config.shared_plan().dq, config.dq_part_bytes, -(-head_dim // 32)
+    own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
+    stage, store = gradient_rows.make(config.dtype, 64, 16, 64, head_dim % 8 == 0)
+    recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
+    chain = fragments.chain(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    thread_index, warp_sync, any_lane = special.thread_index, bar.warp_sync, vote.any_lane
+    _, put, _, word, position = backward_state.make(config)
+
+    @inlined
+    def tile_of(base, n):
+        """-> (head, first query) of the n-th tile: those of all members stand side by side, from the first on."""
+        members = word(base, MEMBERS)
+        i = divide(n, members)
+        return int32(word(base, HEAD) + n - i * members), int32(i * tile_m)
+
+    @inlined
+    def write(base, acc_dq, me, n, arrays, strides, sizes, score):
+        """A consumer warpgroup: acc_dq (8, 4), 64 columns of 64 queries of the n-th tile."""
+        thread = thread_index() & int32(127)
+        first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
+        h, first_query = tile_of(base, n)
+        first_query, first_column = int64(first_query + me * own_queries), me * own_columns
+        queries_left, place = int32(min(sizes.seqlen_q - first_query, 64)), base + dq_at + me * part_bytes
+        warp_sync()  # all lanes have read the last tile's
+        nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
+        to, row = row_base(strides.dq, word(base, BATCH), h, first_query) + first_column, strides.dq[2]
+        columns_left = int32(head_dim - first_column)
+        store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
+        if nonfinite != 0 and lane == 0:
+            put(base, STRUCK, 1)
+
+    @inlined
+    def is_nonfinite(b, h, query, lane, arrays, strides, sizes):
+        """Whether a row of dQ has NaN or Inf, by a warp."""
+        found = uint32(0)
+        if query < sizes.seqlen_q:
+            at = row_base(strides.dq, b, h, query)
+            for c in range(parts):
+                x = int32(lane + 32 * c)
+                if x < head_dim and load(arrays.dq, at + x) * float32(0) != 0:
+                    found = uint32(1)
+        return any_lane(found) != 0
+
+    @inlined
+    def repair(base, steps, arrays, strides, sizes, score):
+        """All consumers, when all of dQ is written and a barrier of theirs has passed."""
+        if word(base, STRUCK) != 0:
+            thread = thread_index() - 128
+            first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
+            b, q_start, term = word(base, BATCH), -position(base), float32(0)
+            for n in range(steps):
+                h, first_query = tile_of(base, n)
+                nonfinite = uint32(0)
+                for row in range(of_warp):
+                    if is_nonfinite(b, h, first_query + first_row + row, lane, arrays, strides, sizes):
+                        nonfinite |= uint32(1) << uint32(row)
+                if has_row_term:
+                    term = row_term(b, h, arrays, strides)
+                tile = QueryTile(b, h, int64(first_query), int32(0))
+                tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), first_query + q_start)
+                recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+
+    return write, repair
