@@ -6,7 +6,7 @@ from typing import NamedTuple
 # queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 _OF_QUERIES, _OF_KEYS = (
-    ("v1", "v2", "mma", "wgmma", "v2_dq", "mma_dq", "wgmma_dq"),
+    ("v1", "v2", "mma", "wgmma", "wgmma_float32", "v2_dq", "mma_dq", "wgmma_dq"),
     ("v2_dkdv", "mma_dkdv", "wgmma_dkdv"),
 )
 READERS = dict.fromkeys(_OF_QUERIES, TILE_STATES) | dict.fromkeys(_OF_KEYS, TILE_STATES_OF_KEYS)

@@ -139,7 +139,7 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     if isinstance(config, TensorConfig):
         head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
         tiles = problem.batch * (problem.heads // config.group_size) * head_tiles
-        if config.kernel == "wgmma":
+        if config.counted:
             return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
         return tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)

@@ -41,6 +41,7 @@ MODULES = {
     "v2": "simt.v2",
     "mma": "mma.forward",
     "wgmma": "wgmma.forward",
+    "wgmma_float32": "wgmma.forward_float32",
     "delta": "simt.delta",
     "mask_bits": "score.mask_bits",
     "mask_bits_of_keys": "score.mask_bits",

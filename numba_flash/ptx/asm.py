@@ -53,17 +53,21 @@ def start():
     return ir.Constant(i32, 0)
 
 
-def emit(builder, text, writes, reads=(), updates=False, effect=True):
+def emit(builder, text, writes, reads=(), updates=False, effect=True, unset=False):
     """Place PTX text. writes: Registers, $0 to $n-1; reads: values, from $n on.
 
-    updates: what is written is read first, in the same physical registers (accumulators).
+    updates: what is written is read first, in the same physical registers (accumulators). unset: likewise, but what is
+    read has no value yet.
     """
     pointers = [pointer for registers in writes for pointer in registers.pointers]
     kinds = [pointer.type.pointee for pointer in pointers]
     values = list(reads)
     constraints = ["=" + LETTERS[kind] for kind in kinds] + [LETTERS[value.type] for value in values]
-    if updates:
+    if unset:
+        values += [ir.Constant(kind, ir.Undefined) for kind in kinds]
+    elif updates:
         values += [value for registers in writes for value in registers.load()]
+    if updates or unset:
         constraints += [str(i) for i in range(len(kinds))]
     constraints += ["~{memory}"] * effect
     result = kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)

@@ -36,6 +36,18 @@ def load_v4(typingctx, values, at, address):
 
 
 @intrinsic
+def store_v2(typingctx, address, values, at):
+    """st.shared.v2.b32: 8 bytes at a shared address, a multiple of 8, = values[at : at + 2] (local uint32)."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        asm.emit(builder, f"st.shared.v2.b32 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int32, values, types.int32), codegen
+
+
+@intrinsic
 def store_v4(typingctx, address, values, at):
     """st.shared.v4.b32: 16 bytes at a shared address, a multiple of 16, = values[at : at + 4] (local uint32)."""
 

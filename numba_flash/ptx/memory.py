@@ -72,6 +72,22 @@ def load_v2_if(typingctx, values, at, address, condition):
 
 
 @intrinsic
+def load_v4_if(typingctx, values, at, address, condition):
+    """@condition ld.global.v4.b32: values[at : at + 4] (local uint32) = 16 bytes at a global address, a multiple of 16;
+    0 without reading where it is 0."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+        load = f"@p ld.global.v4.b32 {asm.braces(0, 4)}, [$4];"
+        text = f"{{ .reg .pred p; setp.ne.u32 p, $5, 0; {zeros} {load} }}"
+        asm.emit(builder, text, [values], [args[2], args[3]])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int32, types.int64, types.uint32), codegen
+
+
+@intrinsic
 def load_f64_if(typingctx, address, condition):
     """@condition ld.global.f64: 8 bytes at a global address, a multiple of 8; 0 without reading where it is 0."""
     text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f64 $0, 0d0000000000000000; @p ld.global.f64 $0, [$1]; }"
@@ -89,6 +105,18 @@ def store_b16(typingctx, address, value):
 def store_b32(typingctx, address, value):
     """st.global.b32 [address], value: 4 bytes. address: a multiple of 4."""
     return asm.scalars("st.global.b32 [$0], $1;", types.void(types.int64, types.uint32))
+
+
+@intrinsic
+def store_v2(typingctx, address, values, at):
+    """st.global.v2.b32 [address], values[at : at + 2]: 8 bytes of a local uint32 array. address: a multiple of 8."""
+
+    def codegen(context, builder, signature, args):
+        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        asm.emit(builder, f"st.global.v2.b32 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, values, types.int32), codegen
 
 
 @intrinsic

@@ -40,17 +40,19 @@ def wait_group(newest):
 
 
 @functools.cache
-def pin(count):
+def pin(count, first=0):
     """-> a function that ties `count` elements of a local array to their registers at this point; no instruction.
 
-    After wait_group, so that the compiler neither reads the accumulators before the wait nor keeps copies.
+    After wait_group, so that the compiler neither reads the accumulators before the wait nor keeps copies. Before a
+    product, so that what was computed with others' accumulators is done by then, and their registers are free. first:
+    the first of the elements.
     """
 
     @intrinsic
     def pin(typingctx, registers):
         def codegen(context, builder, signature, args):
-            all_of_it = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), count)
-            asm.emit(builder, "", [all_of_it], updates=True)
+            pinned = asm.Registers(context, builder, signature.args[0], args[0], ir.Constant(asm.i32, first), count)
+            asm.emit(builder, "", [pinned], updates=True)
             return context.get_dummy_value()
 
         return types.void(registers), codegen
@@ -59,11 +61,12 @@ def pin(count):
 
 
 def _text(n, kind, count, a_of_step, b_offsets, b_trans, b, accumulate, a_extra):
-    """The asm block of one tile product: wgmma.fence, then one wgmma a step; only the first may overwrite."""
+    """The asm block of one tile product: wgmma.fence, then one wgmma a step; only the first may overwrite. accumulate:
+    the operand that says whether it does not, or "0"."""
     lines = ["{", ".reg .pred p;", ".reg .b64 da, db;", "wgmma.fence.sync.aligned;"]
     for step, b_offset in enumerate(b_offsets):
         if step < 2:
-            lines.append(f"setp.ne.b32 p, {f'${accumulate}' if step == 0 else '1'}, 0;")
+            lines.append(f"setp.ne.b32 p, {accumulate if step == 0 else '1'}, 0;")
         a, setup = a_of_step(step)
         lines += [*setup, f"add.s64 db, ${b}, {b_offset};"]
         lines.append(
@@ -71,6 +74,20 @@ def _text(n, kind, count, a_of_step, b_offsets, b_trans, b, accumulate, a_extra)
             f"{asm.braces(0, count)}, {a}, db, p, 1, 1{a_extra}, {b_trans};"
         )
     return "\n".join([*lines, "}"])
+
+
+def _shared_text(n, kind, a_offsets, b_offsets, b_trans, accumulate):
+    def a_of_step(step):
+        return "da", [f"add.s64 da, ${n // 2}, {a_offsets[step]};"]
+
+    return _text(n, kind, n // 2, a_of_step, b_offsets, b_trans, n // 2 + 1, accumulate, ", 0")
+
+
+def _registers_text(n, kind, a_steps, b_offsets, b_trans, accumulate):
+    def a_of_step(step):
+        return asm.braces(n // 2 + a_steps[step], 4), []
+
+    return _text(n, kind, n // 2, a_of_step, b_offsets, b_trans, n // 2 + max(a_steps) + 4, accumulate, "")
 
 
 @functools.cache
@@ -84,11 +101,7 @@ def product_shared(n, kind, a_offsets, b_offsets, b_trans):
     k-contiguous. A is k-contiguous. Then commit_group, and wait_group before anyone touches acc.
     """
     count = n // 2
-
-    def a_of_step(step):
-        return "da", [f"add.s64 da, ${count}, {a_offsets[step]};"]
-
-    text = _text(n, kind, count, a_of_step, b_offsets, b_trans, count + 1, count + 2, ", 0")
+    text = _shared_text(n, kind, a_offsets, b_offsets, b_trans, f"${count + 2}")
 
     @intrinsic
     def product(typingctx, acc, a, b, accumulate):
@@ -107,12 +120,8 @@ def product_registers(n, kind, b_offsets, b_trans):
     """-> f(acc, a, b, accumulate): the same with A in registers: a is a local uint32 array, 4 a step."""
     count = n // 2
     a_count = 4 * len(b_offsets)
-
-    def a_of_step(step):
-        return asm.braces(count + 4 * step, 4), []
-
-    b = count + a_count
-    text = _text(n, kind, count, a_of_step, b_offsets, b_trans, b, b + 1, "")
+    a_steps = tuple(range(0, a_count, 4))
+    text = _registers_text(n, kind, a_steps, b_offsets, b_trans, f"${count + a_count + 1}")
 
     @intrinsic
     def product(typingctx, acc, a, b, accumulate):
@@ -123,6 +132,44 @@ def product_registers(n, kind, b_offsets, b_trans):
             return context.get_dummy_value()
 
         return types.void(acc, a, types.uint64, types.int32), codegen
+
+    return product
+
+
+@functools.cache
+def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
+    """-> f(acc, a, b): product_shared that overwrites acc and does not read it, so that acc is in no registers until
+    then. They are named as read and written all the same: ptxas takes others for each product else."""
+    text = _shared_text(n, kind, a_offsets, b_offsets, b_trans, "0")
+
+    @intrinsic
+    def product(typingctx, acc, a, b):
+        def codegen(context, builder, signature, args):
+            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
+            asm.emit(builder, text, [acc], list(args[1:]), updates=True)
+            return context.get_dummy_value()
+
+        return types.void(acc, types.uint64, types.uint64), codegen
+
+    return product
+
+
+@functools.cache
+def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
+    """-> f(acc, a, b): likewise with A in registers. a_steps: where in a the four of each step begin; several steps may
+    take the same."""
+    a_count = max(a_steps) + 4
+    text = _registers_text(n, kind, a_steps, b_offsets, b_trans, "0")
+
+    @intrinsic
+    def product(typingctx, acc, a, b):
+        def codegen(context, builder, signature, args):
+            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
+            a = asm.Registers(context, builder, signature.args[1], args[1], asm.start(), a_count)
+            asm.emit(builder, text, [acc], [*a.load(), args[2]], updates=True)
+            return context.get_dummy_value()
+
+        return types.void(acc, a, types.uint64), codegen
 
     return product
 

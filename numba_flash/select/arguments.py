@@ -131,7 +131,7 @@ PARAMETERS: dict[str, Parameters] = {
     "v1": _FORWARD._replace(arrays=Operands._fields + FORWARD_WORKSPACE[:3]),
     "v2": _FORWARD,
     "mma": _TENSOR_FORWARD,
-    "wgmma": _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS)),
+    **dict.fromkeys(("wgmma", "wgmma_float32"), _TENSOR_FORWARD._replace(arrays=(*_TENSOR_FORWARD.arrays, COUNTERS))),
     **{bits: Parameters(("mask", bits), ("mask",), _words("heads seqlen_q seqlen_k")) for bits in _BITS},
     **dict.fromkeys(_STATES, Parameters(_OF_STATES, _OF_STATES, _SIZES)),
     **{

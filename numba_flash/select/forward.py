@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig
+from ..config.wgmma_float32 import WgmmaFloat32Config
 from ..config.wgmma_forward import WgmmaConfig
 from ..machine.target import Target
 from ..problem.forward import Problem
@@ -82,7 +83,7 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
-    taken = (WgmmaConfig if name == "wgmma" else MmaConfig).DTYPES
+    taken = WgmmaConfig.DTYPES + WgmmaFloat32Config.DTYPES if name == "wgmma" else MmaConfig.DTYPES
     if problem.dtype not in taken:
         return f"it takes {', '.join(taken)}, not {problem.dtype}"
     if problem.dtype == "float64" and cc not in FLOAT64_CORES:
@@ -104,7 +105,7 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         if reason is not None:
             return reason
     if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
-        config = next(_wgmma_candidates(problem, target))
+        config = next(_candidates(name, problem, target))
         for index, tensor_map in tensor_maps(config, problem):
             reason = fits(tensor_map)
             if reason is not None:
@@ -141,6 +142,8 @@ def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]
     """Configs to choose from, the best first; the last needs the least shared memory. Nearly always the first does."""
     if name == "mma":
         return _mma_candidates(problem, target)
+    if name == "wgmma" and problem.dtype == "float32":
+        return _wgmma_float32_candidates(problem, target)
     if name == "wgmma":
         return _wgmma_candidates(problem, target)
     return _simt_candidates(name, problem, target)
@@ -173,6 +176,13 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
             for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
                 yield WgmmaConfig(**features, o_buffer=o_buffer, bias_stages=bias_stages)
+
+
+def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+    for row in _wide_enough("wgmma_float32", problem, target):
+        group = _group(problem, row.tile_m)
+        features = _features("wgmma_float32", problem) | _tensor_features(problem, group) | columns(row)
+        yield WgmmaFloat32Config(**features | dict(tile_m=_rows(problem, group, row.tile_m, 64)))
 
 
 def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:

@@ -58,6 +58,16 @@ class Wgmma(NamedTuple):
     gpu: str = MEASURED
 
 
+class WgmmaFloat32(NamedTuple):
+    head_dim: int
+    tile_m: int  # at most
+    tile_n: int
+    ping_pong: bool
+    stages: int
+    rescale_threshold: int
+    gpu: str = MEASURED
+
+
 class MmaDkdv(NamedTuple):
     head_dim: int
     plain: bool  # for scores that no option changes; those that do need registers of their own
@@ -214,6 +224,12 @@ TABLES: dict[str, tuple[Any, ...]] = {
         Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
         Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, rescale_threshold=8),
         Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8),
+    ),
+    "wgmma_float32": (
+        WgmmaFloat32(64, 128, 64, ping_pong=True, stages=2, rescale_threshold=8),
+        WgmmaFloat32(128, 128, 64, ping_pong=True, stages=1, rescale_threshold=8),
+        WgmmaFloat32(192, 128, 32, ping_pong=True, stages=1, rescale_threshold=8),
+        WgmmaFloat32(256, 64, 32, ping_pong=True, stages=1, rescale_threshold=8),
     ),
     # A key has two threads in v2_dkdv. These two are not measured yet.
     "v2_dkdv": (
@@ -383,8 +399,8 @@ READING_KEYS = {
 
 
 def table_of(kernel: str, dtype: str) -> str:
-    """The table of a kernel: mma's tiles depend on the size of elements."""
-    return f"{kernel}_{dtype}" if kernel.startswith("mma") and dtype in ("float32", "float64") else kernel
+    """The table of a kernel: tiles on tensor cores depend on the size of elements."""
+    return f"{kernel}_{dtype}" if kernel.startswith(("mma", "wgmma")) and dtype in ("float32", "float64") else kernel
 
 
 def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:

@@ -748,7 +748,8 @@ def core_matrices(matrix):
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("b_trans", [0, 1])
 @pytest.mark.parametrize("from_registers", [False, True])
-def test_wgmma(from_registers, b_trans, swizzle, kind):
+@pytest.mark.parametrize("new", [False, True])
+def test_wgmma(new, from_registers, b_trans, swizzle, kind):
     n, k = (24, 32) if not b_trans or not swizzle else (swizzle, 32)  # two tiles of columns where n-contiguous
     if swizzle == 128:
         k = 64
@@ -777,10 +778,13 @@ def test_wgmma(from_registers, b_trans, swizzle, kind):
     else:  # core matrices of 8 along k by 8 along n: leading goes along k, stride along n
         b_descriptor = wgmma.descriptor(128, k * 16, 0)
         b_offsets = tuple(2 * 128 * s >> 4 for s in range(steps))
+    twice = a_offsets * 2, b_offsets * 2, tuple(range(0, 4 * steps, 4)) * 2
     if from_registers:
         product = wgmma.product_registers(n, kind, b_offsets, b_trans)
+        new_product = wgmma.new_product_registers(n, kind, twice[2], twice[1], b_trans)
     else:
         product = wgmma.product_shared(n, kind, a_offsets, b_offsets, b_trans)
+        new_product = wgmma.new_product_shared(n, kind, *twice[:2], b_trans)
 
     def kernel(a_smem, b_smem, a, c, out):
         i = cuda.threadIdx.x
@@ -801,8 +805,11 @@ def test_wgmma(from_registers, b_trans, swizzle, kind):
         for x in range(4 * steps):
             a_frag[x] = a[((row + 8 * (x % 2)) * k + 16 * (x // 4) + column + 8 * (x % 4 // 2)) // 2]
         operand = a_frag if from_registers else a_descriptor(at)
-        product(acc, operand, b_descriptor(at + b_at), 1)
-        product(acc, operand, b_descriptor(at + b_at), 1)  # one behind the other, on the same accumulators
+        if new:
+            new_product(acc, operand, b_descriptor(at + b_at))
+        else:
+            product(acc, operand, b_descriptor(at + b_at), 1)
+            product(acc, operand, b_descriptor(at + b_at), 1)  # one behind the other, on the same accumulators
         wgmma.commit_group()
         wgmma.wait_group(0)()
         wgmma.pin(n // 2)(acc)
@@ -813,7 +820,7 @@ def test_wgmma(from_registers, b_trans, swizzle, kind):
     a_size, b_size = a_words.size, b_words.size
     out = np.zeros((64, n), np.float32)
     launch(kernel, 128, a_words, b_words, a.view(np.uint32), c, out, shared_bytes=b_at + b_smem.nbytes)
-    np.testing.assert_allclose(out, c + 2 * (wide(a) @ wide(b)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, (0 if new else c) + 2 * (wide(a) @ wide(b)), rtol=1e-5, atol=1e-5)
 
 
 # A warpgroup that TMA feeds, with whatever is left out or done wrong.

@@ -7,6 +7,7 @@ import functools
 
 from numba import int32, uint32
 
+from ...ptx import mbarrier
 from ..steps.inlined import inlined
 
 # A work tile is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
@@ -51,3 +52,32 @@ def make(config):
         return base + work_tiles_at + 64 * place_of(i)
 
     return (*singles, *rings, *of_bias), work_tile_of
+
+
+def starter(config, fillers):
+    """-> set_up(base), a device function: the mbarriers, by one thread, before a fence and a barrier. fillers: how many
+    arrivals say that K or V has come."""
+    places, _ = make(config)
+    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
+    init, consumers, blocks, stages = mbarrier.init, config.consumers, config.cluster, config.stages
+    bias_places = config.bias_stages * consumers
+
+    @inlined
+    def set_up(base):
+        for i in range(2):
+            init(base + Q_FULL + 8 * i, 1)
+            init(base + Q_EMPTY + 8 * i, 4 * consumers)
+        init(base + ASKED, 1)
+        for i in range(WORK_TILES):
+            init(base + TILE_FULL + 8 * i, 1)
+            init(base + TILE_EMPTY + 8 * i, 4 * consumers)
+        for stage in range(stages):
+            init(base + K_FULL + 8 * stage, fillers)
+            init(base + V_FULL + 8 * stage, fillers)
+            init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
+            init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
+        for place in range(bias_places):
+            init(base + BIAS_FULL + 8 * place, 1)
+            init(base + BIAS_EMPTY + 8 * place, 128)
+
+    return set_up

@@ -30,6 +30,10 @@ def load_f64(address):
     return _loaded(address, 8).view(np.float64)[0]
 
 
+def store_v2(address, values, at):
+    _store(address, values[at : at + 2].view(np.uint32))
+
+
 def store_v4(address, values, at):
     _store(address, values[at : at + 4].view(np.uint32))
 

@@ -26,6 +26,10 @@ def load_v2_if(values, at, address, condition):
     values.view(np.uint32)[at : at + 2] = _at(address, 8, 8, writing=False).view(np.uint32) if condition else 0
 
 
+def load_v4_if(values, at, address, condition):
+    values.view(np.uint32)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32) if condition else 0
+
+
 def load_f64_if(address, condition):
     return _at(address, 8, 8, writing=False).view(np.float64)[0] if condition else np.float64(0)
 
@@ -36,6 +40,10 @@ def store_b16(address, value):
 
 def store_b32(address, value):
     _at(address, 4, 4).view(np.uint32)[0] = u32(value)
+
+
+def store_v2(address, values, at):
+    _at(address, 8, 8).view(np.uint32)[:] = values[at : at + 2].view(np.uint32)
 
 
 def store_v4(address, values, at):

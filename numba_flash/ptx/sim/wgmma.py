@@ -1,5 +1,7 @@
 """Twins of ptx.wgmma. A product is computed when it is issued; its accumulators hold a mark until its wait_group.
 
+Each step's sum is cut off, as GPUs do; PTX leaves that open.
+
 While it runs, its accumulators and register operands must stay as they are (checked at the wait), and nobody may
 write the shared memory that it reads (checked at the write).
 """
@@ -10,6 +12,7 @@ import numpy as np
 
 from .. import fragments
 from .errors import InstructionError, place
+from .mma import cut_off
 from .now import current
 from .registers import RUNNING, check, halves, table
 from .warp import same, together
@@ -108,10 +111,10 @@ def wait_group(newest):
 
 
 @functools.cache
-def pin(count):
+def pin(count, first=0):
     def pin(registers):
         current()
-        check(registers[:count])
+        check(registers[first : first + count])
 
     return pin
 
@@ -119,35 +122,67 @@ def pin(count):
 @functools.cache
 def product_shared(n, kind, a_offsets, b_offsets, b_trans):
     name = "wgmma.product_shared", n, kind, a_offsets, b_offsets, b_trans
-
-    def a_matrix(group, given):
-        descriptor = int(same(group, [a for _, a, _, _ in given], "a's descriptor"))
-        return *_read(group, [rows_of_k(descriptor + offset, 64) for offset in a_offsets], kind, 1), []
+    compute = _compute(n, kind, _a_in_shared(kind, a_offsets), b_offsets, b_trans)
 
     def product(acc, a, b, accumulate):
         together(name, compute, (acc, a, b, accumulate), "warpgroup")
 
-    compute = _compute(n, kind, a_matrix, b_offsets, b_trans)
     return product
 
 
 @functools.cache
 def product_registers(n, kind, b_offsets, b_trans):
     name = "wgmma.product_registers", n, kind, b_offsets, b_trans
-    count = 4 * len(b_offsets)
+    a_steps = tuple(range(0, 4 * len(b_offsets), 4))
+    compute = _compute(n, kind, _a_in_registers(kind, a_steps), b_offsets, b_trans)
+
+    def product(acc, a, b, accumulate):
+        together(name, compute, (acc, a, b, accumulate), "warpgroup")
+
+    return product
+
+
+@functools.cache
+def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
+    name = "wgmma.new_product_shared", n, kind, a_offsets, b_offsets, b_trans
+    compute = _compute(n, kind, _a_in_shared(kind, a_offsets), b_offsets, b_trans)
+
+    def product(acc, a, b):
+        together(name, compute, (acc, a, b, 0), "warpgroup")
+
+    return product
+
+
+@functools.cache
+def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
+    name = "wgmma.new_product_registers", n, kind, a_steps, b_offsets, b_trans
+    compute = _compute(n, kind, _a_in_registers(kind, a_steps), b_offsets, b_trans)
+
+    def product(acc, a, b):
+        together(name, compute, (acc, a, b, 0), "warpgroup")
+
+    return product
+
+
+def _a_in_shared(kind, a_offsets):
+    def a_matrix(group, given):
+        descriptor = int(same(group, [a for _, a, _, _ in given], "a's descriptor"))
+        return *_read(group, [rows_of_k(descriptor + offset, 64) for offset in a_offsets], kind, 1), []
+
+    return a_matrix
+
+
+def _a_in_registers(kind, a_steps):
+    count, of_steps = max(a_steps) + 4, [at + i for at in a_steps for i in range(4)]
 
     def a_matrix(group, given):
         operands = [a[:count].view(np.uint32) for _, a, _, _ in given]
         for thread, registers in zip(group.members, operands, strict=True):
             check(registers, thread)
         snapshot = np.stack(operands)
-        return a_of_registers(snapshot, kind), [], list(zip(operands, snapshot, strict=True))
+        return a_of_registers(snapshot[:, of_steps], kind), [], list(zip(operands, snapshot, strict=True))
 
-    def product(acc, a, b, accumulate):
-        together(name, compute, (acc, a, b, accumulate), "warpgroup")
-
-    compute = _compute(n, kind, a_matrix, b_offsets, b_trans)
-    return product
+    return a_matrix
 
 
 @functools.cache
@@ -177,7 +212,7 @@ def _compute(n, kind, a_matrix, b_offsets, b_trans):
             places = [rows_of_k(b + offset, n) for offset in b_offsets]
             b, b_words = _read(group, places, kind, 1)
             b = b.T
-        values = ((a @ b)[c_table(n)] + before).astype(np.float32)
+        values = _sums(a, b, before)
         words = [*a_words, *b_words]
         shared = group.members[0].block.shared
         for part in words:
@@ -187,6 +222,16 @@ def _compute(n, kind, a_matrix, b_offsets, b_trans):
         group.products.append(Product(acc, values, operands, words, place(current())))
 
     return compute
+
+
+def _sums(a, b, before):
+    """before (128, n / 2) + A . B, step by step, in float32."""
+    places = c_table(b.shape[1])
+    c = np.zeros((64, b.shape[1]))
+    c[places] = before
+    for k in range(0, len(b), 16):
+        c = cut_off(c + a[:, k : k + 16] @ b[k : k + 16]).astype(np.float64)
+    return c[places].astype(np.float32)
 
 
 def _read(group, places, kind, axis):

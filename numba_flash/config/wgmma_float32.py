@@ -1,0 +1,88 @@
+"""Config of the Hopper forward in float32 (kernels/wgmma/forward_float32.py)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .forward import L2_BYTES, TensorConfig, tile_bytes
+from .wgmma_forward import check_registers
+
+
+@dataclass(frozen=True)
+class WgmmaFloat32Config(TensorConfig):
+    """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+
+    Elements are kept as three parts in bfloat16 (kernels/wgmma/parts.py). stages: tiles of K and V in parts; with one,
+    the next K is made while P . V is computed, and the next V while S is. ping_pong: consumers take turns with the
+    tensor cores. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+    """
+
+    stages: int = 1
+    ping_pong: bool = True
+    l2_bytes: int = L2_BYTES
+    blocks_per_sm: int = 1
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32",)
+    whole_program: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
+    PARTS: ClassVar[int] = 3
+    bias_stages: ClassVar[int] = 0  # a bias is read from global memory
+    bias_bytes: ClassVar[int] = 0
+    bias_panel: ClassVar[int] = 16
+    KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
+    # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
+    REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {
+        (1, 32): (128, 256), (1, 64): (128, 256), (2, 32): (88, 208), (2, 64): (104, 200)
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self._check(64, 16)
+        if self.consumers not in (1, 2):
+            raise ValueError(f"tile_m must be 64 or 128, not {self.tile_m}")
+        if self.tile_n not in self.KEYS:
+            raise ValueError(f"tile_n must be one of {self.KEYS}, not {self.tile_n}")
+        if self.stages not in (1, 2):
+            raise ValueError(f"stages must be 1 or 2, not {self.stages}")
+        if max(self.head_dim, self.head_dim_v) > 256:
+            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        check_registers(self.registers, self.consumers)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the producer and of the consumers."""
+        return self.REGISTERS[self.consumers, self.tile_n]
+
+    @property
+    def v_panels(self) -> int:
+        """Of V's columns, as many in each, that are a product of their own; at most 64."""
+        return -(-self.head_dim_v // 64)
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of a panel of V."""
+        return -(-self.head_dim_v // (8 * self.v_panels)) * 8
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self.v_panels * self.v_columns
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.head_dim_v_padded
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, the stages of K, those of V, the states of O's rows, barriers and work tiles, and the end are."""
+        k_at = self.PARTS * tile_bytes(self.tile_m, self.head_dim_padded)
+        v_at = k_at + self.stages * self.PARTS * tile_bytes(self.tile_n, self.head_dim_padded)
+        row_states_at = v_at + self.stages * self.PARTS * self.tile_n * 128 * self.v_panels
+        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
+        return 0, k_at, v_at, row_states_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64

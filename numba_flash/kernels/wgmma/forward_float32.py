@@ -1,0 +1,447 @@
+"""FlashAttention-2 in float32 on Hopper's tensor cores (sm_90a): wgmma with products of parts.
+
+Read forward.py first: the same roles, rows of a lane and work tiles, and parts.py: what is multiplied. wgmma takes no
+float32, so the producer is a whole warpgroup here. It reads K and V from global memory, takes each number apart, and
+writes three parts of 16 bits to shared memory. Consumers do the same with their Q at the beginning of a query tile, and
+with P in registers.
+
+Tiles in parts are large, and most have one place in shared memory. So two consumers take turns product by product: S of
+the first, S of the second, P . V of the first, P . V of the second. While the second's S is computed the first has its
+softmax. While both compute P . V the producer fills the place of K, and while both compute S that of V. It has read its
+next tile into registers by then.
+
+Launch: grid (blocks that stay), block (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k and
+v begin at multiples of 16 bytes and are contiguous along dim.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
+
+from ...ptx import bar, fence, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ..score import fragments, sum_terms, tile_walk
+from ..score import reads as score_reads
+from ..score.stage import LOG2_E
+from ..steps import fragment_softmax, recompute_whole_rows
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.plain import first_row_of
+from ..steps.query_tile import TileKeys
+from ..steps.tiles import row_base
+from . import barriers, parts, query_tiles, rows_float32, tile_scores
+from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from .work_tile import counting, position, rows_of_lane, tile_of, word
+
+Q_ROWS = 32  # of a consumer's 64 that it takes apart at a time
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+
+
+class Sizes(NamedTuple):
+    """What the next query tile is found by."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+    q_offset: int
+
+
+def multipliers(config):
+    """-> (what multiplies Q by K for each panel of columns of head_dim, what P by V for all panels of V), as functions
+    (acc, a, b) of wgmma."""
+    tile_m, tile_n, columns = config.tile_m, config.tile_n, config.head_dim_padded
+    panels = -(-columns // 64)
+    q_part, k_part, v_part = tile_m * 128 * panels, tile_n * 128 * panels, tile_n * 128 * config.v_panels
+
+    def of_q_k(panel):
+        steps = range(min(4, columns // 16 - 4 * panel))
+        q_at, k_at = panel * tile_m * 128, panel * tile_n * 128
+        a = tuple((q_at + i * q_part + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
+        b = tuple((k_at + j * k_part + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
+        return wgmma.new_product_shared(tile_n, "bf16", a, b, 0)
+
+    steps = range(tile_n // 16)
+    a = tuple(i * tile_n // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
+    b = tuple((j * v_part + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
+    return [of_q_k(panel) for panel in range(panels)], wgmma.new_product_registers(config.v_columns, "bf16", a, b, 1)
+
+
+def make(config):
+    tile_m, tile_n, consumers, stages = config.tile_m, config.tile_n, config.consumers, config.stages
+    head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
+    alignment, scores_finished = config.ALIGNMENT, config.scores_finished
+    _, k_at, v_at, row_states_at, _, _ = config.shared_offsets()
+    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of a panel of a part
+    k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
+    k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
+    k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
+    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
+    panel_count = v_columns // 2  # of O, registers
+    o_blocks = config.head_dim_v_padded // 8
+    turns, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
+
+    of_q_k, multiply_p_v = multipliers(config)
+    multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
+    describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
+    describe_v = wgmma.descriptor(kv_panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+
+    places, work_tile_of = barriers.make(config)
+    set_up = barriers.starter(config, 4)  # the producer's warps
+    publish_tile, following_tile, set_back = query_tiles.make(config)
+    stage_of, phase_of = barriers.ring(stages)
+    tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
+    _, _, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
+    q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
+    k_words, fetch_k, store_k = parts.loader(tile_n, head_dim, 64, kv_panel, k_part)
+    v_words, fetch_v, store_v = parts.loader(tile_n, head_dim_v, v_columns, kv_panel, v_part)
+    raw_words = max(k_words, v_words)
+
+    has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
+    mask_words, _, _, mask_scores = fragments.tile(config, 1)
+    read, has_mask = score_reads.make(config, 1), config.has("mask")
+    reads, hide, bias_type = read.reads, read.hide, read.bias_type
+    bias_words, bits_words = read.bias_words, read.bits_words
+    find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
+    has_states, behind, asks_in = walk.present, walk.behind, walk.asks
+    behind_in_producer = tile_walk.make(config).behind
+    start, softmax, finish = fragment_softmax.make(config, 1)
+    drop_some, count_kept = counting(config)
+    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
+    to_p = parts.to_operand(tile_n)
+    write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
+    log2_e = float32(LOG2_E)
+
+    # The producer.
+
+    @inlined
+    def anew(sizes):
+        """The same numbers, of which the compiler knows nothing: what the next query tile is found by is not worked out
+        ahead of the loops, in registers that the tiles need."""
+        zero = int64(special.opaque(int32(0)))
+        return Sizes(
+            sizes.batch + zero, sizes.heads + zero, sizes.heads_kv + zero, sizes.seqlen_q + zero, sizes.seqlen_k + zero,
+            sizes.left + zero, sizes.right + zero, sizes.q_offset + zero,
+        )  # fmt: skip
+
+    @inlined
+    def fetch(raw, fetch_rows, array, of_array, work_tile, j):
+        """raw <- rows of key tile j, those of valid keys; zeros past them."""
+        b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
+        first = int32(j * tile_n)
+        source = memory.address(array, row_base(of_array, b, h_kv, int64(first)))
+        rows_left = int32(query_tiles.field_of(work_tile + KEYS) - first)
+        fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
+
+    @inlined
+    def elected():
+        """Whether the lane is the one that acts for its warp."""
+        return special.thread_index() & int32(31) == 0
+
+    @inlined
+    def hand_over(full):
+        """What the warp wrote is there for wgmma."""
+        fence.proxy_async()
+        bar.warp_sync()
+        mbarrier.arrive_if(full, elected())
+
+    @inlined
+    def produce(base, counter, arrays, strides, sizes):
+        """The producer warpgroup: take query tiles, and make the parts of K and V as the consumers will need them."""
+        raw = cuda.local.array(raw_words, uint32)
+        two = cuda.local.array(2, uint32)
+        n, i, t = int32(0), int32(0), int64(special.block_index())  # tiles of K and V, and query tiles, so far
+        thread = special.thread_index()
+        if thread == 0:
+            publish_tile(base, i, t, arrays, strides, sizes)
+        mbarrier.wait(base + TILE_FULL, 0)
+        work_tile = int32(work_tile_of(base, i))
+        while query_tiles.field_of(work_tile + WORK) != 0:
+            begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
+            states = query_tiles.field_of(work_tile + STATES) if has_states else int32(0)
+            while j >= begin:
+                stage = stage_of(n)
+                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
+                mbarrier.wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
+                store_k(raw, base + k_at + stage * k_bytes, two, special.thread_index())
+                hand_over(base + K_FULL + 8 * stage)
+                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j)
+                mbarrier.wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
+                store_v(raw, base + v_at + stage * v_bytes, two, special.thread_index())
+                hand_over(base + V_FULL + 8 * stage)
+                n = int32(n + 1)
+                j = int32(behind_in_producer(states, j, begin, arrays, strides) if has_states else j - 1)
+            i = int32(i + 1)
+            if thread == 0:
+                t = following_tile(t, counter)
+                publish_tile(base, i, t, arrays, strides, anew(sizes))
+            mbarrier.wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
+            work_tile = int32(work_tile_of(base, i))
+        if thread == 0:
+            set_back(counter)
+
+    # The consumers.
+
+    @inlined
+    def my_turn(me):
+        if turns:
+            bar.sync(me + 1, pair)
+
+    @inlined
+    def next_turn(me):
+        if turns:
+            bar.arrive(int32(2 - me), pair)
+
+    @inlined
+    def warpgroup_sync(me):
+        bar.sync(me + 3, 128)
+
+    @inlined
+    def load_q(base, me, work_tile, arrays, strides, sizes):
+        """The parts of the warpgroup's 64 rows of Q."""
+        raw = cuda.local.array(q_words, uint32)
+        two = cuda.local.array(2, uint32)
+        thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        source = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, int64(tile.first_query)))
+        warpgroup_sync(me)  # all of it are done with those before
+        for first_row in range(me * 64, me * 64 + 64, Q_ROWS):
+            fetch_q(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
+            store_q(raw, int32(base + first_row * 128), two, thread)
+        fence.proxy_async()
+        warpgroup_sync(me)
+
+    @inlined
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for n in range(o_blocks):
+                for i in range(4):
+                    acc_o[4 * n + i] *= alpha[i // 2]
+
+    @inlined
+    def issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3):
+        """A product for each panel of columns."""
+        multiply_0(acc_s, q_desc, k_desc)
+        if k_panels > 1:
+            multiply_1(part_1, q_desc, k_desc)
+        if k_panels > 2:
+            multiply_2(part_2, q_desc, k_desc)
+        if k_panels > 3:
+            multiply_3(part_3, q_desc, k_desc)
+        commit()
+
+    @inlined
+    def add_part(acc_s, part, present):
+        if present:
+            pin_s(part)
+            for i in range(s_count):
+                acc_s[i] += part[i]
+
+    @inlined
+    def scores(base, me, n, acc_s):
+        """S of the block's n-th tile of keys."""
+        part_1 = cuda.local.array(s_count, float32)
+        part_2 = cuda.local.array(s_count, float32)
+        part_3 = cuda.local.array(s_count, float32)
+        stage = stage_of(n)
+        mbarrier.wait(base + K_FULL + 8 * stage, phase_of(n))
+        my_turn(me)
+        issue_scores(
+            describe_k(base + special.opaque(me * (64 * 128))),
+            describe_k(base + k_at + stage * k_bytes),
+            acc_s,
+            part_1,
+            part_2,
+            part_3,
+        )
+        next_turn(me)
+        wait_all()
+        pin_s(acc_s)
+        add_part(acc_s, part_1, k_panels > 1)
+        add_part(acc_s, part_2, k_panels > 2)
+        add_part(acc_s, part_3, k_panels > 3)
+        mbarrier.arrive_if(base + K_EMPTY + 8 * stage, elected())
+
+    def panel_adder(panel):
+        """-> add_panel(acc_o, acc), a device function: acc_o += that panel of P . V, when it is computed. Only the one
+        behind it may be computed still."""
+        wait = wait_but_one if panel < v_panels - 1 else wait_all
+        first = panel * panel_count
+        pin_o = wgmma.pin(panel_count, first)
+
+        @inlined
+        def add_panel(acc_o, acc):
+            wait()
+            pin_panel(acc)
+            for x in range(panel_count):
+                acc_o[first + x] += acc[x]
+            pin_o(acc_o)  # the registers of acc are free
+
+        @inlined
+        def nothing(acc_o, acc):
+            pass
+
+        return add_panel if panel < v_panels else nothing
+
+    add_0, add_1, add_2, add_3 = (panel_adder(panel) for panel in range(4))
+
+    @inlined
+    def issue_panel(panel, me, acc, p_frag, v_desc):
+        if panel < v_panels:
+            multiply_p_v(acc, p_frag, v_desc + uint64(panel * (kv_panel >> 4)))
+            commit()
+        if panel == v_panels - 1:
+            next_turn(me)
+
+    @inlined
+    def outputs(base, me, n, acc_o, p_frag):
+        """acc_o += P . V of the n-th tile of keys: one panel is added while the next is computed."""
+        even, odd = cuda.local.array(panel_count, float32), cuda.local.array(panel_count, float32)
+        stage = stage_of(n)
+        mbarrier.wait(base + V_FULL + 8 * stage, phase_of(n))
+        my_turn(me)
+        v_desc = describe_v(base + v_at + stage * v_bytes)
+        issue_panel(FIRST, me, even, p_frag, v_desc)
+        issue_panel(SECOND, me, odd, p_frag, v_desc)
+        add_0(acc_o, even)
+        issue_panel(THIRD, me, even, p_frag, v_desc)
+        add_1(acc_o, odd)
+        issue_panel(FOURTH, me, odd, p_frag, v_desc)
+        add_2(acc_o, even)
+        add_3(acc_o, odd)
+        pin_p(p_frag)  # in their registers until here
+        mbarrier.arrive_if(base + V_EMPTY + 8 * stage, elected())
+
+    @inlined
+    def step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, masked):
+        """One key tile, the n-th that the block walks: S, softmax, O. asks: mask_mod removes some of it. masked, a
+        constant: some row does not see some key."""
+        acc_s, acc_o, p_frag, loaded = registers
+        m, l, alpha, terms, distance, mask_bits, shown_bits = row
+        if reads:
+            load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE if masked else TRUE)
+        scores(base, me, n, acc_s)
+        if masked or scores_finished or has_score_mod or asks:
+            find_visible(j, work_tile, sizes, mask_bits, distance)
+        if masked or has_score_mod or asks:
+            hide(mask_bits, shown_bits, TRUE)
+            if masked:
+                apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
+            else:
+                apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
+        if scores_finished:
+            finish_scores(base, acc_s, terms, distance, loaded, n, score)
+        if masked or has_score_mod or asks:
+            mask_scores(acc_s, mask_bits)
+        elif has_mask:
+            mask_some(acc_s, mask_bits, shown_bits)
+        moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)
+        drop_some(j, work_tile, acc_s, arrays, sizes)
+        to_p(acc_s, p_frag)
+        rescale(acc_o, alpha, moved)
+        outputs(base, me, n, acc_o, p_frag)
+
+    @inlined
+    def write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score):
+        """O and lse of the warp's rows."""
+        m, l, alpha, _, distance, _, _ = row
+        tile = tile_of(work_tile)
+        first_row, lane = rows_of_lane()
+        inverse_l, lse = alpha, distance  # the same registers, free by now
+        if has_term:
+            load_terms(lse, tile.b, tile.h, first_row + first_row_of(lane), arrays, strides)
+        finish(m, l, inverse_l, lse)
+        count_kept(inverse_l, score)
+        row_states = base + row_states_at
+        nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
+        if vote.any_lane(nonfinite) != 0:
+            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
+            recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score)
+        bar.warp_sync()  # all lanes have read the work tile and the rows' states
+
+    @inlined
+    def consume(base, me, arrays, strides, sizes, score):
+        """A consumer warpgroup: 64 rows of every query tile that the block takes."""
+        registers = (
+            cuda.local.array(s_count, float32),  # acc_s (tile_n / 8, 4)
+            cuda.local.array(o_count, float32),  # acc_o (head_dim_v_padded / 8, 4)
+            cuda.local.array(p_count, uint32),  # p_frag (3, tile_n / 8, 2)
+            cuda.local.array(bias_words, bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
+        )
+        row = (
+            cuda.local.array(2, float32),  # m
+            cuda.local.array(2, float32),  # l
+            cuda.local.array(2, float32),  # alpha
+            cuda.local.array(2, float32),  # terms
+            cuda.local.array(2, float32),  # distance
+            cuda.local.array(mask_words, uint32),  # mask_bits
+            cuda.local.array(bits_words, uint32),  # shown_bits, by the mask that was given
+        )
+        acc_o, terms, mask_bits = registers[1], row[3], row[5]
+        n, i = int32(0), int32(0)  # key tiles, and query tiles, so far
+        if me == consumers - 1:
+            next_turn(me)  # the first turn is the first consumer's, as if the last had given it on
+        mbarrier.wait(base + TILE_FULL, 0)
+        work_tile = int32(work_tile_of(base, i))
+        while word(work_tile + WORK) != 0:
+            begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
+            cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
+            states = word(work_tile + STATES) if has_states else int32(0)
+            load_q(base, me, work_tile, arrays, strides, sizes)
+            start(row[0], row[1])
+            for x in range(o_count):
+                acc_o[x] = float32(0)
+            for r in range(2):
+                terms[r] = float32(0)
+                if has_row_term:
+                    first_row, lane = rows_of_lane()
+                    row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
+            for x in range(mask_words):
+                mask_bits[x] = uint32(0)
+            while j >= begin:
+                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
+                # window, some of the first kind again.
+                while j >= begin and (j >= cut or j < free):
+                    asks = asks_in(states, j, arrays, strides)
+                    step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, TRUE)
+                    n = int32(n + 1)
+                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+                while j >= free and j < cut:
+                    asks = asks_in(states, j, arrays, strides)
+                    step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, FALSE)
+                    n = int32(n + 1)
+                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+            write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
+            mbarrier.arrive_if(base + TILE_EMPTY + 8 * tile_place_of(i), elected())
+            i = int32(i + 1)
+            mbarrier.wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
+            work_tile = int32(work_tile_of(base, i))
+        if me == 0:
+            my_turn(me)  # takes the turn that was given on when there was nothing left to do
+
+    @cuda.jit
+    def flash_attention_wgmma_float32(arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = special.thread_index()
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if thread == 0:
+            set_up(base)
+            fence.mbarrier_init()
+        cuda.syncthreads()
+        if warpgroup == 0:
+            give_registers()
+            produce(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
+        else:
+            take_registers()
+            consume(base, int32(warpgroup - 1), arrays, strides, sizes, score)
+
+    return flash_attention_wgmma_float32

@@ -1,0 +1,146 @@
+"""float32 as three parts in bfloat16, for tensor cores that take 16 bits: as exact as float32 arithmetic.
+
+bfloat16 has 8 significant bits of float32's 24, and all of its exponents. So a number is the sum of three, each the
+rest that the ones before it left, rounded to nearest, and
+
+    a . b = a2 . b0 + a1 . b1 + a0 . b2 + a1 . b0 + a0 . b1 + a0 . b0
+
+Three products are left out, which together are at most 2^-24 of a * b, and as likely of one sign as of the other.
+Three products of two parts in tf32 (kernels/mma/products_float32.py) take as long, but each number 8 bytes instead of
+6, and V would have to be transposed, because wgmma takes V as it lies in 16 bits only.
+
+A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts
+(Ootomo and Yokota, 2022). Here at most 64 columns, or 64 keys, are a sum of their own, small products first, and these
+sums are added up by ordinary additions, which round to nearest.
+
+Inf, and what bfloat16 rounds up to it, has no other parts: Inf - Inf is NaN. Then O is NaN, and the row is computed
+again without tensor cores (kernels/steps/recompute_whole_rows.py).
+"""
+
+import numpy as np
+from numba import float32, int32, int64, uint32
+
+from ...ptx import cvt, ld_st, memory
+from ..steps.inlined import inlined
+from ..steps.plain import panel_offset
+
+# Which parts are multiplied, the smallest products first.
+PRODUCTS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
+
+
+@inlined
+def rest_of_low(x, two):
+    """x without the bfloat16 in bits 0 to 15."""
+    return float32(x - uint32(two << uint32(16)).view(np.float32))
+
+
+@inlined
+def rest_of_high(x, two):
+    """x without the bfloat16 in bits 16 to 31."""
+    return float32(x - uint32(two & uint32(0xFFFF0000)).view(np.float32))
+
+
+@inlined
+def split_two(low, high):
+    """-> the three parts of two numbers, each two in a register."""
+    first = cvt.pack_bf16x2(low, high)
+    low, high = rest_of_low(low, first), rest_of_high(high, first)
+    second = cvt.pack_bf16x2(low, high)
+    return first, second, cvt.pack_bf16x2(rest_of_low(low, second), rest_of_high(high, second))
+
+
+def to_operand(tile_n):
+    """-> to_p(acc_s, p_frag), a device function: p_frag (3, tile_n / 8, 2) <- acc_s in parts, the A operand of P V."""
+    count = tile_n // 4
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        for i in range(count):
+            p_frag[i], p_frag[count + i], p_frag[2 * count + i] = split_two(acc_s[2 * i], acc_s[2 * i + 1])
+
+    return to_p
+
+
+def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
+    """-> (how many uint32 a thread needs, fetch, store): float32 rows of global memory to parts in shared memory, by
+    the 128 threads of a warpgroup.
+
+    A part has panels of panel_columns columns, panel_bytes apart, in swizzled rows of 128 bytes (ptx/fragments.py).
+    Zeros where a row or a column does not exist: nothing is read there, so that NaN in the padding of a cache cannot
+    come in. group: rows are that many heads of one query, head_bytes apart.
+    """
+    # Sixteen threads have 4 neighbouring columns each of a panel's row, and of every eighth row below it. So in shared
+    # memory all addresses are constants away from one, and in global memory one addition finds the next row: offsets of
+    # their own would be computed ahead of the loop over tiles and cost two registers each.
+    panels, steps = -(-columns // panel_columns), rows // 8
+    load_v4, load_b32, store_v2 = memory.load_v4_if, memory.load_b32_if, ld_st.store_v2
+
+    @inlined
+    def place_of_row(row, source, row_bytes, head_bytes):
+        query = int32(uint32(row) // uint32(group))
+        return source + query * row_bytes + (row - query * group) * head_bytes
+
+    @inlined
+    def fetch_four(panel, raw, at, place, here, thread):
+        """4 columns of a panel's row, which begins at `place`, if the row is there."""
+        within = int32((thread & 15) << 2)
+        column = int32(panel * panel_columns + within)
+        here = here and (panel_columns == 64 or within < panel_columns)
+        place += int64(within * 4) + panel * panel_columns * 4
+        if columns % 4 == 0:
+            load_v4(raw, at, place, uint32(1) if here and column < columns else uint32(0))
+        else:  # the last ones of a row are not all there, and what lies behind them may be NaN
+            for i in range(4):
+                raw[at + i] = load_b32(place + 4 * i, uint32(1) if here and column + i < columns else uint32(0))
+
+    @inlined
+    def store_four(step, panel, raw, at, target, two, thread):
+        row, piece = thread >> 4, thread & 15
+        to = target + panel_offset(row, piece >> 1, rows) + ((piece & 1) << 3) + step * 1024 + panel * panel_bytes
+        one = split_two(raw[at].view(np.float32), raw[at + 1].view(np.float32))
+        other = split_two(raw[at + 2].view(np.float32), raw[at + 3].view(np.float32))
+        two[0], two[1] = one[0], other[0]
+        store_v2(to, two, 0)
+        two[0], two[1] = one[1], other[1]
+        store_v2(to + part_bytes, two, 0)
+        two[0], two[1] = one[2], other[2]
+        store_v2(to + 2 * part_bytes, two, 0)
+
+    # Each four is a function of its own, because the compiler does not unroll a loop over all of them, and then `raw`
+    # would lie in memory.
+    def fetching(before, step, panel, at):
+        @inlined
+        def fetch(raw, source, row_bytes, head_bytes, first_row, rows_left, thread):
+            place = before(raw, source, row_bytes, head_bytes, first_row, rows_left, thread)
+            row = int32(first_row + (thread >> 4) + 8 * step)
+            if panel == 0 and (step == 0 or group > 1):
+                place = place_of_row(row, source, row_bytes, head_bytes)
+            elif panel == 0:
+                place += 8 * row_bytes
+            fetch_four(panel, raw, at, place, int32(uint32(row) // uint32(group)) < rows_left, thread)
+            return place
+
+        return fetch
+
+    def storing(before, step, panel, at):
+        @inlined
+        def store(raw, target, two, thread):
+            before(raw, target, two, thread)
+            store_four(step, panel, raw, at, target, two, thread)
+
+        return store
+
+    @inlined
+    def fetch(raw, source, row_bytes, head_bytes, first_row, rows_left, thread):
+        """raw <- rows from first_row on of those that begin at `source`; rows_left: how many queries there are."""
+        return source
+
+    @inlined
+    def store(raw, target, two, thread):
+        """raw to the parts at `target`."""
+
+    for step in range(steps):
+        for panel in range(panels):
+            place = np.int32(step), np.int32(panel), np.int32(4 * (step * panels + panel))
+            fetch, store = fetching(fetch, *place), storing(store, *place)
+    return 4 * steps * panels, fetch, store

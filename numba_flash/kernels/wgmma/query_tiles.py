@@ -1,0 +1,187 @@
+"""Which query tiles a wgmma block takes, and what is said about them: a work tile, for all its roles.
+
+One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global memory, those that
+see the most keys first, a few heads at a time so that their K and V stay in L2.
+"""
+
+import functools
+
+from numba import int32, int64, uint32
+
+from ...config.forward import ITEM_SIZE
+from ...ptx import cluster, ld_st, mbarrier, memory, special
+from ..score import longest_first, positions, reads, tile_walk
+from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from . import barriers
+from .barriers import (
+    BEGIN,
+    CUT,
+    FIRST_QUERY,
+    FREE,
+    H_KV,
+    KEYS,
+    POS_HIGH,
+    POS_LOW,
+    STATES,
+    STOP,
+    WORK,
+    WORK_TILES,
+    B,
+    H,
+)
+
+
+@inlined
+def field_of(place):
+    """A word of a work tile, for one thread."""
+    return int32(ld_st.load_b32(int32(place)))
+
+
+@functools.cache
+def make(config):
+    """-> (publish_tile, following, set_back), device functions of one thread."""
+    tile_n, group, queries, blocks = config.tile_n, config.group_size, config.queries, config.cluster
+    cluster_queries = queries * blocks
+    l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
+    places, work_tile_of = barriers.make(config)
+    tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
+    TILE_FULL, TILE_EMPTY = places[2:4]
+    wait, arrive = mbarrier.wait, mbarrier.arrive
+    block_count, rank = special.block_count, cluster.rank
+    store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
+    keys_and_start = positions.make(config)
+    has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
+    has_states, states_row, states_ends = walk.present, walk.row, walk.ends
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+
+    @inlined
+    def tile_of(t, arrays, strides, sizes):
+        """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
+
+        Some heads at a time, last queries first, or under a mask_mod those that see the most tiles.
+        """
+        if has_states:
+            b, head, own = take(t, arrays, strides, sizes)
+            return b, int32(head * group), int32(own * queries)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
+        groups = divide(sizes.heads, group)
+        head_tiles = int32(sizes.batch) * groups
+        kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
+        head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
+        b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
+        b = b if t < head_tiles * m_tiles else int32(sizes.batch)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+
+    @inlined
+    def tiles_of(first_query, tile_pos, keys, sizes):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
+
+        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
+        """
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
+        top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if stop <= begin:
+            begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @inlined
+    def write_ends(work_tile, begin, stop, sizes):
+        if stop <= begin:  # as in tiles_of
+            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        store_shared(work_tile + BEGIN, uint32(begin))
+        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
+        store_shared(work_tile + STOP, uint32(stop))
+
+    @inlined
+    def leave_hidden_out(work_tile, arrays, strides, sizes):
+        """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
+
+        Reads the work tile and writes it again, because the scheduler has few registers."""
+        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
+        first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
+        stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
+        write_ends(work_tile, begin, stop, sizes)
+
+    @inlined
+    def leave_empty_out(work_tile, arrays, strides, sizes):
+        """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- what says which are between."""
+        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        states = states_row(b, h, first_query, arrays, strides)
+        begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
+        begin, stop = states_ends(states, begin, stop, arrays, strides)
+        write_ends(work_tile, begin, stop, sizes)
+        store_shared(work_tile + STATES, uint32(states))
+
+    @inlined
+    def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
+        """To the producer and the consumers."""
+        at = work_tile_of(base, i)
+        wait(base + TILE_EMPTY + 8 * tile_place_of(i), tile_phase_of(i) ^ 1)
+        store_shared(at + WORK, uint32(work))
+        store_shared(at + B, uint32(b))
+        store_shared(at + H, uint32(h))
+        store_shared(at + H_KV, uint32(h_kv))
+        store_shared(at + FIRST_QUERY, uint32(first_query))
+        store_shared(at + KEYS, uint32(keys))
+        store_shared(at + BEGIN, uint32(begin))
+        store_shared(at + FREE, uint32(free))
+        store_shared(at + CUT, uint32(cut))
+        store_shared(at + STOP, uint32(stop))
+        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        if has_mask:
+            leave_hidden_out(at, arrays, strides, sizes)
+        if has_states:
+            leave_empty_out(at, arrays, strides, sizes)
+        arrive(base + TILE_FULL + 8 * tile_place_of(i))
+
+    @inlined
+    def publish_tile(base, i, t, arrays, strides, sizes):
+        """Query tile t is the block's i-th. -> its b, h and first_query.
+
+        Where there is none, the first one of all stands for it, for who needs no branch then.
+        """
+        b, h, first_query = tile_of(t, arrays, strides, sizes)
+        work = b < sizes.batch
+        if not work:
+            b, h, first_query = int32(0), int32(0), int32(0)
+        if blocks > 1:
+            first_query = int32(first_query + rank() * queries)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        tile_pos = first_query + q_start
+        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
+        if has_mask or has_states:  # not kept in registers until here
+            work_tile = work_tile_of(base, i)
+            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        return b, h, first_query
+
+    @inlined
+    def following(t, counter):
+        """The block's next query tile behind t."""
+        if blocks > 1:  # its blocks must take the same, and all tiles take as long: so no counter is asked
+            t = t + divide(block_count(), blocks)
+        else:
+            t = int32(atomic_add(counter, uint32(1))) + block_count()
+        return t
+
+    @inlined
+    def set_back(counter):
+        """By each block that found no tile left; the last one sets the counter back for the next launch."""
+        if blocks == 1:
+            if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
+                exchange(counter, uint32(0))
+                exchange(counter + 4, uint32(0))
+
+    return publish_tile, following, set_back
