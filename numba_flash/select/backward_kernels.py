@@ -233,8 +233,10 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
         return False
-    if max(forward.seqlen_q, forward.seqlen_k) <= 512 or _one_key_tile(problem):
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
+    if _one_key_tile(problem):  # a head is one block, which walks all of its queries
+        return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
     long_line = forward.seqlen_k > forward.seqlen_q or lines < (8 if every_key else 4)

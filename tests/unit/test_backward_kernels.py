@@ -832,3 +832,15 @@ def test_wgmma_configs_check_their_registers(monkeypatch):
     ):
         with pytest.raises(ValueError, match="more than the 168"):
             make()
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "kernel"),
+    [(1024, 77, "wgmma_fused"), (1025, 77, "wgmma_dkdv"), (1024, 128, "wgmma_fused"), (1024, 129, "wgmma_dkdv")],
+)
+def test_long_queries_of_one_key_tile_take_two_kernels(seqlen_q, seqlen_k, kernel):
+    """In the one kernel a head would be one block. H200: 2 x 10 heads of 4096 x 77 take 78 us so, else 107."""
+    arrays = {name: empty(2, 10, seqlen_q, 64, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(2, 10, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
+    made = problem(64, dtype="float16", **arrays, lse=empty(2, 10, seqlen_q, dtype="float32"))
+    assert kernel in [config.kernel for config in wgmma_configs(made, HOPPER)]

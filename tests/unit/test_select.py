@@ -116,13 +116,16 @@ def test_what_tensor_cores_do_take(made):
 def test_larger_elements_go_to_tensor_cores_too(dtype, head_dim):
     for target in (A100, HOPPER, B200):
         choice = select(problem(head_dim, dtype=dtype), target, "auto")
-        assert choice.kernel == "mma" and choice.config.large_f64 == (dtype == "float64" and target is HOPPER)
+        on_wgmma = dtype == "float32" and target is HOPPER
+        assert choice.kernel == ("wgmma" if on_wgmma else "mma")
+        assert getattr(choice.config, "large_f64", False) == (dtype == "float64" and target is HOPPER)
         out = empty(1, 2, 4096, head_dim, dtype=dtype, strides=(2**20, 2**19, head_dim + 1, 1))
         assert (
             choice.config.o_vectorized
-            and not select(problem(head_dim, dtype=dtype, out=out), target, "mma").config.o_vectorized
+            and not select(problem(head_dim, dtype=dtype, out=out), target, "auto").config.o_vectorized
         )
-        assert ("3xTF32" in str(Explanation.of(problem(head_dim, dtype=dtype), target, choice))) == (dtype == "float32")
+        words = {"float64": "in float64", "float32": "three of 8 bits" if on_wgmma else "3xTF32"}[dtype]
+        assert words in dict(Explanation.of(problem(head_dim, dtype=dtype), target, choice).facts())["sums"]
 
 
 def test_float64_goes_where_tensor_cores_have_it_at_full_speed():
@@ -132,9 +135,8 @@ def test_float64_goes_where_tensor_cores_have_it_at_full_speed():
         assert select(problem(dtype="float32"), target, "auto").kernel == "mma"
 
 
-def test_wgmma_is_for_16_bits():
-    for dtype in ("float32", "float64"):
-        assert f"not {dtype}" in refusal("wgmma", problem(dtype=dtype), HOPPER)
+def test_wgmma_takes_no_float64():
+    assert "float16, bfloat16, float32, not float64" in refusal("wgmma", problem(dtype="float64"), HOPPER)
 
 
 # What is read for each score takes registers, of which a tile of this size has as many as there are.

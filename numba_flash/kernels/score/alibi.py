@@ -51,7 +51,8 @@ def on_fragments(config: Any) -> FragmentStage | None:
 
     @inlined
     def value(s, factor, at, score):
-        return s * factor - at.term * unit * abs(at.distance), one
+        # The sum is the product's: two scores at the same distance of each other share the other product.
+        return cuda.fma(s, factor, -(at.term * unit * abs(at.distance))), one
 
     @inlined
     def row_term(b, h, arrays, strides):

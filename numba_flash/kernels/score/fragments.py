@@ -209,7 +209,11 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
                 for i in range(4):
                     at = (strip * blocks + n) * 4 + i
                     r = strip * 2 + i // 2
-                    here = FragmentAt(terms[r], distance[r] - real(n * 8 + i % 2), added(loaded, r, n, i % 2))
+                    if group == 1:  # a strip's other row is 8 queries below, as far away from keys 8 columns behind
+                        term, away = terms[2 * strip], distance[2 * strip] - real((n - i // 2) * 8 + i % 2)
+                    else:
+                        term, away = terms[r], distance[r] - real(n * 8 + i % 2)
+                    here = FragmentAt(term, away, added(loaded, r, n, i % 2))
                     acc_s[at] = value(acc_s[at], here, score)
 
     @inlined

@@ -267,7 +267,7 @@ def make(config):
                 for r in range(2):
                     for x in range(2):
                         i = 4 * n + 2 * r + x
-                        p, _ = weight(acc_s[i], term, distance[r] - float32(n * 8 + x), score, lse_log2[r])
+                        p, _ = weight(acc_s[i], term, distance[0] - float32((n - r) * 8 + x), score, lse_log2[r])
                         if masked and not is_seen(mask_bits, r, n, x):
                             p = float32(0)
                         acc_s[i] = p
@@ -281,7 +281,7 @@ def make(config):
                 for x in range(2):
                     i = 4 * n + 2 * r + x
                     if varies:
-                        away = distance[r] - float32(n * 8 + x)
+                        away = distance[0] - float32((n - r) * 8 + x)
                         p, derivative = weight(acc_s[i], term, away, score, lse_log2[r])
                         ds[x] = p * (acc_dp[i] + minus_delta[r]) * derivative
                     else:

@@ -344,7 +344,7 @@ def make(config):
                         for x in range(2):
                             i = 4 * n + 2 * r + x
                             lse_log2 = float32(0) if lse_first else four[half * 2 + x].view(np.float32)
-                            away = distance[r] - float32(n * 8 + x)
+                            away = distance[0] - float32((n - r) * 8 + x)
                             p[x], _ = weight(acc_s[i], term, away, score, lse_log2)
                             if masked and not is_seen(mask_bits, r, n, x):
                                 p[x] = float32(0)
@@ -375,7 +375,7 @@ def make(config):
                         i = 4 * n + 2 * r + x
                         minus_delta = float32(0) if delta_first else four[half * 2 + x].view(np.float32)
                         if varies:
-                            away = distance[r] - float32(n * 8 + x)
+                            away = distance[0] - float32((n - r) * 8 + x)
                             lse_log2 = lse[half * 2 + x].view(np.float32)
                             p[x], derivative = weight(acc_s[i], term, away, score, lse_log2)
                             ds[x] = p[x] * (acc_dp[i] + minus_delta) * derivative

@@ -189,7 +189,7 @@ def make(config, of_keys):
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
                         own_bias = half_of(biased[2 * half + r], x) if boxed else added(own.loaded, r, n, x)
-                        fragment = FragmentAt(term, distance[r] - float32(column), own_bias)
+                        fragment = FragmentAt(term, distance[0] - float32(column - 8 * r), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
