@@ -94,7 +94,10 @@ IN_16_BITS = (
     ("everything", "bfloat16", 256),
 )  # fmt: skip
 ROWS = {
-    "wgmma": IN_16_BITS,
+    "wgmma": (
+        *IN_16_BITS, ("everything", "float32", 64), ("tanh", "float32", 128), ("documents", "float32", 128),
+        ("everything", "float32", 192), ("ALiBi", "float32", 256),
+    ),
     "mma": (
         *IN_16_BITS[:5], ("everything", "float16", 128), ("everything", "float32", 64), ("everything", "float64", 128),
         ("dilated", "float32", 40), ("documents", "float64", 64), ("ALiBi", "float32", 256),
@@ -190,9 +193,10 @@ def check(kernel, options, tools):
     cases = {name: each.case for name, each in every.items()}
     notes = [tools.compare(cases, kernel, judges={name: judge for name, (judge, _) in judges.items()})]
     parts = [cases]
-    if kernel == "wgmma":  # a third in whole tiles
-        whole = dict(list(cases.items())[2::3])
-        parts = [{name: case for name, case in cases.items() if name not in whole}, whole]
+    if kernel == "wgmma":  # its backward is in 16 bits; a third in whole tiles
+        with_backward = {name: case for name, case in cases.items() if case.q.dtype.itemsize == 2}
+        whole = dict(list(with_backward.items())[2::3])
+        parts = [{name: case for name, case in with_backward.items() if name not in whole}, whole]
     for number, part in enumerate(parts):
         with whole_tiles() if number else contextlib.nullcontext():
             found = _gpu_backward.compare(part, kernel, tools.on_gpu, wanted_aux=wanted_aux, judges=judges)

@@ -25,7 +25,7 @@ ACCURACY = {
     "mma": dict(
         float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)", float64="in float64"
     ),
-    "wgmma": {},
+    "wgmma": dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
 }
 
 

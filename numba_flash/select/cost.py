@@ -36,13 +36,17 @@ def seconds(kernel: str, config: Config | None, problem: Problem, target: Target
     """About how long; None where nothing of the kind was measured."""
     if target.simulated and kernel in ("v1", "v2"):
         return simulated_seconds(problem)
-    if problem.dtype == "float64" or target.simulated or (kernel in TENSOR and problem.dtype == "float32"):
+    if target.simulated or not _was_measured(kernel, problem):
         return None
     if kernel == "cpu":
         return _products(problem, problem.seqlen_q) / (CPU_GFLOPS * 1e9 * _threads())
     if config is None or target.cc != MEASURED_CC:
         return None
     return _on_measured_gpu(kernel, config, problem, target.multiprocessors)
+
+
+def _was_measured(kernel: str, problem: Problem) -> bool:
+    return problem.dtype != "float64" and not (kernel in TENSOR and problem.dtype == "float32")
 
 
 def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
@@ -58,15 +62,15 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     if refusal(fastest, problem, target) is not None:
         reason, other, remedy = _cause(fastest, problem, target)
     text = f"{choice.kernel} instead of {fastest} because {reason}"
-    if other is None:
-        return text
+    stays = f"; {remedy} would run on {fastest}" if remedy else ""
+    if other is None or not (_was_measured(choice.kernel, problem) and _was_measured(fastest, other)):
+        return f"{text}{stays}"
     config = config_of(fastest, other, target)
     assert config is not None
     slow = _on_measured_gpu(choice.kernel, choice.config, problem, target.multiprocessors)
     times = slow / _on_measured_gpu(fastest, config, other, target.multiprocessors)
     expect = f"about {float(f'{times:.2g}'):g} times slower" if times >= 1.5 else "about the same time at this size"
     where = "" if GPU in target.name else f", as on an {GPU}"
-    stays = f"; {remedy} would run on {fastest}" if remedy else ""
     return f"{text}: expect {expect}{where}{stays}"
 
 
@@ -87,11 +91,6 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
         reason = f"of {' and '.join(f'{name}=' for name in options)}"
         if refusal(fastest, without, target) is None:
             return reason, without, instead
-    if problem.dtype == "float32":
-        reason = f"{reason} and float32" if options else "of float32"
-        sixteen = dataclasses.replace(without, dtype="float16")
-        if refusal(fastest, sixteen, target) is None:
-            return reason, sixteen, f"float16 or bfloat16{f' with {instead}' if options else ''}" if known else ""
     return reason, None, ""
 
 

@@ -87,7 +87,7 @@ class InLargeTiles(contract.Rung):
     scope="session",
     params=[
         *(name for name in rungs.KERNELS if name not in ("reference", "cpu")),
-        "wgmma in large tiles", "mma in float32", "mma in float64",
+        "wgmma in large tiles", "wgmma in float32", "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def rung(request):

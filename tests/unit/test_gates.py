@@ -54,13 +54,15 @@ SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SINCE_HOPPER = (HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
-ON_HOPPER = ("wgmma", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+ON_HOPPER = ("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
+IN_PTX["wgmma_float32"] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
+IN_SASS["wgmma_float32"] = ("HGMMA", "USETMAXREG")
 for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
@@ -134,7 +136,7 @@ def intended(config):
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], SINCE_HOPPER
-    if dtype not in WIDE or kernel in WITHOUT_PRODUCTS:
+    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, "wgmma_float32"):
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
         return in_ptx, IN_SASS[kernel], MACHINES[kernel]
@@ -168,10 +170,35 @@ def wide_gates():
                 yield f"{name}-both", dataclasses.replace(config, scores_finished=True, uses=wide_functions())
 
 
-def wide_functions():
-    """A function whose derivative varies, and one that hides."""
+def wgmma_float32_gates():
+    """Rows of wgmma in float32: plain, with columns that are not loaded four at a time, and with all that the row serves.
+    Few queries share a tile of 64 rows with their group's other heads."""
+    lengths, array = dict(seqlens_k="int32", q_offset="int32", sinks="float32"), dict(q_offset_source="array")
+    changed, read = dict(softcap=True, alibi_slopes="float32"), dict(bias="float32", mask="bool")
+    for row in tiles.TABLES["wgmma_float32"]:
+        with mock.patch.dict(tiles.TABLES, {"wgmma_float32": (row,)}):
+            (config,) = select._candidates("wgmma", problem(row.head_dim, dtype="float32"), HOPPER)
+        odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1, o_vectorized=False)
+        served = {"": {}, "-odd": dict(odd, **array, uses=uses(**lengths))}
+        finished, few = dict(array, scores_finished=True), dict(tile_m=64, group_size=8)
+        if row.plain:
+            served["-few"] = dict(few, **array, uses=uses(**lengths))
+        else:
+            served["-rich"] = dict(finished, uses=uses(**lengths, **changed))
+            served["-few"] = few | served["-rich"]
+            served["-reading"] = dict(finished, uses=uses(**lengths, **changed, **read), o_vectorized=False)
+            served["-both"] = dict(scores_finished=True, uses=wide_functions())
+            every = wide_functions(**lengths, **changed, **read, dropout_p=True)
+            served["-everything"] = dict(finished, **odd, uses=every)
+        for words, options in served.items():
+            name = f"wgmma_float32-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
+            yield name, dataclasses.replace(config, **options)
+
+
+def wide_functions(**options):
+    """A function whose derivative varies, and one that hides; with other options."""
     both = dict(score_mod=Function.of("score_mod", capped), mask_mod=Function.of("mask_mod", of_document))
-    return uses(**both, aux=(("float32", 2), ("int32", 2)))
+    return uses(**both, aux=(("float32", 2), ("int32", 2)), **options)
 
 
 def wide_backward_gates():
@@ -476,7 +503,7 @@ def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
-    configs |= dict(by_element_gates())
+    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}

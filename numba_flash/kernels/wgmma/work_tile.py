@@ -1,4 +1,4 @@
-"""What a consumer reads of a work tile, which the scheduler has written to shared memory (producer.py)."""
+"""What a consumer reads of a work tile, which the scheduler has written to shared memory (query_tiles.py)."""
 
 from numba import cuda, int32, int64, uint32
 
