@@ -162,11 +162,32 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
 def test_what_is_read_for_each_score_has_rows_of_its_own(dtype):
     bias, mask = empty(4096, dtype=dtype), empty(4096, dtype="bool")
     for given in (dict(bias=bias), dict(mask=mask), dict(mask_mod=Function.of("mask_mod", lambda b, h, i, j: j < i))):
-        configs = [select(problem(n, dtype=dtype, **given), HOPPER, "auto").config for n in (64, 128, 256)]
+        configs = [select(problem(n, dtype=dtype, **given), HOPPER, "mma").config for n in (64, 128, 256)]
         assert [config.kernel for config in configs] == ["mma"] * 3
-        plain = select(problem(256, dtype=dtype, softcap=2.0), HOPPER, "auto").config
+        plain = select(problem(256, dtype=dtype, softcap=2.0), HOPPER, "mma").config
         tiles = ((128, 32), (64, 32)) if dtype == "float32" else ((64, 16), (64, 16))
         assert tuple((x.tile_m, x.tile_n) for x in (plain, configs[2])) == tiles
+
+
+# What changes scores, is read or dropped has fewer keys or rows a tile at head_dim 65 to 192, where plain scores leave
+# no registers for it.
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(softcap=2.0), dict(alibi_slopes=empty(2, dtype="float32")), dict(bias=empty(4096, dtype="float32")),
+        dict(mask=empty(4096, dtype="bool")), dict(mask_mod=Function.of("mask_mod", lambda b, h, i, j: j < i)),
+        dict(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s + j)), dict(dropout_p=0.1, seed=3),
+    ],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_wgmma_in_float32_has_rows_for_other_scores(given):
+    def tiles(**options):
+        configs = [select(problem(n, dtype="float32", **options), HOPPER, "auto").config for n in (64, 128, 192, 256)]
+        assert {config.kernel for config in configs} == {"wgmma_float32"}
+        return [(config.tile_m, config.tile_n, config.stages) for config in configs]
+
+    assert tiles() == tiles(causal=True) == [(128, 64, 2), (128, 64, 1), (128, 32, 1), (64, 32, 1)]
+    assert tiles(**given) == [(128, 64, 2), (128, 32, 2), (64, 32, 1), (64, 32, 1)]
 
 
 # Two keys of a bias are one read where they lie side by side at a multiple of their size, in all rows that there are.
