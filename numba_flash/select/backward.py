@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig
+from ..config.wgmma_forward import WgmmaConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
@@ -70,6 +71,8 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"
     assert target.cc is not None
+    if name == "wgmma" and forward.dtype not in WgmmaConfig.DTYPES:
+        return f"its gradients take {', '.join(WgmmaConfig.DTYPES)}, not {forward.dtype}"
     reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype)

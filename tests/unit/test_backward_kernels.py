@@ -578,8 +578,8 @@ def test_when_one_kernel_takes_all_gradients():
     # Few blocks, or a long line of them.
     assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
     # One tile of keys, whose block writes dQ itself.
-    assert kernels(seqlen_k=77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
-    of_group = dict(heads=32, heads_kv=4, seqlen_k=77, causal=True)
+    assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
+    of_group = dict(heads=32, heads_kv=4, seqlen_q=900, seqlen_k=77, causal=True)
     assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
     assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
     assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two

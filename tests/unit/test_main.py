@@ -102,7 +102,7 @@ def test_explain_for_another_machine_and_a_problem_larger_than_memory(capsys):
     [
         (("--cc", "9.0"), "wgmma"), (("--cc", "9.0", "--layout", "bshd", "--heads-kv", "2"), "wgmma"),
         (("--cc", "8.0"), "mma"), (("--cc", "12.0", "--dtype", "bfloat16"), "mma"), (("--cc", "7.5"), "v2"),
-        (("--cc", "9.0", "--dtype", "float32"), "mma"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
+        (("--cc", "9.0", "--dtype", "float32"), "wgmma"), (("--cc", "9.0", "--head-dim", "512"), "mma"),
     ],
 )  # fmt: skip
 def test_explain_names_what_contiguous_arrays_get(capsys, options, kernel):
@@ -156,7 +156,7 @@ def test_explain_says_what_a_mask_costs(capsys):
     sizes = ["explain", "--gpu", "H200", "--seqlen-q", "8192", "--mask"]
     _, printed = run(capsys, *sizes)
     assert "kernel 'wgmma'" in printed.out and "before it: mask_bits, 512 blocks" in printed.out
-    _, printed = run(capsys, *sizes, "--dtype", "float32")
+    _, printed = run(capsys, *sizes, "--dtype", "float64")
     assert "kernel 'mma'" in printed.out and "before it: mask_bits, 512 blocks" in printed.out
 
 
