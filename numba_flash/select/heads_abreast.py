@@ -6,6 +6,7 @@ from ..problem.forward import Problem
 BLOCKS = 128  # about as many as a GPU has at a time
 FEW = 24  # heads whose tiles may come from memory all the time: a quarter of what that can bring
 L2_BYTES = 24 << 20  # about half of it
+MOST_TILES = 8 * BLOCKS  # of keys: with more of them the first line's waits are a small part of the whole
 
 
 def heads_abreast(problem: Problem) -> int:
@@ -13,13 +14,14 @@ def heads_abreast(problem: Problem) -> int:
 
     Where every query sees every key, blocks of a head follow each other in a line, each one turn behind the one before.
     The more heads there are, the fewer blocks of each work at a time, and the shorter is the line. But what they read
-    and add to should stay in the L2 cache. Under a mask they do not wait; there as many heads as keep a GPU busy.
+    and add to should stay in the L2 cache. Under a mask they do not wait, and where there are many key tiles only the
+    first ones do; there as many heads as keep a GPU busy.
     """
-    busy = max(BLOCKS // max(-(-problem.seqlen_k // WgmmaFusedConfig.KEYS), 1), 1)
-    if problem.left is not None or problem.right is not None:
+    key_tiles = max(-(-problem.seqlen_k // WgmmaFusedConfig.KEYS), 1)
+    heads, busy = max(problem.batch * problem.heads_kv, 1), max(BLOCKS // key_tiles, 1)
+    if problem.left is not None or problem.right is not None or heads * key_tiles > MOST_TILES:
         return busy
     rows = problem.seqlen_q * max(problem.heads // max(problem.heads_kv, 1), 1)  # of the queries of a KV head
     of_head = max(rows * max(problem.head_dim, problem.head_dim_v) * 8, 1)  # Q and dO in 16 bits, sums of dQ in 32
     most = min(max(busy, FEW, L2_BYTES // of_head), BLOCKS)
-    heads = max(problem.batch * problem.heads_kv, 1)
     return -(-heads // -(-heads // most))

@@ -86,6 +86,12 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING: dict[str, str] = {
+    "wgmma_float32-64-128x64-everything-odd": "spills 32 bytes; none where columns are a multiple of 4",
+    "wgmma_float32-256-64x32-reading": "spills 40 bytes; none without bias, mask and functions",
+    "wgmma_float32-256-64x32-both": "spills 68 bytes; none without bias, mask and functions",
+    "wgmma_float32-256-64x32-everything": "spills up to 108 bytes; none without bias, mask and functions",
+    "wgmma_float32-256-64x32-everything-odd": "spills 108 bytes; none without bias, mask and functions",
+    "wgmma_float32-192-128x32-odd": "spills 44 bytes, with lengths and sinks; none plain",
     "mma_dkdv_float64-64-64x16-reading": "spills 16 bytes on sm_90a with 13.0; none with bias and mask alone",
     "mma_dkdv-256-128x64x4-dkdv": "spills 12 bytes on sm_90a with 13.0, 16 with 13.5; none on sm_100a",
     "mma_float64-64-64x16-rich": "spills 40 bytes on sm_90a with 13.5, where three blocks share a multiprocessor",
@@ -188,7 +194,8 @@ def wgmma_float32_gates():
             served["-reading"] = dict(finished, uses=uses(**lengths, **changed, **read), o_vectorized=False)
             served["-both"] = dict(scores_finished=True, uses=wide_functions())
             every = wide_functions(**lengths, **changed, **read, dropout_p=True)
-            served["-everything"] = dict(finished, **odd, uses=every)
+            served["-everything"] = dict(finished, o_vectorized=False, uses=every)
+            served["-everything-odd"] = served["-everything"] | odd
         for words, options in served.items():
             name = f"wgmma_float32-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
             yield name, dataclasses.replace(config, **options)
