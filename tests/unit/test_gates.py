@@ -119,6 +119,8 @@ DEPENDS = {
     "mma_float32-256-128x32": "spills 284 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dq_float32-256-64x32-rich": "spills 8 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
+    "wgmma-256-bfloat16-direct": "spills 16 bytes with 13.5; none where TMA fetches the bias",
+    "wgmma_dq-256-128x48-by-element-dropout": "spills 12 bytes with 13.5",
     "wgmma_dq-256-128x48-by-element-reads": "spills 8 bytes with 13.5; none where no position is negative",
     "mma_dq-128-128x32x1": "spills 20 bytes on sm_90a with 13.5, none with 13.0",
     "mma_dkdv-256-32x64x1-reading-dk": "spills 8 bytes on sm_90a with 13.0, none with 13.5",
