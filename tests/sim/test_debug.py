@@ -33,6 +33,7 @@ FIRST_LINES = {
     "v2": "thread = cuda.threadIdx.x",
     "mma": "columns_left = int32(head_dim_v -",
     "wgmma": "warpgroup = int32(",
+    "wgmma_float32": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
@@ -203,6 +204,8 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(q, k, v, kernel=kernel)
         elif kernel in TENSOR:
             numba_flash.attention(*half, kernel=kernel)
+        elif kernel == "wgmma_float32":
+            numba_flash.attention(q, k, v, kernel="wgmma")
         elif kernel == "mask_bits":
             numba_flash.attention(*half, mask=all_seen, kernel="mma")
         elif kernel == "mask_bits_of_keys":

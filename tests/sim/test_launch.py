@@ -24,6 +24,7 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from numba_flash.functions.function import Function
@@ -96,6 +97,7 @@ def test_every_kernel_can_be_made():
         *[SimtConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
         MmaConfig("mma", "float16", 8, 8, 16, 16),
         WgmmaConfig("wgmma", "float16", 8, 8, 64, 16),
+        WgmmaFloat32Config("wgmma_float32", "float32", 8, 8, 64, 32),
         DeltaConfig("float16", 8, False),
         DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
         DqConfig("v2_dq", "float16", 8, 8, 16, 16),
