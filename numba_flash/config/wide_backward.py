@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .forward import ITEM_SIZE, Config, MmaConfig, tile_bytes
+from .forward import ITEM_SIZE, Config, tile_bytes
+from .mma_forward import MmaConfig
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from .. import arrays
 from ..api.forward import prepare_call
 from ..arrays import host_view
-from ..config.forward import SimtConfig
+from ..config.simt_forward import SimtConfig
 from ..dispatch.for_reference import heads_first
 from ..dispatch.forward import LSE, O
 from ..dispatch.launch import make_launch

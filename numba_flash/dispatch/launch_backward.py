@@ -9,7 +9,8 @@ import numpy as np
 from .. import arrays, reference
 from ..config.aux_gradients import AuxElementsConfig
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
-from ..config.forward import ITEM_SIZE, MaskBitsConfig
+from ..config.forward import ITEM_SIZE
+from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
@@ -27,15 +28,12 @@ from ..select.arguments import (
     MASK_BITS,
     MASK_BITS_OF_KEYS,
     Values,
-    aux_elements,
-    backward_arrays,
-    backward_tensor_maps,
-    backward_values,
     mask_bits_layout,
     mask_bits_words,
     parameters_of,
 )
 from ..select.backward import BackwardChoice
+from ..select.backward_arguments import aux_elements, backward_arrays, backward_tensor_maps, backward_values
 from .for_reference import heads_first, reference_options
 from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, on_gpu
 

@@ -313,7 +313,6 @@ def _math_of(stand_ins: Mapping[Any, Any]) -> Any:
     return stand_ins.get("math", math)
 
 
-NARROW = 2**28 - 1  # of whole numbers up to which, differences of two fit into an int32, and sums of a few
 MARK = "numba_flash: "  # before what a user is to read of an error of a compiler
 
 

@@ -8,7 +8,8 @@ from ..config.wgmma_forward import WgmmaConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
-from .arguments import backward_tensor_maps, parameters_of
+from .arguments import parameters_of
+from .backward_arguments import backward_tensor_maps
 from .backward_kernels import kernels_of, wgmma_configs
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu

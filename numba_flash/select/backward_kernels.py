@@ -8,7 +8,8 @@ from typing import Any
 
 from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
+from ..config.forward import ITEM_SIZE, Config
+from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig
 from ..config.tile_states import TileStatesConfig
@@ -26,7 +27,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import HEAD_GRADIENTS, changes_scores
-from . import tiles
+from . import backward_tiles as tiles
 from .backward_shared import (
     apart_or_together,
     bias_boxes_of,
@@ -40,7 +41,7 @@ from .backward_shared import (
     with_what_goes_before,
 )
 from .forward import LARGE_FLOAT64
-from .tiles import columns, rows_for
+from .tiles import columns
 
 
 def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -282,7 +283,7 @@ ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
-    row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
+    row = next(row for row in tiles.rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
     single = _one_key_tile(problem)
@@ -352,7 +353,7 @@ def _fitting(
     # not mostly past the last row of its own side
     of_keys = kind is DkdvConfig
     length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
-    rows = rows_for("v2_dkdv" if of_keys else "v2_dq", target)
+    rows = tiles.rows_for("v2_dkdv" if of_keys else "v2_dq", target)
     made = [kind(**features, **columns(row)) for row in rows if row[of_keys] <= 32 or row[of_keys] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 

@@ -14,7 +14,7 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import MaskBitsConfig
+from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
@@ -27,7 +27,7 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments, backward_kernels
+from numba_flash.select import arguments, backward_arguments, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
 from numba_flash.select.heads_abreast import heads_abreast
@@ -166,7 +166,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
     assert [config.bias_boxes for config in own] == [boxes] * 2
     assert tuple(config.stream_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
-    maps = [arguments.backward_tensor_maps(config, made) for config in own]
+    maps = [backward_arguments.backward_tensor_maps(config, made) for config in own]
     fetched = [
         arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
     ]
@@ -229,7 +229,7 @@ def test_the_workspace_of_aux():
 
 def test_sums_of_aux_have_room_for_every_term():
     made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    sizes = arguments._sizes_of_aux(made)
+    sizes = backward_arguments._sizes_of_aux(made)
     scores = 2 * 300 * 500
     assert sizes["aux_begins"] == (0, 1998, 2000)
     assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
@@ -694,7 +694,7 @@ def test_how_many_heads_are_abreast(shape, found):
         for causal in (False, True)
     ]
     assert tuple(heads_abreast(x.forward) for x in made) == found
-    sizes = arguments.backward_values("wgmma_fused", made[0]).tuples[1]
+    sizes = backward_arguments.backward_values("wgmma_fused", made[0]).tuples[1]
     assert sizes.heads_abreast == found[0]
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from numba_flash import mods, testing
 from numba_flash.arrays import AUX_DTYPES
-from numba_flash.config.forward import SimtConfig, SoftmaxConfig
+from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.softmax import SoftmaxConfig
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.functions.function import Function

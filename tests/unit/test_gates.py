@@ -44,8 +44,8 @@ from numba_flash.config.wide_backward import (
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
+from numba_flash.select import backward_tiles, rungs, tiles
 from numba_flash.select import forward as select
-from numba_flash.select import rungs, tiles
 from numba_flash.select.arguments import HEAD_SUMS
 
 pytestmark = compiler.needed
@@ -214,7 +214,7 @@ def wide_backward_gates():
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
         for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-            for row in tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
+            for row in backward_tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
                 sizes = dict(tile_m=row.own_rows, tile_n=row.other_rows)
                 if kind is WideDkdvConfig:
                     sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
@@ -234,7 +234,7 @@ def wide_backward_gates():
                         yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
                         yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
     for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-        for row in tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
+        for row in backward_tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
             sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
             features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
             of_fused = features | tiles.columns(row) | sizes | dict(large_f64=large, kernel="mma_wide_fused")
@@ -352,7 +352,7 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        rows = tiles.rows_for(kernel, HOPPER)
+        rows = backward_tiles.rows_for(kernel, HOPPER)
         for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
@@ -380,7 +380,7 @@ def backward_gates():
                         in_parts = kind(**features, **columns, **gradients, members=4)
                         yield f"{name}-{'dk' * dk}{'dv' * dv}-parts", in_parts
                         yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
-    for row in tiles.rows_for("wgmma_fused", HOPPER):
+    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
         plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
         for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
             fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
@@ -430,7 +430,7 @@ def backward_functions_gates():
     given["both"] = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document))
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not row.plain):
+        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if not row.plain):
             features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
             parts = {"": {}}
             if kind is MmaDkdvConfig and row.apart:
@@ -447,7 +447,7 @@ def score_gradients_gates():
     those of mma_daux, in both walks, with a function alone and with all else."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
     rich = dict(dtype="bfloat16", q_offset_source="array")
-    for row in tiles.rows_for("mma_dbias", HOPPER):
+    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
         features = dict(kernel="mma_dbias", head_dim=row.head_dim, head_dim_v=row.head_dim) | tiles.columns(row)
         name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
         yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
@@ -456,7 +456,7 @@ def score_gradients_gates():
         yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
     score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
     aux = (("float32", 2), ("int32", 2))
-    for row in tiles.rows_for("mma_daux", HOPPER):
+    for row in backward_tiles.rows_for("mma_daux", HOPPER):
         features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | tiles.columns(row)
         for walk, of_bounds in (("bounds", True), ("sums", False)):
             features |= dict(kernel=f"mma_daux_{walk}", of_bounds=of_bounds)
@@ -485,10 +485,10 @@ def by_element_gates():
     )  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if row.by_element):
-            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if row.by_element):
+            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.by_element == backward_tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
             features |= tiles.columns(row)
