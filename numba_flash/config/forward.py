@@ -41,7 +41,9 @@ class LaunchFacts:
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
 
 
-@dataclass(frozen=True)
+# This class and TensorConfig have no instances of their own. So they do without the methods of a dataclass, which each
+# class below them has anew: making these would take longer than the rest of this module.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Config(LaunchFacts):
     """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
@@ -107,7 +109,7 @@ class Config(LaunchFacts):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Config):
     """What the tensor-core kernels share.
 

@@ -150,7 +150,7 @@ def trace(
     assert isinstance(config, SimtConfig)
     if tile is not None:
         config = _with_tile(tile, target, config)
-        choice = dataclasses.replace(choice, config=config)
+        choice = choice._replace(config=config)
     given[O] = arrays.empty(given[0], problem.o_shape, problem.dtype)
     given[LSE] = arrays.empty(given[0], problem.lse_shape, problem.compute_dtype)
 

@@ -4,7 +4,6 @@ A CallPlan is all that follows from layouts and options: Problem, Target, Choice
 later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
 """
 
-import dataclasses
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -204,7 +203,7 @@ def plan(
     others = others and tuple([array and copy(array) for array in others])
     asked = causal, window, q_offset, numbers, functions, layout, return_lse, kernel
     there = plan(copy(q), copy(k), copy(v), others, *asked, has_stream=False, aligned=True, bias_aligned=True)
-    choice = dataclasses.replace(there.choice, copies=True)
+    choice = there.choice._replace(copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 
 

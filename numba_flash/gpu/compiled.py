@@ -263,32 +263,35 @@ _COMPILERS = re.compile(
 )
 
 
-# What shapes the code of a kernel beside its Config: files, and folders with all in them.
+# What shapes the code of a kernel beside its Config and the room of kernels/ that its file is in: files, and folders
+# with all in them.
 SOURCES = (
-    "kernels", "functions", "ptx", "config", "problem/ranges.py", "problem/groups.py", "problem/options.py",
-    "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
+    "kernels/steps", "kernels/score", "functions", "ptx", "config", "problem/ranges.py", "problem/groups.py",
+    "problem/options.py", "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
 )  # fmt: skip
 NO_SOURCES = ("sim", "__pycache__")  # folders that no compiler sees
 
 
 @functools.cache
-def _fingerprint() -> str:
-    """Changes with anything but the Config that could change the code: sources and compilers."""
+def _fingerprint(room: str) -> str:
+    """Changes with anything but the Config that could change the code of the room's kernels: sources and compilers."""
     content = []
-    for file in _sources():
-        with open(file, "rb") as opened:
+    for file in _sources(room):
+        with open(file, "rb", buffering=0) as opened:
             content += [os.path.basename(file).encode(), opened.read()]
     return _sha256(b"".join(content) + repr(_compilers()).encode()).hex()
 
 
-def _sources() -> list[str]:
+def _sources(room: str) -> list[str]:
     """By os.walk: pathlib's glob takes 4 ms of a first call instead of 1."""
     package = Path(__file__).parents[1]
-    found = [str(package / name) for name in SOURCES if name.endswith(".py")]
-    for name in SOURCES:
+    found: set[str] = set()
+    for name in (*SOURCES, f"kernels/{room}"):
+        if name.endswith(".py"):
+            found.add(str(package / name))
         for folder, inside, files in os.walk(package / name):  # of a file: nothing
             inside[:] = [each for each in inside if each not in NO_SOURCES]
-            found += [os.path.join(folder, file) for file in files if file.endswith(".py")]
+            found.update(os.path.join(folder, file) for file in files if file.endswith(".py"))
     return sorted(found)
 
 
@@ -311,7 +314,8 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _key(config: AnyConfig, arch: str) -> bytes:
-    return _sha256(f"{_fingerprint()} {arch} {config!r}".encode())
+    room, _ = MODULES[config.kernel].split(".")
+    return _sha256(f"{_fingerprint(room)} {arch} {config!r}".encode())
 
 
 def read_cache(config: AnyConfig, arch: str) -> bytes | None:

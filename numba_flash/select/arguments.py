@@ -215,22 +215,27 @@ def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
 
 
 class Values(NamedTuple):
-    """What a kernel takes behind its pointers, as its own NamedTuples; those without fields are left out."""
+    """What a kernel takes behind its pointers: for each of its NamedTuples that has fields (kind, fields, values)."""
 
-    tuples: tuple[tuple[Any, ...], ...]
+    kinds: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...]
 
     @staticmethod
     def of(kernel: str, aux: int = 0, seeded: bool = False, states: str = "", **values: dict[str, Any]) -> "Values":
         """values: for each of strides, sizes and score a value for each field."""
         taken = parameters(kernel, aux, seeded, states)
         kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(taken, kind))]
-        return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
+        return Values(tuple([(kind, names, tuple([values[kind][name] for name in names])) for kind, names in kinds]))
+
+    @property
+    def tuples(self) -> tuple[Any, ...]:
+        """As the kernel's NamedTuples. A launch needs the numbers alone, so that it makes no classes."""
+        return tuple(tuple_class(kind, names)(*values) for kind, names, values in self.kinds)
 
     @property
     def flat(self) -> list[Any]:
         """All numbers, as the compiled kernel takes them."""
         found: list[Any] = []
-        for value in (value for values in self.tuples for value in values):
+        for value in (value for _, _, values in self.kinds for value in values):
             found.extend(value) if isinstance(value, tuple) else found.append(value)
         return found
 

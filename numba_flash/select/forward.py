@@ -6,8 +6,7 @@ Nothing here touches CUDA or Numba, so every choice can be tested for machines t
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.forward import ITEM_SIZE, Config
 from ..machine.target import Target
@@ -30,8 +29,7 @@ FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at 
 LARGE_FLOAT64 = (9, 0)  # the GPUs whose m16n8k16 is one instruction; sm_100 takes it apart, with local memory
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What will run. `config` is None for the rungs that are not compiled for CUDA."""
 
     kernel: str

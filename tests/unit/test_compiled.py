@@ -193,7 +193,7 @@ def test_the_key_knows_every_field(other):
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):
     key = compiled._key(PLAIN, "sm_90a")
     assert key == compiled._key(dataclasses.replace(PLAIN), "sm_90a") != compiled._key(PLAIN, "sm_80")
-    monkeypatch.setattr(compiled, "_fingerprint", lambda: "another numba")
+    monkeypatch.setattr(compiled, "_fingerprint", lambda room: "another numba")
     assert key != compiled._key(PLAIN, "sm_90a")
 
 

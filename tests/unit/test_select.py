@@ -9,6 +9,7 @@ from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig
 from numba_flash.config.mma_forward import MmaConfig
 from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.dispatch import launch
 from numba_flash.functions.function import Function
@@ -283,6 +284,11 @@ def test_a_gpu_with_rows_of_its_own_uses_them(monkeypatch):
     assert rows_for("mma", A100) == (own,)
     assert rows_for("mma", HOPPER) == rows_for("mma", AMPERE) == MMA
     assert select(problem(64), A100, "mma").config.tile_n == 32
+
+
+def test_rungs_take_the_dtypes_of_their_configs():
+    of_wgmma = WgmmaConfig.DTYPES + WgmmaFloat32Config.DTYPES
+    assert select_module.DTYPES == dict(mma=MmaConfig.DTYPES, wgmma=of_wgmma)
 
 
 def test_the_simulator_has_rows_of_its_own():
