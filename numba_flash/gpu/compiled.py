@@ -266,9 +266,18 @@ _COMPILERS = re.compile(
 # What shapes the code of a kernel beside its Config and the room of kernels/ that its file is in: files, and folders
 # with all in them.
 SOURCES = (
-    "kernels/steps", "kernels/score", "functions", "ptx", "config", "problem/ranges.py", "problem/groups.py",
-    "problem/options.py", "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
-)  # fmt: skip
+    "kernels/steps",
+    "kernels/score",
+    "functions",
+    "ptx",
+    "config",
+    "problem/ranges.py",
+    "problem/groups.py",
+    "problem/options.py",
+    "select/arguments.py",
+    "gpu/assembler.py",
+    "gpu/compiled.py",
+)
 NO_SOURCES = ("sim", "__pycache__")  # folders that no compiler sees
 
 

@@ -99,9 +99,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     apart, half_of = item > 2, halves(dtype)  # apart: a register for each
-    load_b16, load_b32, load_v2, load_f64 = (
-        memory.load_b16_if, memory.load_b32_if, memory.load_v2_if, memory.load_f64_if
-    )  # fmt: skip
+    load_b16, load_b32 = memory.load_b16_if, memory.load_b32_if
+    load_v2, load_f64 = memory.load_v2_if, memory.load_f64_if
     any_lane, address = vote.any_lane, memory.address
 
     @inlined
