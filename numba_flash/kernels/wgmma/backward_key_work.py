@@ -30,7 +30,8 @@ def make(config):
     tile_m, tile_n, members_of_part, single = config.tile_m, config.tile_n, config.members, config.single
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
-    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ends
+    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True)
+    ends_of, whole_of = read.ends, read.whole
     has_states, take = longest_first.make(config)
     bias_of_all = bias_of_entries(config)
 
@@ -68,6 +69,8 @@ def make(config):
             end_key = first_key + max(keys_left, 1)
             first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
+            first, end = whole_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            free, cut = max(free, divide(first + int32(tile_m - 1), tile_m)), min(cut, divide(end, tile_m))
         if single:  # dQ of queries that see none of the keys is written, too
             begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         elif keys_left <= 0:

@@ -18,7 +18,8 @@ def make(config):
     tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
-    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
+    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_n)
+    ends_of, whole_of = read.ends, read.whole
     of_thread = tile_walk.make(config)
     has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -52,6 +53,8 @@ def make(config):
             first, end = ends_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
             begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
             stop = max(begin, stop)
+            first, end = whole_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            free, cut = max(free, divide(first + int32(tile_n - 1), tile_n)), min(cut, divide(end, tile_n))
         if has_states:
             states = states_row(b, h, first_query, arrays, strides)
             begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)
