@@ -1,6 +1,7 @@
 """What a mask shows, as the tensor-core kernels are told it (numba_flash/kernels/score/mask_bits.py)."""
 
 import contract
+import contract_backward
 import numpy as np
 import pytest
 
@@ -71,3 +72,15 @@ def test_tiles_that_a_mask_shows_whole(name, dtype):
     rung = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = rung.problem(ROWS, COLUMNS, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype)
     rung.check(case, mask=MASKS[name])
+
+
+# The same for gradients, whose blocks own queries and walk over keys, or the other way around.
+@pytest.mark.parametrize("turned", [False, True], ids=["many keys", "many queries"])
+@pytest.mark.parametrize("name", ["left padding", "a hole", "band", "documents"])
+def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
+    rung = contract_backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    mask = MASKS[name][..., 100:270]
+    case = rung.problem(ROWS, 170, batch=1, heads=1, heads_kv=1, head_dim=8)
+    if turned:
+        mask, case = mask.swapaxes(2, 3), rung.problem(170, ROWS, batch=1, heads=1, heads_kv=1, head_dim=8)
+    rung.check(case, mask=mask)

@@ -20,7 +20,7 @@ from numba import float64, int32, int64, uint32, uint64
 from ...config.forward import ITEM_SIZE
 from ...ptx import cvt, memory, vote
 from ..steps import elements
-from ..steps.inlined import TRUE, inlined
+from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
@@ -42,8 +42,9 @@ class Reads(NamedTuple):
     bits_words: int
     bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
-    load: Callable[..., Any]
-    load_unmasked: Callable[..., Any]
+    load: Callable[..., Any]  # both of the following
+    load_bias: Callable[..., Any]
+    load_bits: Callable[..., Any]  # needed only where the mask hides something
     added: Callable[..., Any]
     hide: Callable[..., Any]
     some_hidden: Callable[..., Any]
@@ -140,6 +141,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
+        """loaded <- the bias of the lane's scores of tile j. inside, a constant: no column lies past the last."""
+        if not reads_bias:
+            return
         row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
         column = int32(first_column_of(lane))
         columns_left = int32(column_count - int64(j) * tile_n) - column
@@ -155,6 +159,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
+        """bits <- which of them the mask shows."""
+        if not has_mask:
+            return
         _, by = bits_of(arrays, strides)
         row_count, _, _, _ = sides(sizes, by)
         row_words = by[3]
@@ -176,17 +183,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
-        """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
-        if reads_bias:
-            load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
-        if has_mask:
-            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
-
-    @inlined
-    def load_unmasked(loaded, j, origin, first_row, lane, strides, sizes):
-        """The same for a tile in which the mask hides nothing, and no column lies past the last."""
-        if reads_bias:
-            load_bias(loaded, j, origin, first_row, lane, strides, sizes, TRUE)
+        load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
+        load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def added(loaded, r, n, i):
@@ -246,5 +244,5 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     whole = range_of(SEEN_BY_ALL, max, min, 0, most)  # all of these columns are shown in all of these rows
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     bias_type = float64 if double else uint32
-    functions = (origin, load, load_unmasked, added, hide, some_hidden, ends, whole)
+    functions = (origin, load, load_bias, load_bits, added, hide, some_hidden, ends, whole)
     return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)

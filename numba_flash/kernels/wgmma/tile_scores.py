@@ -5,7 +5,7 @@ from numba import cuda, int32, uint32
 
 from ...ptx import fence, mbarrier
 from ..score import fragment_functions, fragments, reads
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import inlined
 from . import barriers, bias_boxes
 from .barriers import FIRST_QUERY, KEYS, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
@@ -15,7 +15,7 @@ def make(config):
     """-> (find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device functions.
     apply_inside: to a tile in which only mask_mod removes something."""
     queries, read = config.queries, reads.make(config, 1)
-    origin_of, load_reads, load_unmasked, some_hidden = read.origin, read.load, read.load_unmasked, read.some_hidden
+    origin_of, load_direct, load_bits, some_hidden = read.origin, read.load_bias, read.load_bits, read.some_hidden
     has_mask = config.has("mask")
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
@@ -38,10 +38,9 @@ def make(config):
         """What the scores of key tile j need from global memory: asked for before their product is."""
         first_row, lane = rows_of_lane()
         origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
-        if inside:
-            load_unmasked(loaded, j, origin, first_row, lane, strides, sizes)
-        else:
-            load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, FALSE)
+        load_direct(loaded, j, origin, first_row, lane, strides, sizes, inside)
+        if not inside:  # there the mask hides nothing
+            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
