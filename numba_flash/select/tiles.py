@@ -177,6 +177,17 @@ class WgmmaFused(NamedTuple):
     gpu: str = MEASURED
 
 
+class WgmmaBackwardFloat32(NamedTuple):
+    """Of wgmma_dkdv and wgmma_dq in float32, whose blocks own 64 rows."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    gpu: str = MEASURED
+
+
 _SIMULATED = tuple(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4)))
 _SIMT = tuple(
     Simt(m, n) for m, n in ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
@@ -377,6 +388,17 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="all"),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
+    ),
+    # With head_dim above 64 two places for a, and 48 rows, leave no room for 64 rows, or for a second place for b.
+    "wgmma_dkdv_float32": (
+        WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(128, 48, 64, stages_a=2, stages_b=1),
+        WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=1, gpu=SIMULATOR),
+    ),
+    "wgmma_dq_float32": (
+        WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(128, 64, 48, stages_a=2, stages_b=1),
+        WgmmaBackwardFloat32(128, 64, 32, stages_a=2, stages_b=1, gpu=SIMULATOR),
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (
