@@ -27,7 +27,6 @@ config.shared_bytes of dynamic shared memory. Rows of q, k, v and do begin at mu
 along dim; dq, dk and dv are contiguous.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -103,8 +102,8 @@ def make(config):
     store_gradient = gradient_rows_float32.make(head_dim, config.head_dim_padded)
     store_dv = gradient_rows_float32.make(head_dim_v, config.head_dim_v_padded)
     if of_keys:
-        recompute_dk = of_own_keys.make(dataclasses.replace(config, of_dk=True, of_dv=False))
-        recompute_dv = of_own_keys.make(dataclasses.replace(config, of_dk=False, of_dv=True))
+        recompute_dk = of_own_keys.make(config, True, False)
+        recompute_dv = of_own_keys.make(config, False, True)
     else:
         recompute_dq = of_own_queries.make(config)
 
