@@ -4,10 +4,11 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ..problem.options import BY_NAME
+from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
 from .forward import Config, tile_bytes
-from .wgmma_backward import BY_ELEMENT
 from .wgmma_forward import check_registers
+
+NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 
 class SharedPlan(NamedTuple):
@@ -44,11 +45,13 @@ class WgmmaBackwardFloat32Config(Config):
     """What wgmma_dkdv_float32 and wgmma_dq_float32 share.
 
     A block owns 64 rows. It is a producer warpgroup and two consumer warpgroups, one for S and one for dP. stages_a and
-    stages_b: how many tiles of either kind have a place in shared memory.
+    stages_b: how many tiles of either kind have a place in shared memory. bias_pairs: bias can be read two keys
+    at a time (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 1
+    bias_pairs: bool = False
     blocks_per_sm: int = 1
 
     whole_program: ClassVar[bool] = True
@@ -78,7 +81,7 @@ class WgmmaBackwardFloat32Config(Config):
             raise ValueError(f"stages_a and stages_b must be 1 to 4, not {self.stages_a} and {self.stages_b}")
         if max(self.head_dim, self.head_dim_v) > self.WIDEST:
             raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        not_taken = [name for name, _ in self.uses if name in BY_ELEMENT or not BY_NAME[name].on_tensor_cores]
+        not_taken = [name for name, _ in self.uses if name in NOT_TAKEN or not BY_NAME[name].on_tensor_cores]
         if not_taken:
             raise ValueError(f"wgmma's backward in float32 takes no {' and no '.join(not_taken)}")
         check_registers(self.registers, self.CONSUMERS)

@@ -4,8 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig
-from ..config.wgmma_backward import BY_ELEMENT
-from ..config.wgmma_backward_float32 import WgmmaBackwardFloat32Config
+from ..config.wgmma_backward_float32 import NOT_TAKEN, WgmmaBackwardFloat32Config
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
@@ -89,7 +88,7 @@ def _no_float32(problem: BackwardProblem) -> str | None:
         given = f"{forward.head_dim} and {forward.head_dim_v}"
         return f"its gradients take head_dim up to {widest} in float32, not {given}"
     for option, _ in forward.uses:
-        if option in BY_ELEMENT:
+        if option in NOT_TAKEN:
             return f"its gradients take no {option} in float32 yet"
     return None
 

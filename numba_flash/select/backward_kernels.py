@@ -196,7 +196,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """What select_backward leaves to it."""
-    features, wanted = features_of(problem), set(problem.wanted)
+    features, wanted = features_of(problem) | bias_pairs_of(problem), set(problem.wanted)
     own: list[Config] = []
     if {"dk", "dv"} & wanted:
         row = usable("wgmma_dkdv", problem, target)[0]
@@ -205,7 +205,10 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardCo
     if "dq" in wanted:
         row = usable("wgmma_dq", problem, target)[0]
         own.append(WgmmaDqFloat32Config(**features, **columns(row), kernel="wgmma_dq_float32"))
-    return (delta_config(problem, target), *own, *head_sums(problem, target, of_blocks=False))
+    made = [delta_config(problem, target), *with_what_goes_before(own, target)]
+    if "dbias" in wanted:  # it has no kernel of its own for it yet
+        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
+    return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

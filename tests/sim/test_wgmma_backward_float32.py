@@ -47,6 +47,27 @@ def test_all_options(rung):
     )  # fmt: skip
 
 
+READ = {
+    "bias": lambda rng: dict(bias=rng.standard_normal((4, 40, 71), dtype=np.float32), softcap=2.0, causal=True),
+    "bias in pairs": lambda rng: dict(
+        bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(4, np.float32)
+    ),
+    "mask": lambda rng: dict(mask=rng.random((1, 4, 40, 70)) < 0.6, seqlens_k=np.array([37, 70], np.int32)),
+    "key padding": lambda rng: dict(mask=(np.arange(70) % 64 > 40)[None, None, None]),
+    "both": lambda rng: dict(
+        bias=rng.standard_normal((40, 70), dtype=np.float32), mask=rng.random((40, 70)) < 0.1, window=(20, 9)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_what_is_read_for_each_score(rung, how):
+    options = READ[how](np.random.default_rng(4))
+    seqlen_k = options["bias"].shape[-1] if "bias" in options else 70
+    case = rung.problem(40, seqlen_k, batch=2 if how != "bias" else 1, heads=4, heads_kv=2, head_dim=20)
+    rung.check(case, **options)
+
+
 # How many rows a block walks over, and how many places tiles have: (rows, stages_a, stages_b).
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(48, 2, 1), (64, 1, 1), (16, 3, 2)], ids=str)

@@ -291,6 +291,10 @@ def test_what_is_not_built_names_what_would_run(kernel):
         select_backward(problem(), HOST, kernel)
 
 
+def by_pairs(b, h, i, j):
+    return i // 2 >= j // 2
+
+
 @pytest.mark.parametrize(
     ("made", "target", "kernel", "words"),
     [
@@ -299,7 +303,12 @@ def test_what_is_not_built_names_what_would_run(kernel):
         (problem(), HOPPER, "reference", "host memory"),
         (problem(), HOPPER, "cpu", "host memory"),
         (problem(136), HOPPER, "wgmma", "gradients take head_dim up to 128 in float32, not 136 and 136.*'mma'"),
-        (problem(mask=empty(500, dtype="bool")), HOPPER, "wgmma", "its gradients take no mask in float32 yet"),
+        (
+            problem(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s)),
+            HOPPER,
+            "wgmma",
+            "no score_mod in float32",
+        ),
         (problem(dropout_p=0.5), HOPPER, "wgmma", "its gradients take no dropout_p in float32 yet"),
         (problem(dtype="float64"), HOPPER, "wgmma", "it takes float16, bfloat16, float32, not float64"),
         (problem(9000), TURING, "v2", "head_dim 9000 and 9000 in float32 need [0-9]+ bytes of shared memory.*T4"),
@@ -317,8 +326,8 @@ def test_what_auto_takes():
 
     assert kernel(TURING) == kernel(SIMULATOR) == "v2"
     assert kernel(A100) == kernel(HOPPER, dtype="float64") == kernel(A100, dtype="float64") == kernel(B200) == "mma"
-    assert kernel(HOPPER) == kernel(HOPPER, head_dim=128, softcap=3.0) == "wgmma"
-    assert kernel(HOPPER, head_dim=136) == kernel(HOPPER, mask=empty(500, dtype="bool")) == "mma"
+    assert kernel(HOPPER) == kernel(HOPPER, mask=empty(500, dtype="bool")) == "wgmma"
+    assert kernel(HOPPER, head_dim=136) == kernel(HOPPER, dropout_p=0.5) == "mma"
     assert kernel(HOPPER, dtype="float16") == "wgmma" and kernel(TURING, dtype="float16") == "v2"
     assert kernel(A100, dtype="float16") == kernel(B200, dtype="bfloat16") == "mma"
     assert kernel(HOST) == "cpu"
@@ -384,6 +393,8 @@ def test_what_wgmma_runs_in_float32():
 
     assert made(64) == dict(wgmma_dkdv_float32=(64, 64), wgmma_dq_float32=(64, 64))
     assert made(72, head_dim_v=8) == made(128) == dict(wgmma_dkdv_float32=(48, 64), wgmma_dq_float32=(64, 48))
+    read = dict(wgmma_dkdv_float32=(32, 64), wgmma_dq_float32=(64, 48))
+    assert made(128, mask=empty(500, dtype="bool")) == read, "what is read takes registers"
     assert list(made(64, wanted=("dq",))) == ["wgmma_dq_float32"]
     (dkdv,) = select_backward(problem(64, wanted=("dv",)), HOPPER, "wgmma", "cupy").configs[1:]
     assert dkdv.of_dv and not dkdv.of_dk and grid(dkdv, problem(64)) == 2 * 8
@@ -410,7 +421,7 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
         (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
         (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
         (dict(stages_b=0), "must be 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
-        (dict(uses=uses(bias="float32", mask="bool")), "takes no bias and no mask"),
+        (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
         (dict(of_dk=False, of_dv=False), "of_dk or of_dv must be True"),
     ],
 )  # fmt: skip

@@ -209,8 +209,9 @@ def wgmma_float32_gates():
 def wgmma_backward_float32_gates():
     """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
     takes, and dK or dV alone."""
-    used = uses(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(uses=used, q_offset_source="array")
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(uses=uses(**used), q_offset_source="array")
+    reading = dict(uses=uses(**used, bias="float32", mask="bool"))
     kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
     for kernel, kind in kinds.items():
         for row in tiles.rows_for(kernel, HOPPER):
@@ -218,6 +219,8 @@ def wgmma_backward_float32_gates():
             features |= tiles.columns(row)
             odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
             served = {"": {}, "-odd": odd, "-rich": rich, "-rich-odd": rich | odd}
+            if not row.unread:
+                served["-reading"] = rich | reading
             if kind is WgmmaDkdvFloat32Config:
                 served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
             for words, options in served.items():

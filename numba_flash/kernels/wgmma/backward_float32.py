@@ -34,7 +34,8 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special
 from ..score import fragments
-from ..score.stage import exponent_unit
+from ..score import reads as score_reads
+from ..score.stage import FragmentAt, exponent_unit
 from ..steps import lse_delta
 from ..steps import recompute_keys as of_own_keys
 from ..steps import recompute_queries as of_own_queries
@@ -95,7 +96,10 @@ def make(config):
     else:
         set_up_queries = backward_query_work.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1, rows)
-    chain, (weight, _) = fragments.chain(config), fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
+    read, has_mask = score_reads.make(config, 1, rows, of_keys), config.has("mask")
+    reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    bias_words, bits_words, bias_type = read.bias_words, read.bits_words, read.bias_type
     row_term, has_row_term = chain.row_term, chain.has_row_term
     of_query, unit = lse_delta.of_query(config), float32(exponent_unit(config))
     inf, minus_inf = float32(math.inf), float32(-math.inf)
@@ -256,6 +260,14 @@ def make(config):
         visible(i, first_row, lane, position(base), left, right, end, mask_bits, distance)
 
     @inlined
+    def load_for_scores(base, i, member, loaded, shown_bits, arrays, strides, sizes):
+        """What is read for each of the lane's scores of tile i."""
+        first_row, lane = rows_of_lane()
+        head = int32(word(base, HEAD) + member)
+        origin = origin_of(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
+        load_reads(loaded, shown_bits, i, origin, first_row, lane, arrays, strides, sizes, FALSE)
+
+    @inlined
     def lse_of(lse, n, r, x):
         """Of a column as the forward left it, where a query without keys has -inf; of a row as of_query gives it."""
         if of_keys:
@@ -264,7 +276,7 @@ def make(config):
         return lse[r]
 
     @inlined
-    def weigh(acc_s, lse, mask_bits, term, distance, score, weights, masked):
+    def weigh(acc_s, lse, mask_bits, loaded, term, distance, score, weights, masked):
         """acc_s <- P, and to the second consumer goes P times the derivative of the score. masked, a constant: some
         row does not see some column."""
         four = cuda.local.array(4, uint32)
@@ -273,7 +285,8 @@ def make(config):
                 for x in range(2):
                     at_x = 4 * n + 2 * r + x
                     away = distance[0] - float32((n - r) * 8 + x)
-                    p, derivative = weight(acc_s[at_x], term, away, score, lse_of(lse, n, r, x))
+                    here = FragmentAt(term, away, added(loaded, r, n, x))
+                    p, derivative = weight(acc_s[at_x], here, score, lse_of(lse, n, r, x))
                     given = p * derivative if varies else p
                     if masked:
                         seen = (mask_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
@@ -295,6 +308,8 @@ def make(config):
         lse, delta = cuda.local.array(row_numbers, float32), cuda.local.array(2, float32)
         mask_bits = cuda.local.array(mask_words, uint32)
         distance = cuda.local.array(2, float32)
+        loaded = cuda.local.array(bias_words, bias_type)  # (2, rows / 8, 2)
+        shown_bits = cuda.local.array(bits_words, uint32)  # by the mask that was given
         for x in range(dv_count):
             acc_dv[x] = float32(0)
         for x in range(mask_words):
@@ -316,20 +331,23 @@ def make(config):
                 term = row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
             if of_keys:
                 of_columns(lse, arrays.lse, base, i, member, sizes)
+            if reads:
+                load_for_scores(base, i, member, loaded, shown_bits, arrays, strides, sizes)
             mbarrier.wait(base + at.a_full + 8 * stage_a, a_phase_of(n))
             my_turn(me)
             issue_s(acc_s, other, own, int32(base + plan.stream_a + stage_a * a_bytes))
             next_turn(me)
-            if has_row_term or masked:
+            if has_row_term or has_mask or masked:
                 find_visible(base, i, sizes, mask_bits, distance)
+            hide(mask_bits, shown_bits, TRUE)
             finish_s(acc_s, other)
             mbarrier.arrive_if(base + at.a_empty + 8 * stage_a, elected())
             if has_second:
                 mbarrier.wait(base + at.weights_empty, (n & 1) ^ 1)
-            if masked:
-                weigh(acc_s, lse, mask_bits, term, distance, score, weights, TRUE)
+            if has_mask or masked:
+                weigh(acc_s, lse, mask_bits, loaded, term, distance, score, weights, TRUE)
             else:
-                weigh(acc_s, lse, mask_bits, term, distance, score, weights, FALSE)
+                weigh(acc_s, lse, mask_bits, loaded, term, distance, score, weights, FALSE)
             if has_second:
                 bar.warp_sync()
                 mbarrier.arrive_if(base + at.weights_full, elected())
