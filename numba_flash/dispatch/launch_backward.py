@@ -15,6 +15,7 @@ from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -65,7 +66,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return _all_parts(config.members, problem) * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaAddPartsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig | WideDkdvConfig | WideFusedConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig | WideFusedConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)

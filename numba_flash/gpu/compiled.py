@@ -68,6 +68,7 @@ MODULES = {
     "wgmma_fused": "wgmma.backward_fused",
     "wgmma_round": "wgmma.backward_round",
     "wgmma_add_parts": "wgmma.backward_add_parts",
+    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "wgmma.backward_float32"),
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",

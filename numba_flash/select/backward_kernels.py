@@ -22,6 +22,7 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -177,6 +178,8 @@ def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    if problem.forward.dtype == "float32":
+        return _wgmma_float32(problem, target)
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
         return (*_wgmma_fused(problem, target), *head_sums(problem, target, of_blocks=True))
     made: list[WgmmaBackwardConfig] = []
@@ -190,6 +193,23 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     own += _add_parts(problem, halved)
     start = dataclasses.replace(preprocess_config(problem, target), early=True)
     return (start, *own, *head_sums(problem, target, of_blocks=True))
+
+
+def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """What select_backward leaves to it."""
+    features, wanted = features_of(problem) | bias_pairs_of(problem), set(problem.wanted)
+    own: list[Config] = []
+    if {"dk", "dv"} & wanted:
+        row = usable("wgmma_dkdv", problem, target)[0]
+        of_both = dict(of_dk="dk" in wanted, of_dv="dv" in wanted)
+        own.append(WgmmaDkdvFloat32Config(**features | columns(row) | of_both, kernel="wgmma_dkdv_float32"))
+    if "dq" in wanted:
+        row = usable("wgmma_dq", problem, target)[0]
+        own.append(WgmmaDqFloat32Config(**features | columns(row), kernel="wgmma_dq_float32"))
+    made = [delta_config(problem, target), *with_what_goes_before(own, target)]
+    if "dbias" in wanted:  # it has no kernel of its own for it yet
+        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
+    return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

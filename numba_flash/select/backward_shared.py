@@ -10,6 +10,7 @@ from ..config.mask_bits import MaskBitsConfig
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import BY_ELEMENT, WgmmaDkdvConfig
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -105,7 +106,7 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Bac
     for config in configs:
         before: list[BackwardConfig] = []
         if config.has("mask"):
-            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
+            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig)
             before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
         if config.tile_states:
             states = TileStatesConfig.before(config, threads)

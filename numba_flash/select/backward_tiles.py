@@ -114,6 +114,18 @@ class WgmmaFused(NamedTuple):
     gpu: str = MEASURED
 
 
+class WgmmaBackwardFloat32(NamedTuple):
+    """Of wgmma_dkdv and wgmma_dq in float32, whose blocks own 64 rows."""
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages_a: int
+    stages_b: int
+    unread: bool = False  # as of MmaWide
+    gpu: str = MEASURED
+
+
 TABLES: dict[str, tuple[Any, ...]] = {
     # A key has two threads in v2_dkdv. These two are not measured yet.
     "v2_dkdv": (
@@ -258,6 +270,18 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="all"),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
+    ),
+    # With head_dim above 64 two places for 64 rows of a do not fit, nor do two of both kinds for 48.
+    "wgmma_dkdv_float32": (
+        WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(128, 48, 64, stages_a=2, stages_b=1, unread=True),
+        WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=1, gpu=SIMULATOR),
+    ),
+    "wgmma_dq_float32": (
+        WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(128, 64, 48, stages_a=2, stages_b=1),
+        WgmmaBackwardFloat32(128, 64, 32, stages_a=2, stages_b=1, gpu=SIMULATOR),
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (

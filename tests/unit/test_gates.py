@@ -34,6 +34,7 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
     WideDkdvConfig,
@@ -53,15 +54,17 @@ pytestmark = compiler.needed
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
-ON_HOPPER = ("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32")  # products of 16 bits in float32
+ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
-IN_PTX["wgmma_float32"] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
-IN_SASS["wgmma_float32"] = ("HGMMA", "USETMAXREG")
+for kernel in OF_PARTS:
+    IN_PTX[kernel] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
+    IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
 for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
@@ -143,7 +146,7 @@ def intended(config):
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
-    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, "wgmma_float32"):
+    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_PARTS):
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
         return in_ptx, IN_SASS[kernel], MACHINES[kernel]
@@ -201,6 +204,27 @@ def wgmma_float32_gates():
         for words, options in served.items():
             name = f"wgmma_float32-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
             yield name, dataclasses.replace(config, **options)
+
+
+def wgmma_backward_float32_gates():
+    """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
+    takes, and dK or dV alone."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(uses=uses(**used), q_offset_source="array")
+    reading = dict(uses=uses(**used, bias="float32", mask="bool"))
+    kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
+    for kernel, kind in kinds.items():
+        for row in backward_tiles.rows_for(kernel, HOPPER):
+            features = dict(kernel=kernel, dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= tiles.columns(row)
+            odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
+            served = {"": {}, "-odd": odd, "-rich": rich, "-rich-odd": rich | odd}
+            if not row.unread:
+                served["-reading"] = rich | reading
+            if kind is WgmmaDkdvFloat32Config:
+                served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
+            for words, options in served.items():
+                yield f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", kind(**features | options)
 
 
 def wide_functions(**options):
@@ -511,7 +535,7 @@ def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
-    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates())
+    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
