@@ -188,7 +188,7 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
     row, aux = width * size_of(zero), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
     take_places(places, first_row, rows, width, kv_head, offset, plan)
     fill(s, (end - first) * width, zero)
-    call_function(mask_mod, (s, INT, end - first, first, places, b, np.int64(width == 1), aux))
+    call_function(mask_mod, (s, INT, end - first, first, places, b, width, aux))
     if largest(s, (end - first) * width, zero) != 0:
         return first, first, False
     begin, stop = first, end
@@ -213,7 +213,7 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
     if score_mod or mask_mod:
         take_places(places, first_row, rows, width, kv_head, offset, plan)
     if score_mod:
-        call_function(score_mod, (s, slopes, keys, key0, places, b, np.int64(width == 1), aux))
+        call_function(score_mod, (s, slopes, keys, key0, places, b, width, aux))
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
         if slopes == 0:
@@ -224,7 +224,7 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
             cap_scores_slopes(s, slopes, count, cap, zero)
     added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
     if mask_mod and asks:
-        call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
+        call_function(mask_mod, (s, INT, keys, key0, places, b, width, aux))
 
 
 @compiled
