@@ -136,6 +136,10 @@ def _panel(option, function, base_name, aux, derivative, narrow):
 
     one = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
+    @inner
+    def of_row(own, r, b):
+        return whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r))
+
     def panel(s, slopes, keys, key0, places, b, width, aux):
         arrays = tables(aux, 0, 0)
         if width == 1:
@@ -144,16 +148,16 @@ def _panel(option, function, base_name, aux, derivative, narrow):
                 one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
         else:
             own = kept(places, zero)
-            for pair in range(keys // 2):
+            # Two keys at a time. LLVM takes a loop over rows apart where that makes little code, and makes no vectors
+            # of what is left; of two keys it is not little.
+            for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
-                    of_row = whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r))
-                    key = 2 * pair
-                    one(s, slopes, key * lanes(zero) + r, of_row + (whole(key0 + key),), arrays)
-                    one(s, slopes, key * lanes(zero) + lanes(zero) + r, of_row + (whole(key0 + key + 1),), arrays)
+                    row, at = of_row(own, r, b), key * lanes(zero) + r
+                    one(s, slopes, at, row + (whole(key0 + key),), arrays)
+                    one(s, slopes, at + lanes(zero), row + (whole(key0 + key + 1),), arrays)
             for key in range(keys // 2 * 2, keys):
                 for r in range(lanes(zero)):
-                    where = (whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r)), whole(key0 + key))
-                    one(s, slopes, key * lanes(zero) + r, where, arrays)
+                    one(s, slopes, key * lanes(zero) + r, of_row(own, r, b) + (whole(key0 + key),), arrays)
 
     panel.__name__ = option
     return panel

@@ -240,10 +240,14 @@ def scale_panel(s, keys, width, plan, zero):
 def take_places(places, first_row, rows, width, kv_head, offset, plan):
     """Position and head of each row of a panel; behind its last row those of this one."""
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
     for r in range(width):
-        row = first_row + min(r, rows - 1)
-        store(places, r, row // group + offset)
-        store(places, width + r, kv_head * group + row % group)
+        store(places, r, q_pos)
+        store(places, width + r, kv_head * group + member)
+        if r + 1 < rows:
+            member += 1
+            if member == group:
+                q_pos, member = q_pos + 1, INT
 
 
 @compiled
