@@ -30,7 +30,7 @@ from . import plan as slot
 from .cache import c_function
 from .vectors.build import Shape, lanes, load, store
 
-# s, slopes (0: unwanted), keys, the first key, where PLACES are, b, whether it is a row alone, where AUX are
+# s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 # PLACES: for each row of a panel its position, and behind these for each its head; int64.
 # AUX: for each array its address, its shape, its strides in elements, and of what is owed to its elements where the
@@ -136,18 +136,28 @@ def _panel(option, function, base_name, aux, derivative, narrow):
 
     one = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
-    def panel(s, slopes, keys, key0, places, b, alone, aux):
+    @inner
+    def of_row(own, r, b):
+        return whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r))
+
+    def panel(s, slopes, keys, key0, places, b, width, aux):
         arrays = tables(aux, 0, 0)
-        if alone:
+        if width == 1:
             q_pos, head = read_place(places, 0), read_place(places, 1)
             for key in range(keys):
                 one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
         else:
             own = kept(places, zero)
-            for key in range(keys):
+            # Two keys at a time. LLVM takes a loop over rows apart where that makes little code, and makes no vectors
+            # of what is left; of two keys it is not little.
+            for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
-                    where = (whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r)), whole(key0 + key))
-                    one(s, slopes, key * lanes(zero) + r, where, arrays)
+                    row, at = of_row(own, r, b), key * lanes(zero) + r
+                    one(s, slopes, at, row + (whole(key0 + key),), arrays)
+                    one(s, slopes, at + lanes(zero), row + (whole(key0 + key + 1),), arrays)
+            for key in range(keys // 2 * 2, keys):
+                for r in range(lanes(zero)):
+                    one(s, slopes, key * lanes(zero) + r, of_row(own, r, b) + (whole(key0 + key),), arrays)
 
     panel.__name__ = option
     return panel

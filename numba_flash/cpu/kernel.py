@@ -65,6 +65,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     width = 1 if by_rows else lanes(zero)
     panels = (rows + width - 1) // width
     featured, seeded = is_featured(plan), load(plan, slot.SEEDED, INT)
+    hides_some = removes(plan) or seeded
     sign, scale_log2 = sign_and_units(plan, zero)
 
     o, m = state, state + panels * head_dim_v * width * size
@@ -106,7 +107,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             break  # nobody waits for the result any more
         key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
-        is_ready = False
+        is_ready = is_finite = False
         for panel in range(panels):
             first_row = row0 + panel * width
             last_row = min(first_row + width, row0 + rows) - 1
@@ -130,6 +131,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     v = v_copy
                 if packs:
                     pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
+                if hides_some:  # asked once for all panels; where it is not, each is asked about what it sees
+                    is_finite = all_finite(v, v_stride, head_dim_v, key_end - key0, zero)
             free = max(first, min(last_first, end))
             cut = max(free, min(first_end, end))
             keys = end - first
@@ -152,8 +155,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                 hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
-            if removes(plan) or seeded:
-                guarded = not all_finite(v_first, v_stride, head_dim_v, keys, zero)
+            if hides_some:
+                guarded = not is_finite and not all_finite(v_first, v_stride, head_dim_v, keys, zero)
             elif free > first or cut < end:
                 guarded = not (
                     all_finite(v_first, v_stride, head_dim_v, free - first, zero)

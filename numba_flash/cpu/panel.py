@@ -188,7 +188,7 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
     row, aux = width * size_of(zero), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
     take_places(places, first_row, rows, width, kv_head, offset, plan)
     fill(s, (end - first) * width, zero)
-    call_function(mask_mod, (s, INT, end - first, first, places, b, np.int64(width == 1), aux))
+    call_function(mask_mod, (s, INT, end - first, first, places, b, width, aux))
     if largest(s, (end - first) * width, zero) != 0:
         return first, first, False
     begin, stop = first, end
@@ -213,7 +213,7 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
     if score_mod or mask_mod:
         take_places(places, first_row, rows, width, kv_head, offset, plan)
     if score_mod:
-        call_function(score_mod, (s, slopes, keys, key0, places, b, np.int64(width == 1), aux))
+        call_function(score_mod, (s, slopes, keys, key0, places, b, width, aux))
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
         if slopes == 0:
@@ -224,7 +224,7 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
             cap_scores_slopes(s, slopes, count, cap, zero)
     added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
     if mask_mod and asks:
-        call_function(mask_mod, (s, INT, keys, key0, places, b, np.int64(width == 1), aux))
+        call_function(mask_mod, (s, INT, keys, key0, places, b, width, aux))
 
 
 @compiled
@@ -240,10 +240,14 @@ def scale_panel(s, keys, width, plan, zero):
 def take_places(places, first_row, rows, width, kv_head, offset, plan):
     """Position and head of each row of a panel; behind its last row those of this one."""
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
     for r in range(width):
-        row = first_row + min(r, rows - 1)
-        store(places, r, row // group + offset)
-        store(places, width + r, kv_head * group + row % group)
+        store(places, r, q_pos)
+        store(places, width + r, kv_head * group + member)
+        if r + 1 < rows:
+            member += 1
+            if member == group:
+                q_pos, member = q_pos + 1, INT
 
 
 @compiled

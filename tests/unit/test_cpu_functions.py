@@ -161,9 +161,9 @@ def test_gradients_of_aux_of_every_dtype(threads):
 KNOWN = {}
 
 
-def llvm_of(function, aux=()):
-    """What LLVM makes of a score_mod in float32, compiled anew."""
-    body = functions._panel("score_mod", Function.of("score_mod", function), "float32", aux, False, narrow=True)
+def llvm_of(function, aux=(), option="score_mod"):
+    """What LLVM makes of a function in float32, compiled anew."""
+    body = functions._panel(option, Function.of(option, function), "float32", aux, False, narrow=True)
     made = CFunc(body, normalize_signature(functions.SIGNATURE), locals={}, options=dict(error_model="numpy"))
     made.compile()
     return made.inspect_llvm()
@@ -182,6 +182,28 @@ def test_positions_do_not_halve_the_vectors():
     text = llvm_of(lambda s, b, h, i, j: s + math.log(max(abs(i - j), 8) / 8))
     found = set(re.findall(r"fmul[ \w]* <(\d+) x float>", text))
     assert "16" in found and "8" not in found  # 4: the end of a row alone
+
+
+# LLVM takes a loop over the rows of a panel apart where that makes little code, and makes no vectors then.
+@pytest.mark.skipif(build.VECTOR_BYTES != 64, reason="with shorter vectors that is for LLVM to weigh")
+def test_a_small_mask_is_in_vectors():
+    stored = sum(map(int, re.findall(r"store <(\d+) x float>", llvm_of(mods.causal, option="mask_mod"))))
+    rows = build.Shape(numba.float32).lanes
+    assert stored >= 2 * rows + 5 * 16  # those of two keys, and of a row alone, up to five vectors at a time
+
+
+def test_one_score_that_is_shown_is_found_wherever_it_lies():
+    """In a panel that shows nothing else."""
+    rows, keys = build.Shape(numba.float32).lanes, 6
+    q, k = np.ones((1, 1, rows, 4), np.float32), np.ones((1, 1, keys, 4), np.float32)
+    v = np.arange(1, keys * 4 + 1, dtype=np.float32).reshape(k.shape)
+    own = Function.of("mask_mod", lambda b, h, i, j, at: i == at[0] and j == at[1])
+    for key in range(keys):
+        for row in range(rows):
+            at = np.array([row, key], np.int32)
+            o = numba_flash.attention(q, k, v, q_offset=0, mask_mod=own, aux=(at,), kernel="cpu")
+            assert (o[0, 0, row] == v[0, 0, key]).all(), (row, key)
+            assert np.count_nonzero(o) == 4, (row, key)
 
 
 def test_code_of_one_function_is_not_that_of_another():

@@ -11,6 +11,7 @@ from llvmlite import ir
 from .build import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
 
 FAR = 2.0**24  # powers of 2, from where on float32 counts in steps of 2
+CHAINS = 4  # of additions or comparisons beside each other
 TOGETHER = 2  # keys that softmax takes at once: two chains of operations a vector hide each other's latency
 
 
@@ -218,56 +219,61 @@ def softmax_panel(b, shape, s, keys, scale_log2, m, l, alpha):
         shape.store(b, shape.fma(b, shape.load(b, l, x), rescale, total), l, x)
 
 
+def _in_chains(b, shape, count, chains, step):
+    """-> chains, and how many of `count` numbers are in whole vectors: chain = step(i, chain) for the vector at each i.
+
+    The chains take turns, so that none waits for its own last operation.
+    """
+    together = len(chains) * shape.width
+    rounds, whole = b.and_(count, I64(-together)), b.and_(count, I64(-shape.width))
+
+    def of_all(i, before):
+        return [step(b.add(i, I64(n * shape.width)), chain) for n, chain in enumerate(before)]
+
+    first, *others = loop(b, I64(0), rounds, I64(together), chains, of_all)
+    rest = loop(b, rounds, whole, I64(shape.width), [first], lambda i, before: [step(i, before[0])])
+    return [*rest, *others], whole
+
+
 @vector_function("ii", "x")
 def largest(b, shape, x, count):
     """The maximum of x (count,), contiguous; -inf of nothing."""
-    x, whole = shape.pointer(b, x), b.and_(count, I64(-shape.width))
-    lowest = ir.Constant(shape.scalar, float("-inf"))
+    x, lowest = shape.pointer(b, x), float("-inf")
 
     def scalars(i, best):
         value = b.load(b.gep(x, [i]))
         return [b.select(b.fcmp_ordered(">", value, best[0]), value, best[0])]
 
-    (vector,) = loop(
-        b,
-        I64(0),
-        whole,
-        I64(shape.width),
-        [shape.const(float("-inf"))],
-        lambda i, best: [shape.max(b, shape.load(b, x, i), best[0])],
-    )
-    of_vectors = shape.across(b, "fmax", vector)
-    (scalar,) = loop(b, whole, count, I64(1), [lowest], scalars)
+    def vector(i, best):
+        return shape.max(b, shape.load(b, x, i), best)
+
+    (one, *others), whole = _in_chains(b, shape, count, [shape.const(lowest)] * CHAINS, vector)
+    for other in others:
+        one = shape.max(b, other, one)
+    of_vectors = shape.across(b, "fmax", one)
+    (scalar,) = loop(b, whole, count, I64(1), [ir.Constant(shape.scalar, lowest)], scalars)
     return b.select(b.fcmp_ordered(">", scalar, of_vectors), scalar, of_vectors)
 
 
 @vector_function("iiii", "i")
 def all_finite(b, shape, x, stride, width, rows):
     """1 when every element of x (rows, width), contiguous along width, is finite, else 0."""
-    whole = b.and_(width, I64(-shape.width))
     zero = ir.Constant(shape.scalar, 0.0)
 
     def row(r, sums):
         base = shape.pointer(b, b.add(x, b.mul(r, stride)))
-        vector, scalar = sums
-        (vector,) = loop(
-            b,
-            I64(0),
-            whole,
-            I64(shape.width),
-            [vector],
-            lambda i, t: [b.fadd(t[0], b.fmul(shape.load(b, base, i), shape.const(0.0)))],
-        )
-        (scalar,) = loop(
-            b,
-            whole,
-            width,
-            I64(1),
-            [scalar],
-            lambda i, t: [b.fadd(t[0], b.fmul(b.load(b.gep(base, [i])), zero))],
-        )
-        return vector, scalar
 
-    vector, scalar = loop(b, I64(0), rows, I64(1), [shape.const(0.0), zero], row)
-    total = b.fadd(shape.across(b, "fadd", vector), scalar)  # 0 times NaN or Inf is NaN, and stays
+        def vector(i, total):
+            return b.fadd(total, b.fmul(shape.load(b, base, i), shape.const(0.0)))
+
+        def scalars(i, total):
+            return [b.fadd(total[0], b.fmul(b.load(b.gep(base, [i])), zero))]
+
+        *chains, scalar = sums
+        chains, whole = _in_chains(b, shape, width, chains, vector)
+        return [*chains, *loop(b, whole, width, I64(1), [scalar], scalars)]
+
+    *chains, total = loop(b, I64(0), rows, I64(1), [shape.const(0.0)] * CHAINS + [zero], row)
+    for chain in chains:
+        total = b.fadd(total, shape.across(b, "fadd", chain))  # 0 times NaN or Inf is NaN, and stays
     return b.zext(b.fcmp_ordered("==", total, zero), I64)
