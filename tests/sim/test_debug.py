@@ -41,6 +41,7 @@ FIRST_LINES = {
         ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
     ),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
+    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
     **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
@@ -222,6 +223,8 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
+        elif kernel in ("wgmma_dkdv_float32", "wgmma_dq_float32"):
+            differentiate("wgmma", wide=True)
         elif "daux" in kernel:
             aux = (np.ones(1, np.float32),)
             differentiate("mma" if "mma" in kernel else "v2", score_mod=lambda s, b, h, i, j, x: s * x[0], aux=aux)
