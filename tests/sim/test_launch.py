@@ -27,6 +27,7 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
@@ -120,6 +121,8 @@ def test_every_kernel_can_be_made():
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
+        WgmmaDkdvFloat32Config("wgmma_dkdv_float32", "float32", 8, 8, 32, 64),
+        WgmmaDqFloat32Config("wgmma_dq_float32", "float32", 8, 8, 64, 32),
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 128),

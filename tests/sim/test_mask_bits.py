@@ -7,7 +7,7 @@ import pytest
 
 from numba_flash import arrays, testing
 from numba_flash.api import forward as api
-from numba_flash.config.forward import MaskBitsConfig
+from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.dispatch import launch
 from numba_flash.kernels.score.mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 from numba_flash.machine.target import Target
