@@ -102,6 +102,13 @@ def test_nan_behind_the_last_key(rung):
     rung.check(case, seqlens_k=np.array([50], np.int32))
 
 
+# Four lanes have a row of O. Head h has a NaN in column h, behind a mask, and all four must hear of it.
+def test_a_nan_in_any_column_is_noticed(rung):
+    case = rung.problem(3, 6, batch=1, heads=8, heads_kv=8, head_dim=4, head_dim_v=8)
+    case.v[0, np.arange(8), 5, np.arange(8)] = np.nan
+    rung.check(case, mask=(np.arange(6) < 5)[None, None, None])
+
+
 def one_key(rung, v):
     """O of one key, whose weight is 1: V as its three parts have it."""
     case = rung.problem(3, 1, batch=1, heads=1, head_dim=8, head_dim_v=v.size)
@@ -111,8 +118,8 @@ def one_key(rung, v):
     return o[0, 0, 0]
 
 
-# Three parts of 8 bits are all of a float32, up to the largest that bfloat16 does not round up to Inf, and down to those
-# whose last bit is bfloat16's smallest number, 2^-133.
+# Three parts of 8 bits are all of a float32, up to the largest that bfloat16 does not round up to Inf, and down to
+# those whose last bit is bfloat16's smallest number, 2^-133.
 @pytest.mark.parametrize("size", [1.0, 2.0**127, 2.0**100, 2.0**-100, 2.0**-110])
 def test_one_key_gives_its_value(rung, size, no_repair):
     v = (1 + np.random.default_rng(3).integers(0, 2**23, 64) / 2**23).astype(np.float32) * np.float32(size)
