@@ -32,6 +32,8 @@ from contract_wide import (  # noqa: F401
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.gpu import compiled
+from numba_flash.kernels.steps import recompute_whole_rows
 from numba_flash.machine.target import Target
 from numba_flash.select import tiles
 
@@ -44,6 +46,17 @@ def rung():
 def config_of(case, **options):
     arrays = (testing.rows_padded(x) for x in (case.q, case.k, case.v))
     return api.prepare_call(*arrays, dict(options, kernel="wgmma"))[1].choice.config
+
+
+@pytest.fixture
+def no_repair(monkeypatch):
+    """Rows that are not finite are computed again and come out right, whatever tensor cores made of them. None is."""
+
+    def repair(*_):
+        raise AssertionError("a row is computed again")
+
+    monkeypatch.setattr(recompute_whole_rows, "make", lambda *_: repair)
+    monkeypatch.setattr(compiled, "_kernels", {})
 
 
 # Each row of the table with all of its columns and with fewer, over several tiles, some of which no query sees whole;
@@ -62,7 +75,7 @@ def config_of(case, **options):
         (37, 250, (60, 75), (2, 1), dict(window=(20, 4))),
     ],
 )
-def test_tiles_of_the_table(rung, head_dim, head_dim_v, seqlens, heads, options, tiles_of_gpus):
+def test_tiles_of_the_table(rung, head_dim, head_dim_v, seqlens, heads, options, tiles_of_gpus, no_repair):
     case = rung.problem(*seqlens, batch=1, heads=heads[0], heads_kv=heads[1], head_dim=head_dim, head_dim_v=head_dim_v)
     assert config_of(case, **options).kernel == "wgmma_float32"
     rung.check(case, **options)
@@ -72,7 +85,7 @@ def test_tiles_of_the_table(rung, head_dim, head_dim_v, seqlens, heads, options,
 # and again, and every consumer has its turn.
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("ping_pong", [True, False])
-def test_blocks_take_several_tiles(rung, stages, ping_pong, monkeypatch, nothing_remembered):
+def test_blocks_take_several_tiles(rung, stages, ping_pong, monkeypatch, nothing_remembered, no_repair):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     row = tiles.WgmmaFloat32(64, 128, 32, ping_pong=ping_pong, stages=stages, rescale_threshold=8)
@@ -89,8 +102,59 @@ def test_nan_behind_the_last_key(rung):
     rung.check(case, seqlens_k=np.array([50], np.int32))
 
 
-# Three parts of 8 bits are all of a float32: one key's row of V comes out as it is.
-def test_one_key_gives_its_value(rung):
-    case = rung.problem(3, 1, batch=1, heads=1, head_dim=8, head_dim_v=64)
+# Four lanes have a row of O. Head h has a NaN in column h, behind a mask, and all four must hear of it.
+def test_a_nan_in_any_column_is_noticed(rung):
+    case = rung.problem(3, 6, batch=1, heads=8, heads_kv=8, head_dim=4, head_dim_v=8)
+    case.v[0, np.arange(8), 5, np.arange(8)] = np.nan
+    rung.check(case, mask=(np.arange(6) < 5)[None, None, None])
+
+
+def one_key(rung, v):
+    """O of one key, whose weight is 1: V as its three parts have it."""
+    case = rung.problem(3, 1, batch=1, heads=1, head_dim=8, head_dim_v=v.size)
+    case.v[...] = v
     o, _ = rung(case)
-    assert contract.same_bits(o, np.broadcast_to(case.v, o.shape))
+    assert contract.same_bits(o, np.broadcast_to(o[:, :, :1], o.shape))
+    return o[0, 0, 0]
+
+
+# Three parts of 8 bits are all of a float32, up to the largest that bfloat16 does not round up to Inf, and down to
+# those whose last bit is bfloat16's smallest number, 2^-133.
+@pytest.mark.parametrize("size", [1.0, 2.0**127, 2.0**100, 2.0**-100, 2.0**-110])
+def test_one_key_gives_its_value(rung, size, no_repair):
+    v = (1 + np.random.default_rng(3).integers(0, 2**23, 64) / 2**23).astype(np.float32) * np.float32(size)
+    v[:3] = np.float32(2**24 - 1) / 2**23 * size, size, -size
+    v = np.where(np.abs(v) < np.float32(float.fromhex("0x1.ffp127")), v, np.float32(size))
+    assert contract.same_bits(one_key(rung, v), v)
+
+
+# What lies below 2^-133 of a number is rounded away.
+@pytest.mark.parametrize("size", [2.0**-118, 2.0**-126, 2.0**-133, 2.0**-140])
+def test_tiny_numbers_are_rounded_to_multiples_of_the_smallest_part(rung, size, no_repair):
+    v = (np.random.default_rng(3).uniform(-2, 2, 64) * size).astype(np.float32)
+    o = one_key(rung, v).astype(np.float64)
+    assert (np.abs(o - v) <= 2.0**-134).all() and (o == np.round(o * 2.0**133) / 2.0**133).all()
+
+
+# Sums of parts of either sign, and numbers so large and so small that only together they make scores: on tensor cores.
+@pytest.mark.parametrize(("of_q", "of_k"), [(1e18, 1e-18), (1e-30, 1e30), (3e33, 1e-33)], ids=lambda x: f"{x:g}")
+def test_scores_of_large_and_small_numbers(rung, of_q, of_k, no_repair):
+    case = rung.problem(9, 40, batch=1, heads=1, head_dim=16, scale=0.25)
+    case.q[...] = (case.q.astype(np.float64) * of_q).astype(np.float32)
+    case.k[...] = (case.k.astype(np.float64) * of_k).astype(np.float32)
+    rung.check(case)
+
+
+def test_terms_that_cancel_on_tensor_cores(rung, no_repair):
+    case = rung.problem(9, 40, batch=1, heads=1, head_dim=160, scale=1.0)
+    case.q[..., 80:], case.k[..., 80:] = 300 * case.q[..., :80], case.k[..., :80]
+    case.q[..., :80] *= -299
+    rung.check(case)
+
+
+# A sum of weights times values is divided at the end: with 40 keys it stays below the largest number up to about 1e37.
+@pytest.mark.parametrize("size", [1e37, 1e35])
+def test_large_values(rung, size):
+    case = rung.problem(9, 40, batch=1, heads=1, head_dim=16)
+    case.v[...] = (np.clip(np.abs(case.v), 0.5, 1) * size).astype(np.float32)
+    rung.check(case)
