@@ -6,6 +6,7 @@ import types as python_types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import errors, types
 from numba.core.extending import lower_builtin
@@ -13,9 +14,10 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 
 from .. import rules
-from ..function import MARK
+from ..function import MARK, OF_TUPLES
+from . import within
 from .code import Code
-from .number_types import BASES, Number, kind_of, result_of, words
+from .number_types import ANY, BASES, Number, kind_of, result_of, within_of, words
 
 
 def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
@@ -46,6 +48,32 @@ def _kinds(name: str, count: int | None, args: tuple[Any, ...]) -> tuple[str, ..
     return kinds  # type: ignore[return-value]
 
 
+def _of_tuples(tree: Any) -> Any:
+    """The tree of a tuple with whole numbers of the smallest type that holds all of them: of numbers that come out of
+    it in a loop Numba knows no more than that."""
+    found = list(_whole_numbers(tree))
+    kind = next((kind for kind in (np.int16, np.int32) if found and _holds(kind, found)), int)
+    return _with_whole_numbers(tree, kind)
+
+
+def _whole_numbers(tree: Any) -> Any:
+    if tree[0] == "int":
+        yield tree[1]
+    for part in tree[1:] if tree[0] == "tuple" else ():
+        yield from _whole_numbers(part)
+
+
+def _holds(kind: Any, numbers: list[int]) -> bool:
+    limits = np.iinfo(kind)
+    return limits.min <= min(numbers) and max(numbers) <= limits.max
+
+
+def _with_whole_numbers(tree: Any, kind: Any) -> Any:
+    if tree[0] == "tuple":
+        return ("tuple", *(_with_whole_numbers(part, kind) for part in tree[1:]))
+    return ("number", kind(tree[1])) if tree[0] == "int" else tree
+
+
 @functools.cache
 def stand_ins(base_name: str) -> dict[Any, Any]:
     """For each computing type its own: a constant in math.exp(0.5) does not say which it is."""
@@ -67,8 +95,8 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
             return code.made(sig.return_type, builder.fptosi(rounded.value, ir.IntType(64)))
 
         def result(*args: Any) -> Any:
-            _kinds(name, 1, args)
-            return Number("whole", base)
+            (kind,) = _kinds(name, 1, args)
+            return Number("whole", base, within_of(args[0]) if kind == "whole" else ANY)
 
         return _stand_in(name, result, lower)
 
@@ -87,17 +115,19 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
 
         return _stand_in(name, result, lower)
 
-    def extreme(name: str, rule: Any, sign: str) -> Any:
+    def extreme(name: str, rule: Any, sign: str, of_within: Any) -> Any:
         def result(*args: Any) -> Any:
             kinds = _kinds(name, None, args)
             if len(kinds) < 2:
                 raise errors.TypingError(f"{MARK}{name}() takes two numbers or more here")
-            return Number("whole", base) if set(kinds) == {"whole"} else result_of(kinds, base)
+            if set(kinds) == {"whole"}:
+                return Number("whole", base, of_within(*map(within_of, args)))
+            return result_of(kinds, base)
 
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
             if sig.return_type.kind == "whole":
-                values = list(map(code.whole, sig.args, args))
+                values = code.wholes(sig, args)
                 found = values[0]
                 for x in values[1:]:
                     found = builder.select(builder.icmp_signed(sign, x, found), x, found)
@@ -139,6 +169,7 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
         "int": to_whole("int", "trunc"),
         "round": to_whole("round", "rint"),
         "bool": truth(),
-        "min": extreme("min", rules.minimum, "<"),
-        "max": extreme("max", rules.maximum, ">"),
+        "min": extreme("min", rules.minimum, "<", within.least),
+        OF_TUPLES: _of_tuples,
+        "max": extreme("max", rules.maximum, ">", within.largest),
     }

@@ -151,7 +151,7 @@ def _tables(config: Any, base: str) -> Any:
         return ()
 
     for number, (dtype, ndim) in enumerate(config.aux):
-        table = compiled.as_table(dtype, ndim, base)
+        table = compiled.as_table(dtype, ndim, base, config.narrow)
         tables = _one_more(tables, table, number - count - behind, number - count)
     return tables
 
