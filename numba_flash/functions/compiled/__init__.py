@@ -45,6 +45,33 @@ def as_number(kind: str, base_name: str, narrow: bool = False) -> Any:
     return number
 
 
+def as_positions(base_name: str, narrow: bool) -> tuple[Any, Any]:
+    """-> (query(q_pos, ahead), key(k_pos)): both as whole Numbers of their side; ahead: q_pos - k_pos."""
+    base = BASES[base_name]
+    query_type, key_type = (Number("whole", base, (0, NARROW) if narrow else ANY, x) for x in ("query", "key"))
+
+    @intrinsic
+    def query(typingctx: Any, q_pos: Any, ahead: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            made = cgutils.create_struct_proxy(query_type)(context, builder)
+            x, away = (code.whole(t, value) for t, value in zip(sig.args, args, strict=True))
+            made.x, made.ahead = (code.resized(value, made.x.type) for value in (x, away))
+            return made._getvalue()
+
+        return signature(query_type, q_pos, ahead), codegen
+
+    @intrinsic
+    def key(typingctx: Any, k_pos: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            return code.made(key_type, code.whole(sig.args[0], args[0]))
+
+        return signature(key_type, k_pos), codegen
+
+    return query, key
+
+
 def as_table(dtype: str, ndim: int, base_name: str, narrow: bool = False) -> Any:
     """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements.
     narrow: as of Table."""

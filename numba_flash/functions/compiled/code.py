@@ -207,6 +207,15 @@ class Code:
         narrow = all(is_narrow(t) for t in types_of if t != types.boolean)
         return [self.whole(t, value, narrow) for t, value in zip(sig.args, args, strict=True)]
 
+    def difference(self, sig: Any, args: Any) -> Any:
+        """That of a query's position and a key's, or None of other numbers. It is there: scores on a diagonal share it."""
+        sides = [getattr(t, "side", "") for t in sig.args]
+        if sorted(sides) != ["key", "query"]:
+            return None
+        at = sides.index("query")
+        ahead = cgutils.create_struct_proxy(sig.args[at])(self.context, self.builder, value=args[at]).ahead
+        return self.builder.sub(ir.Constant(ahead.type, 0), ahead, flags=("nsw",)) if at else ahead
+
     def made(self, t: Any, x: Any, d: Any = None) -> Any:
         """A number of type t."""
         if t == types.boolean:

@@ -27,12 +27,13 @@ STEPS = ((0, 2**8), (-(2**8), 2**8), (0, 2**28), (-(2**28), 2**28), INT32, ANY)
 
 
 class Number(types.Type):
-    """within: between which numbers a whole one lies, both included. It is an int32 where these are."""
+    """within: between which numbers a whole one lies, both included. It is an int32 where these are. side: "query" or
+    "key" of its position, until something is done with it. A query's also says how far it is ahead of the key."""
 
-    def __init__(self, kind: str, base: Any, within: Within = ANY):
-        self.kind, self.base, self.within = kind, base, within if fits(within, ANY) else ANY
-        known = "" if self.within == ANY else f", {self.within[0]} to {self.within[1]}"
-        super().__init__(name=f"{kind}({base}{known})")
+    def __init__(self, kind: str, base: Any, within: Within = ANY, side: str = ""):
+        self.kind, self.base, self.within, self.side = kind, base, within, side
+        known = "" if within == ANY else f", {within[0]} to {within[1]}"
+        super().__init__(name=f"{kind}({base}{known}{side and f', {side}'})")
 
     @property
     def narrow(self) -> bool:
@@ -49,7 +50,7 @@ class Number(types.Type):
 
     def can_convert_from(self, typingctx: Any, other: Any) -> Any:
         kind = kind_of(other)
-        if kind is None or KINDS.index(kind) > KINDS.index(self.kind):
+        if kind is None or KINDS.index(kind) > KINDS.index(self.kind) or self.side:
             return None
         return Conversion.safe if self.kind != "whole" or fits(within_of(other), self.within) else None
 
@@ -107,9 +108,9 @@ class Table(types.Type):
 @register_model(Number)
 class _NumberModel(models.StructModel):
     def __init__(self, manager: Any, t: Number):
-        whole = types.int32 if t.narrow else types.int64
-        members = [("x", whole if t.kind == "whole" else t.base.type)]
-        super().__init__(manager, t, members + [("d", t.base.type)] * (t.kind == "dual"))
+        number = t.base.type if t.kind != "whole" else types.int32 if t.narrow else types.int64
+        others = [("d", number)] * (t.kind == "dual") + [("ahead", number)] * (t.side == "query")
+        super().__init__(manager, t, [("x", number), *others])
 
 
 @register_model(Table)

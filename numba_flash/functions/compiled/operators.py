@@ -57,6 +57,9 @@ def _register_binary(name: str) -> None:
         if sig.return_type.kind == "whole":
             if name == "pow" and isinstance(b, types.IntegerLiteral):
                 return code.made(sig.return_type, _whole_power(builder, code.whole(a, args[0]), b.literal_value))
+            difference = code.difference(sig, args) if name == "sub" else None
+            if difference is not None:
+                return code.made(sig.return_type, difference)
             if name in ("add", "sub", "mul"):
                 flags = ("nsw",) * sig.return_type.narrow
                 return code.made(sig.return_type, getattr(builder, name)(*code.wholes(sig, args), flags=flags))
@@ -95,6 +98,9 @@ def _register_comparing(name: str, sign: str) -> None:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         (kinds, base), (a, b) = numbers_of(*sig.args), sig.args  # type: ignore[misc]
         code = Code(context, builder, base)
+        difference = code.difference(sig, args)
+        if difference is not None:
+            return builder.icmp_signed(sign, difference, ir.Constant(difference.type, 0))
         if kinds == ("whole", "whole"):
             return builder.icmp_signed(sign, *code.wholes(sig, args))
         compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
