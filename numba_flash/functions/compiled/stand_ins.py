@@ -6,10 +6,10 @@ import types as python_types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba.core import errors, types
 from numba.core.extending import lower_builtin
+from numba.core.imputils import lower_constant
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 
@@ -17,7 +17,7 @@ from .. import rules
 from ..function import MARK, OF_TUPLES
 from . import within
 from .code import Code
-from .number_types import ANY, BASES, Number, kind_of, result_of, within_of, words
+from .number_types import ANY, BASES, Number, fits, kind_of, result_of, within_of, words
 
 
 def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
@@ -48,12 +48,25 @@ def _kinds(name: str, count: int | None, args: tuple[Any, ...]) -> tuple[str, ..
     return kinds  # type: ignore[return-value]
 
 
-def _of_tuples(tree: Any) -> Any:
-    """The tree of a tuple with whole numbers of the smallest type that holds all of them: of numbers that come out of
-    it in a loop Numba knows no more than that."""
+class _Constant:
+    """A whole number of a tuple, of which in a loop Numba would know no more than that it is an int64."""
+
+    def __init__(self, value: int, t: Number):
+        self.value, self._numba_type_ = value, t
+
+
+@lower_constant(Number)
+def _lower_constant(context: Any, builder: Any, t: Any, constant: Any) -> Any:
+    kind = context.get_value_type(t)
+    return kind([kind.elements[0](constant.value)])
+
+
+def _of_tuples(base: Any, tree: Any) -> Any:
+    """The tree of a tuple whose whole numbers know between which they all lie."""
     found = list(_whole_numbers(tree))
-    kind = next((kind for kind in (np.int16, np.int32) if found and _holds(kind, found)), int)
-    return _with_whole_numbers(tree, kind)
+    if not found or not fits((min(found), max(found)), ANY):
+        return tree
+    return _with_constants(tree, Number("whole", base, (min(found), max(found))))
 
 
 def _whole_numbers(tree: Any) -> Any:
@@ -63,15 +76,10 @@ def _whole_numbers(tree: Any) -> Any:
         yield from _whole_numbers(part)
 
 
-def _holds(kind: Any, numbers: list[int]) -> bool:
-    limits = np.iinfo(kind)
-    return limits.min <= min(numbers) and max(numbers) <= limits.max
-
-
-def _with_whole_numbers(tree: Any, kind: Any) -> Any:
+def _with_constants(tree: Any, t: Number) -> Any:
     if tree[0] == "tuple":
-        return ("tuple", *(_with_whole_numbers(part, kind) for part in tree[1:]))
-    return ("number", kind(tree[1])) if tree[0] == "int" else tree
+        return ("tuple", *(_with_constants(part, t) for part in tree[1:]))
+    return ("constant", _Constant(tree[1], t)) if tree[0] == "int" else tree
 
 
 @functools.cache
@@ -170,6 +178,6 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
         "round": to_whole("round", "rint"),
         "bool": truth(),
         "min": extreme("min", rules.minimum, "<", within.least),
-        OF_TUPLES: _of_tuples,
+        OF_TUPLES: functools.partial(_of_tuples, base),
         "max": extreme("max", rules.maximum, ">", within.largest),
     }
