@@ -226,7 +226,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "wgmma": (
         Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8, plain=True),
-        Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
+        Wgmma(64, 192, 96, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
         Wgmma(64, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
