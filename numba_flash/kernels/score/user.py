@@ -191,6 +191,8 @@ def _simulated(config: Any, option: str, derivative: bool) -> Any:
         return [numbers.Table(base, pointer.array) for pointer in own]
 
     def where(at):
+        # What compiled functions make of `ahead`, Python's make of both positions.
+        assert getattr(at, "ahead", at.q_pos - at.k_index) == at.q_pos - at.k_index, f"ahead is wrong: {at}"
         return at.b, at.h, at.q_pos, at.k_index
 
     @cuda.jit(device=True)
