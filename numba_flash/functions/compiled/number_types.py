@@ -95,9 +95,7 @@ class Table(types.Type):
     """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
     says where what is owed to that one is added up. narrow: how far an element is from the first is an int32."""
 
-    def __init__(
-        self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False
-    ):
+    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False):
         self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
         self.recorded, self.narrow = recorded, narrow
         # Types of equal names are one type to Numba. float16 lies in memory as uint16 on a CPU and as float16 on a GPU.

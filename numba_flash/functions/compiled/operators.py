@@ -159,10 +159,14 @@ for _name in ("and_", "or_", "xor", "lshift", "rshift"):
 _register_unary(operator.neg, rules.neg, _negative_of)
 _register_unary(operator.pos, rules.pos, lambda builder, x: x)
 _register_unary(abs, rules.absolute, _absolute)
-typed(
-    operator.invert,
-    lambda a: Number("whole", a.base, within.inverted(a.within)) if isinstance(a, Number) and a.kind == "whole" else None
-)
+
+
+def _inverted(a: Any) -> Any:
+    is_whole = isinstance(a, Number) and a.kind == "whole"
+    return Number("whole", a.base, within.inverted(a.within)) if is_whole else None
+
+
+typed(operator.invert, _inverted)
 
 
 @lower_builtin(operator.invert, Number)

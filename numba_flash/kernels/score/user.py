@@ -1,7 +1,8 @@
 """The caller's own functions as device functions: of Numba's numbers, or in the simulator of Python's.
 
 make(config, option, derivative) -> call(before, at, arrays, strides). `before` is (the score,) for a score_mod and ()
-for a mask_mod. placed: at is a Placed, else an At. It gives (score, derivative by the score before) with a derivative, else the score or the truth.
+for a mask_mod. It gives (score, derivative by the score before) with a derivative, else the score or the truth.
+placed: at is a Placed, else an At.
 """
 
 from typing import Any
