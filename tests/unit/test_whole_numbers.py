@@ -123,8 +123,9 @@ def test_a_position_that_something_was_done_with_is_a_number_as_others():
     assert call(7, 4) == 4 + 3
 
 
-def test_numbers_of_a_tuple_lie_between_the_least_and_the_largest_of_it():
-    steps = ((1, 2), (10, -3), (100, 2**20))
+@pytest.mark.parametrize("largest", [2**20, 2**40])
+def test_numbers_of_a_tuple_lie_between_the_least_and_the_largest_of_it(largest):
+    steps = ((1, 2), (10, -3), (100, largest))
 
     def function(b, h, i, j):
         found = 0 * i
@@ -138,4 +139,5 @@ def test_numbers_of_a_tuple_lie_between_the_least_and_the_largest_of_it():
     def call(i):
         return found_in(made(whole(0), whole(0), whole(i), whole(0)))
 
-    assert [call(i) for i in (0, 5, 10, 2000)] == [(1, True), (3, True), (-2, True), (2**20 + 1, True)]
+    fits = largest < 2**31
+    assert [call(i) for i in (0, 5, 10, 2000)] == [(1, fits), (3, fits), (-2, fits), (largest + 1, fits)]

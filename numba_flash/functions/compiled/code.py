@@ -208,7 +208,7 @@ class Code:
         return [self.whole(t, value, narrow) for t, value in zip(sig.args, args, strict=True)]
 
     def difference(self, sig: Any, args: Any) -> Any:
-        """That of a query's position and a key's, or None of other numbers. It is there: scores on a diagonal share it."""
+        """That of a query's position and a key's, which scores on a diagonal share; None of other numbers."""
         sides = [getattr(t, "side", "") for t in sig.args]
         if sorted(sides) != ["key", "query"]:
             return None
