@@ -110,13 +110,13 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value, t.narrow and is_narrow(kind))
+        length, first = code.resized(shape[axis], at.type), ir.Constant(at.type, 0)
         if within_of(kind)[0] < 0:  # from the end
-            behind = builder.add(at, code.resized(shape[axis], at.type))
-            at = builder.select(builder.icmp_signed("<", at, ir.Constant(at.type, 0)), behind, at)
+            at = builder.select(builder.icmp_signed("<", at, first), builder.add(at, length), at)
         if not code.on_gpu:  # where others use the memory beyond: the nearest element
-            last = builder.sub(shape[axis], ir.Constant(at.type, 1))
+            last = builder.sub(length, ir.Constant(at.type, 1))
             at = builder.select(builder.icmp_signed(">", at, last), last, at)
-            at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
+            at = builder.select(builder.icmp_signed("<", at, first), first, at)
         way = (code.resized(x, size) for x in (at, strides[axis]))
         offset, count = builder.add(offset, builder.mul(*way)), axis + 1
         if t.recorded:
