@@ -12,21 +12,30 @@ class Processes:
 
     def __init__(self, work, jobs, count):
         self._pool = multiprocessing.get_context("spawn").Pool(max(1, min(count, len(jobs))))
-        self._running = {job: self._pool.apply_async(work, (job,)) for job in jobs}
+        self._running = {job: self._pool.apply_async(_why_not, (work, job)) for job in jobs}
 
     def errors(self, ends):
         """{job: what went wrong}, once every job is done or time.monotonic() is past `ends`. The processes end."""
         found = {}
         for job, running in self._running.items():
             try:
-                running.get(max(ends - time.monotonic(), 0))
+                why = running.get(max(ends - time.monotonic(), 0))
             except multiprocessing.TimeoutError:
-                found[job] = "not done in time"
-            except Exception as error:  # of any kind: that of a job is not ours
-                found[job] = first_line(error)
+                why = "not done in time"
+            if why is not None:
+                found[job] = why
         self._pool.terminate()
         self._pool.join()
         return found
+
+
+def _why_not(work, job):
+    """What went wrong, or None. As text: not every error can be sent from one process to another."""
+    try:
+        work(job)
+    except Exception as error:  # of any kind: that of a job is not ours
+        return first_line(error)
+    return None
 
 
 def first_line(error):

@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
-from ..dispatch.block_mask import expanded, in_options
 from ..dispatch.forward import NO_AUX, CallPlan
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
@@ -116,6 +115,8 @@ def attention(
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
     if block_mask is not None:
+        from ..dispatch.block_mask import expanded  # what a plain call does without
+
         causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
             block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
         )
@@ -209,6 +210,8 @@ def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     given = bound.arguments
     blocks = given.pop("block_mask")
     if blocks is not None:
+        from ..dispatch.block_mask import in_options
+
         given.update(in_options(blocks, given))
     named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
     return dict(bound.arguments, options=Options.of(**named))

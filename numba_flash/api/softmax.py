@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import DTYPES, Array
-from ..config.forward import SoftmaxConfig
+from ..config.softmax import SoftmaxConfig
 from ..dispatch.launch import on_gpu
 from ..machine.target import Target
 from ..problem.memory import check_alignment, check_output

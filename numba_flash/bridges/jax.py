@@ -21,6 +21,7 @@ import jax
 from .. import arrays
 from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
+from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
@@ -92,8 +93,8 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     causal, window, q_offset, numbers, given_arrays, functions, layout, seed = options
     if seed is not None or numbers[NUMBERS.index("dropout_p")]:
         raise NotImplementedError(NO_DROPOUT)
-    functions, aux = (None, ()) if functions is None else dispatch.functions_of(functions)
-    functions = functions and dispatch.without_blocks(functions)
+    functions, aux = (None, ()) if functions is None else caller_functions.functions_of(functions)
+    functions = functions and caller_functions.without_blocks(functions)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
             raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arrays import recording
 from ..dispatch import backward as gradients
+from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
     """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
-    functions, aux = (None, ()) if options.functions is None else dispatch.functions_of(options.functions)
+    functions, aux = (None, ()) if options.functions is None else caller_functions.functions_of(options.functions)
     tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, *aux)
     rest = options._replace(q_offset=q_offset, arrays=None, functions=functions)
     return tensors, Call(rest, kernel)

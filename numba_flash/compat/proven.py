@@ -85,10 +85,8 @@ def _compute_gradients(
     )  # fmt: skip
     do = do if do.stride(-1) == 1 else do.contiguous()
     do, q, k, v, o, lse, bias, sinks = (None if x is None else x.detach() for x in (do, q, k, v, o, lse, bias, sinks))
-    found = gradients.attention_backward(
-        do, q, moved(start, k, 1), moved(start, v, 1), o, lse, bias=moved(start, bias, 3), sinks=sinks,
-        wanted=tuple(wanted.split()), **options,
-    )  # fmt: skip
+    options |= dict(bias=moved(start, bias, 3), sinks=sinks, wanted=tuple(wanted.split()))
+    found = gradients.attention_backward(do, q, moved(start, k, 1), moved(start, v, 1), o, lse, **options)
     back = None if start is None else -start
     axes = dict(dk=1, dv=1, dbias=3)
     return [moved(back if name in axes else None, getattr(found, name), axes.get(name, 0)) for name in wanted.split()]

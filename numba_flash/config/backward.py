@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
-from .forward import Config, LaunchFacts, MaskBitsConfig, tile_bytes
+from .forward import Config, LaunchFacts, tile_bytes
+from .mask_bits import MaskBitsConfig
 from .simt_backward import DeltaConfig, HeadSumsConfig
 from .tile_states import TileOrderConfig, TileStatesConfig
 

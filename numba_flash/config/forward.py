@@ -38,9 +38,12 @@ class LaunchFacts:
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
+    kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
 
 
-@dataclass(frozen=True)
+# This class and TensorConfig have no instances of their own. So they do without the methods of a dataclass, which each
+# class below them has anew: making these would take longer than the rest of this module.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Config(LaunchFacts):
     """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
@@ -106,55 +109,7 @@ class Config(LaunchFacts):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class SimtConfig(Config):
-    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads.
-
-    `pad` is how many elements are added to each row of a shared tile that every thread reads its own
-    row of: with pad 0 and a head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which
-    shows bank conflicts (docs/tensor_cores.md).
-    """
-
-    pad: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.tile_m <= 1024:
-            raise ValueError(f"tile_m is the number of threads of a block: 1 to 1024, not {self.tile_m}")
-        if self.tile_n < 4 or self.tile_n % 4:
-            raise ValueError(f"tile_n must be a multiple of 4, not {self.tile_n}")
-        if self.pad < 0:
-            raise ValueError(f"pad must be at least 0, not {self.pad}")
-        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
-
-    @property
-    def threads(self) -> int:
-        return self.tile_m
-
-    @property
-    def k_row(self) -> int:
-        """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
-        return (self.head_dim + 3) // 4 * 4
-
-    @property
-    def v_row(self) -> int:
-        """The same for V tiles."""
-        return (self.head_dim_v + 3) // 4 * 4
-
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements."""
-        sizes = [
-            self.tile_m * (self.k_row + self.pad),  # Q_i: each thread reads its own row
-            self.tile_n * self.k_row,  # K_j: all threads read the same element, nothing to pad
-            self.tile_n * self.v_row,  # V_j: likewise
-            self.tile_m * (self.tile_n + self.pad),  # S
-        ]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
-        return tuple(starts)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Config):
     """What the tensor-core kernels share.
 
@@ -232,131 +187,3 @@ class TensorConfig(Config):
         """Columns of O that a block computes, in whole steps."""
         step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
-
-
-@dataclass(frozen=True)
-class MmaConfig(TensorConfig):
-    """Of mma_forward: warps of `warp_rows` query rows.
-
-    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
-    halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
-    many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
-    its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
-    """
-
-    warp_rows: int = 16
-    q_registers: bool = False
-    column_groups: int = 1
-    large_f64: bool = False
-    unrolled: bool = False
-
-    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
-    KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
-
-    @property
-    def tile_state_entries(self) -> int:
-        """What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are."""
-        return 4 if self.has("bias") or self.has("mask") else 2
-
-    def __post_init__(self) -> None:
-        if self.warp_rows not in (16, 32):
-            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
-        self._check(self.warp_rows, 16)
-        if self.q_registers and self.item_size > 2:
-            raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
-        if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
-            raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
-        if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
-            raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
-
-    @property
-    def threads(self) -> int:
-        return self.tile_m // self.warp_rows * self.column_groups * 32
-
-    @property
-    def whole_program(self) -> bool:  # type: ignore[override]
-        """Where code that nvJitLink makes spills and the driver's does not (tests/unit/test_gates.py)."""
-        return self.dtype == "float64" and not self.large_f64 or self.dtype == "float32" and self.head_dim <= 128
-
-    @property
-    def widest(self) -> int:
-        """float64 takes two registers."""
-        return 128 * self.column_groups if self.dtype == "float64" else 256
-
-    @property
-    def columns_step(self) -> int:
-        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
-        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
-
-    @property
-    def splits_columns(self) -> bool:
-        """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up."""
-        return self.dtype == "float64" and self.column_groups > 1
-
-    @property
-    def group_columns(self) -> int:
-        """Columns of O that a warp has."""
-        return self.head_dim_v_padded // self.column_groups
-
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where Q, K, V, the states of O's rows, that of the tile and the end are, in bytes.
-
-        O of 16 bits takes Q's place and may reach into K's; of more bits it goes straight to global memory. Scores that
-        are exchanged are at the end.
-        """
-        size = self.item_size
-        k_at = tile_bytes(self.tile_m, self.head_dim_padded, size)
-        v_at = k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
-        row_states_at = (
-            tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
-        )  # K and V are no longer needed then
-        end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
-        tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
-        exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
-        return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged
-
-
-@dataclass(frozen=True)
-class MaskBitsConfig(LaunchFacts):
-    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
-
-    of_keys: bool = False
-    threads: int = 512
-
-    dtype: ClassVar[str] = "bool"
-    compute_dtype: ClassVar[str] = "float32"
-    shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        if self.threads < 32 or self.threads % 32:
-            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
-
-    @property
-    def kernel(self) -> str:
-        return "mask_bits_of_keys" if self.of_keys else "mask_bits"
-
-    def dtype_of(self, option: str) -> str:
-        return self.dtype
-
-
-@dataclass(frozen=True)
-class SoftmaxConfig(LaunchFacts):
-    """The compile-time facts of one softmax kernel: one thread per row, or one block per row for "blocked"."""
-
-    kernel: str  # "safe", "online" or "blocked"
-    dtype: str
-    threads: int
-
-    blocks_per_sm: ClassVar[int] = 0
-
-    @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def shared_bytes(self) -> int:
-        return 2 * self.threads * ITEM_SIZE[self.compute_dtype] if self.kernel == "blocked" else 0

@@ -32,6 +32,11 @@ class TileStatesConfig(LaunchFacts):
         if self.threads < 32 or self.threads % 32:
             raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
 
+    @property
+    def kept(self) -> bool:  # type: ignore[override]
+        """Not where a mask has its part in the states: that is each call's own."""
+        return not self.has("mask")
+
     @staticmethod
     def before(config: Any, threads: int) -> "TileStatesConfig":
         """Of what runs before the kernel of `config`."""
@@ -83,6 +88,10 @@ class TileOrderConfig(LaunchFacts):
     compute_dtype: ClassVar[str] = "float32"
     shared_bytes: ClassVar[int] = 0
     blocks_per_sm: ClassVar[int] = 0
+
+    @property
+    def kept(self) -> bool:  # type: ignore[override]
+        return not self.of_mask
 
     @staticmethod
     def behind(states: TileStatesConfig) -> "TileOrderConfig":

@@ -31,8 +31,11 @@ class WgmmaFloat32Config(TensorConfig):
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
     # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {
-        (1, 32): (128, 256), (1, 64): (128, 256), (2, 32): (88, 208), (2, 64): (104, 200)
-    }  # fmt: skip
+        (1, 32): (128, 256),
+        (1, 64): (128, 256),
+        (2, 32): (88, 208),
+        (2, 64): (104, 200),
+    }
 
     def __post_init__(self) -> None:
         self._check(64, 16)

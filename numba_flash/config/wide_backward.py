@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .forward import ITEM_SIZE, Config, MmaConfig, tile_bytes
+from .forward import ITEM_SIZE, Config, tile_bytes
+from .mma_forward import MmaConfig
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,6 @@ class WideFusedConfig(WideBackwardConfig):
 
     column_groups: int = 2
 
-    of_dk: ClassVar[bool] = True
-    of_dv: ClassVar[bool] = True
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py

@@ -23,7 +23,7 @@ import numpy as np
 from .. import arrays
 from ..api.forward import prepare_call
 from ..arrays import host_view
-from ..config.forward import SimtConfig
+from ..config.simt_forward import SimtConfig
 from ..dispatch.for_reference import heads_first
 from ..dispatch.forward import LSE, O
 from ..dispatch.launch import make_launch
@@ -150,7 +150,7 @@ def trace(
     assert isinstance(config, SimtConfig)
     if tile is not None:
         config = _with_tile(tile, target, config)
-        choice = dataclasses.replace(choice, config=config)
+        choice = choice._replace(config=config)
     given[O] = arrays.empty(given[0], problem.o_shape, problem.dtype)
     given[LSE] = arrays.empty(given[0], problem.lse_shape, problem.compute_dtype)
 

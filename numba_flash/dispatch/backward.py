@@ -11,14 +11,13 @@ from ..problem.memory import check_alignments, check_lengths, named
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands, Options
 from ..select.backward import BackwardChoice, select_backward
+from .caller_functions import block_mask_of, read_functions
 from .forward import (
     BIAS,
     NO_ARRAYS,
     OF_FUNCTIONS,
     SEED,
     Given,
-    block_mask_of,
-    read_functions,
     read_options,
     remember,
     with_layouts,

@@ -1,4 +1,4 @@
-"""What the oracle is handed: NumPy views of a launch's operands."""
+"""The oracle at the end of a call, and what it is handed: NumPy views of a launch's operands."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,3 +59,17 @@ def reference_options(
         seed=None if seed is None else seed.pointer,
         aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )
+
+
+def run_forward(problem: Problem, operands: Operands, behind: Sequence[Array | None]) -> None:
+    """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    o, lse = reference.forward(
+        *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
+        **reference_options(problem, operands, behind),
+    )
+    assert operands.o is not None
+    view = heads_first(problem, operands.o)
+    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+        view[...] = o.astype(view.dtype)
+    if operands.lse is not None:
+        arrays.host_view(operands.lse)[...] = lse

@@ -4,27 +4,22 @@ A CallPlan is all that follows from layouts and options: Problem, Target, Choice
 later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
 """
 
-import dataclasses
 import functools
 import operator
 from typing import Any, NamedTuple
 
 from .. import arrays
 from ..arrays import Layout
-from ..functions.function import Function
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.memory import check_memory
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, FUNCTIONS, NO_NUMBERS, OPTION_ARRAYS, SEEDED, Operands, Options
+from ..problem.options import ARRAY_NAMES, NO_NUMBERS, OPTION_ARRAYS, SEEDED, Operands, Options
 from ..select.forward import Choice, select
-from . import host_copies
-from .block_mask import BlockMask
 from .launch import Launch, make_launch
 from .repeated import Addresses, Forward, is_repeatable, key_of_options
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
-MASK_MOD = FUNCTIONS.index("mask_mod")
 BIAS, OWN, SEED = Operands._fields.index("bias"), len(Operands._fields), Options._fields.index("seed")
 OF_FUNCTIONS = Options._fields.index("functions")
 _NO_OTHERS: list[Any] = [None] * (len(Operands._fields) - 3)
@@ -66,7 +61,7 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
         arrays.note_writing(o, lse)
     if seed is not None or problem.numbers:
         given = with_seed(given, OWN, problem, seed)
-    blocks = None if options[OF_FUNCTIONS] is None else block_mask_of(options[OF_FUNCTIONS])
+    blocks = None if options[OF_FUNCTIONS] is None else caller_functions().block_mask_of(options[OF_FUNCTIONS])
     if blocks is None:
         launch.run(given, work_on)
     else:
@@ -144,8 +139,8 @@ def prepare(
     given = [q, k, v, o, lse, *more, offsets]
     blocks = None
     if functions is not None:
-        blocks = block_mask_of(functions)
-        functions, aux = read_functions(functions)
+        blocks = caller_functions().block_mask_of(functions)
+        functions, aux = caller_functions().read_functions(functions)
         given += aux
     if q.layout.family in checks:
         checks[q.layout.family](given)
@@ -182,7 +177,7 @@ def plan(
     window: Any,
     q_offset: Any,
     numbers: tuple[Any, ...],
-    functions: tuple[Function | None, ...] | None,
+    functions: tuple[Any, ...] | None,
     layout: Any,
     return_lse: Any,
     kernel: Any,
@@ -202,11 +197,13 @@ def plan(
     choice = select(problem, target, kernel, q.family, has_stream)
     if not choice.copies:
         return CallPlan(problem, target, choice, make_launch(choice, problem, target))
+    from . import host_copies
+
     copy = host_copies.layout_of_copy
     others = others and tuple([array and copy(array) for array in others])
     asked = causal, window, q_offset, numbers, functions, layout, return_lse, kernel
     there = plan(copy(q), copy(k), copy(v), others, *asked, has_stream=False, aligned=True, bias_aligned=True)
-    choice = dataclasses.replace(there.choice, copies=True)
+    choice = there.choice._replace(copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 
 
@@ -233,33 +230,11 @@ def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
     return found
 
 
-def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The caller's functions as values, and aux. A BlockMask stays one."""
-    *functions, aux = given
-    if not isinstance(aux, tuple):
-        raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
-    found = [
-        x if x is None or type(x) is BlockMask else Function.of(name, x)
-        for name, x in zip(FUNCTIONS, functions, strict=True)
-    ]
-    return tuple(found), aux
+def caller_functions() -> Any:
+    """The module of this name, which takes a fifth of the time of an import: a plain call does without it."""
+    from . import caller_functions
 
-
-def without_blocks(functions: tuple[Any, ...]) -> tuple[Function | None, ...]:
-    """With the function of a BlockMask in its place."""
-    return tuple([x.function if type(x) is BlockMask else x for x in functions])
-
-
-def block_mask_of(functions: tuple[Any, ...]) -> BlockMask | None:
-    """The BlockMask that stands in mask_mod's place, or None."""
-    found = functions[MASK_MOD]
-    return found if type(found) is BlockMask else None
-
-
-def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
-    """The caller's functions as values, and the arrays that they read."""
-    functions, aux = functions_of(given)
-    return without_blocks(functions), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
+    return caller_functions
 
 
 def with_layouts(options: Options, found: list[Layout | None]) -> Options:

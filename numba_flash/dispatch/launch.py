@@ -4,15 +4,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from .. import arrays, reference
+from .. import arrays
 from ..arrays import Array
-from ..config.forward import Config, MaskBitsConfig, TensorConfig
+from ..config.forward import Config, TensorConfig
 from ..config.states_of_tiles import SIMT, TILE_STATES
-from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
@@ -20,7 +17,6 @@ from ..gpu.stream_numbers import number_of
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import Operands
-from ..select import tile_states
 from ..select.arguments import (
     FORWARD_WORKSPACE,
     MASK_BITS,
@@ -36,8 +32,9 @@ from ..select.arguments import (
 )
 from ..select.forward import Choice
 from ..select.tensor_maps import TensorMap
-from .block_mask import BlockMask
-from .for_reference import heads_first, reference_options
+
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
 
 Given = Sequence[Array | None]
 Addresses = tuple[int, ...]
@@ -68,7 +65,7 @@ class Launch:
         """What `start` comes down to from the second time on."""
         return self.start
 
-    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+    def run_with_blocks(self, operands: Given, stream: int, blocks: "BlockMask") -> None:
         """The same, with what is kept of its mask_mod's tiles, where the kernel asks for them."""
         self.run(operands, stream)
 
@@ -103,13 +100,18 @@ def _values(config: AnyConfig, problem: Problem) -> Values:
 
 
 def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
-    """(Config, blocks) of what runs before the kernel itself."""
+    """(Config, blocks) of what runs before the kernel itself. A plain call has none, and loads nothing for it."""
     threads = 32 if target.simulated else 512
     before: list[tuple[AnyConfig, int]] = []
     if isinstance(config, TensorConfig) and config.has("mask"):
+        from ..config.mask_bits import MaskBitsConfig
+
         pieces, _ = mask_bits_layout(problem)
         before.append((MaskBitsConfig(threads=threads), pieces))
     if config.tile_states:
+        from ..config.tile_states import TileOrderConfig, TileStatesConfig
+        from ..select import tile_states
+
         tile, states = config.states_tile, TileStatesConfig.before(config, threads)
         before.append((states, tile_states.blocks(problem, tile)))
         if config.kernel not in SIMT:
@@ -127,6 +129,8 @@ def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ..
     if isinstance(config, TensorConfig) and config.has("mask"):
         made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
     if config.tile_states:
+        from ..select import tile_states
+
         made[TILE_STATES] = (tile_states.words(problem, config.states_tile),), "uint32"
     return made
 
@@ -273,7 +277,7 @@ class WarnsIfSlow(Launch):
             )
         self._ready.run(operands, stream)
 
-    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+    def run_with_blocks(self, operands: Given, stream: int, blocks: "BlockMask") -> None:
         self._ready.run_with_blocks(operands, stream, blocks)
 
 
@@ -292,8 +296,7 @@ class Step(NamedTuple):
     ) -> "Step":
         """names: of all arrays, the workspace last."""
         taken = positions(config, names)
-        of_states = isinstance(config, TileStatesConfig) and not config.has("mask")  # a mask is each call's own
-        if not of_states and not (isinstance(config, TileOrderConfig) and not config.of_mask):
+        if not config.kept:
             return Step(launch, taken)
         return Step(launch, taken, workspace.index(config.tile_states), (config, values))
 
@@ -345,7 +348,7 @@ class KernelSequence(Launch):
         for launch, taken, *_ in self._steps:
             launch.run([every[number] for number in taken], stream)
 
-    def run_with_blocks(self, operands: Given, stream: int, blocks: BlockMask) -> None:
+    def run_with_blocks(self, operands: Given, stream: int, blocks: "BlockMask") -> None:
         q = operands[0]
         assert q is not None
         device = q.layout.device
@@ -408,19 +411,7 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
+        from .for_reference import run_forward  # the oracle comes in with it
+
         own = len(Operands._fields)
-        _run_reference(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]
-
-
-def _run_reference(problem: Problem, operands: Operands, behind: Given) -> None:
-    """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
-    o, lse = reference.forward(
-        *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
-        **reference_options(problem, operands, behind),
-    )
-    assert operands.o is not None
-    view = heads_first(problem, operands.o)
-    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
-        view[...] = o.astype(view.dtype)
-    if operands.lse is not None:
-        arrays.host_view(operands.lse)[...] = lse
+        run_forward(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]

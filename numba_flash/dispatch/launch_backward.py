@@ -9,11 +9,13 @@ import numpy as np
 from .. import arrays, reference
 from ..config.aux_gradients import AuxElementsConfig
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
-from ..config.forward import ITEM_SIZE, MaskBitsConfig
+from ..config.forward import ITEM_SIZE
+from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -27,15 +29,12 @@ from ..select.arguments import (
     MASK_BITS,
     MASK_BITS_OF_KEYS,
     Values,
-    aux_elements,
-    backward_arrays,
-    backward_tensor_maps,
-    backward_values,
     mask_bits_layout,
     mask_bits_words,
     parameters_of,
 )
 from ..select.backward import BackwardChoice
+from ..select.backward_arguments import aux_elements, backward_arrays, backward_tensor_maps, backward_values
 from .for_reference import heads_first, reference_options
 from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, on_gpu
 
@@ -67,7 +66,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return _all_parts(config.members, problem) * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaAddPartsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
-    if isinstance(config, DkdvConfig | MmaDkdvConfig | WideDkdvConfig | WideFusedConfig):
+    if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig | WideFusedConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)

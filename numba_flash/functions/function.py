@@ -239,12 +239,9 @@ def _code_of(tree: Tree) -> types.CodeType:
 def _text(tree: Any) -> str:
     """All that decides what is computed, and nothing of where it was written."""
     if isinstance(tree, types.CodeType):
-        code = tree
-        return _text((
-            "code", code.co_code.hex(), getattr(code, "co_exceptiontable", b"").hex(), code.co_argcount,
-            code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, code.co_varnames,
-            code.co_freevars, code.co_cellvars, code.co_consts,
-        ))  # fmt: skip
+        facts = "argcount posonlyargcount kwonlyargcount flags names varnames freevars cellvars consts".split()
+        handlers = getattr(tree, "co_exceptiontable", b"")
+        return _text(("code", tree.co_code.hex(), handlers.hex(), *(getattr(tree, f"co_{fact}") for fact in facts)))
     if isinstance(tree, tuple):
         return f"({','.join(map(_text, tree))})"
     return f"{type(tree).__name__} {sorted(tree, key=repr) if isinstance(tree, frozenset) else tree!r}"
@@ -320,7 +317,6 @@ def _math_of(stand_ins: Mapping[Any, Any]) -> Any:
     return stand_ins.get("math", math)
 
 
-NARROW = 2**28 - 1  # of whole numbers up to which, differences of two fit into an int32, and sums of a few
 MARK = "numba_flash: "  # before what a user is to read of an error of a compiler
 
 

@@ -155,9 +155,9 @@ def _whole(x: Any) -> bool:
 @functools.cache
 def functions_of(base: Any) -> Any:
     """`f` of rules.py."""
-    of_math = {name: getattr(np, {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh",
-               "acosh": "arccosh", "atanh": "arctanh", "atan2": "arctan2", "pow": "power"}.get(name, name), None)
-               for name in (*rules.FUNCTIONS, "rint")}  # fmt: skip
+    inverse = {f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "tan2")}
+    names = inverse | dict(pow="power")  # what NumPy calls those that it calls otherwise than math does
+    of_math = {name: getattr(np, names.get(name, name), None) for name in (*rules.FUNCTIONS, "rint")}
     of_math |= dict(erf=lambda x: math.erf(float(x)), erfc=lambda x: math.erfc(float(x)))
 
     def where(condition: Any, x: Any, y: Any) -> Any:

@@ -18,23 +18,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.forward import MaskBitsConfig, SoftmaxConfig
-from ..config.tile_states import TileOrderConfig, TileStatesConfig
-from ..functions.function import Function, explain_failure
 from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 from ..select import tensor_maps
 from ..select.arguments import HEAD_SUMS, SEED
 from ..select.arguments import types as parameter_types
-from .assembler import assemble
 
 if TYPE_CHECKING:
     from ..config.backward import BackwardConfig
+    from ..config.mask_bits import MaskBitsConfig
+    from ..config.softmax import SoftmaxConfig
+    from ..config.tile_states import TileOrderConfig, TileStatesConfig
 
     AnyConfig = BackwardConfig | MaskBitsConfig | TileStatesConfig | TileOrderConfig | SoftmaxConfig
 else:
-    AnyConfig = Any  # what only gradients need is not imported for the sake of a name: it takes a tenth of the time
+    AnyConfig = Any  # not imported for the sake of a name: they take a fifth of a first call's time
 # the file of each kernel, in numba_flash/kernels
 MODULES = {
     "v1": "simt.v1",
@@ -69,6 +68,7 @@ MODULES = {
     "wgmma_fused": "wgmma.backward_fused",
     "wgmma_round": "wgmma.backward_round",
     "wgmma_add_parts": "wgmma.backward_add_parts",
+    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "wgmma.backward_float32"),
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",
@@ -121,6 +121,8 @@ def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
     mma in float64 spills on sm_80 (255 registers and 192 bytes, where a whole program takes 207). The driver assembles
     a module of its own as a whole, and keeps what it made in a cache of its own.
     """
+    from .assembler import assemble  # what was compiled before needs none of it
+
     ptx = to_ptx(config, cc)
     return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
 
@@ -169,6 +171,8 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
                 function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
             )
         except Exception as error:
+            from ..functions.function import Function, explain_failure
+
             own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
             explained = explain_failure(error, own) if own else None
             if explained is None:
@@ -260,21 +264,45 @@ _COMPILERS = re.compile(
 )
 
 
-# What shapes the code of a kernel beside its Config.
+# What shapes the code of a kernel beside its Config and the room of kernels/ that its file is in: files, and folders
+# with all in them.
 SOURCES = (
-    "kernels/**/*.py", "functions/**/*.py", "ptx/*.py", "config/*.py", "problem/ranges.py", "problem/groups.py",
+    "kernels/steps",
+    "kernels/score",
+    "functions",
+    "ptx",
+    "config",
+    "problem/ranges.py",
+    "problem/groups.py",
     "problem/options.py",
-    "select/arguments.py", "gpu/assembler.py", "gpu/compiled.py",
-)  # fmt: skip
+    "select/arguments.py",
+    "gpu/assembler.py",
+    "gpu/compiled.py",
+)
+NO_SOURCES = ("sim", "__pycache__")  # folders that no compiler sees
 
 
 @functools.cache
-def _fingerprint() -> str:
-    """Changes with anything but the Config that could change the code: sources and compilers."""
+def _fingerprint(room: str) -> str:
+    """Changes with anything but the Config that could change the code of the room's kernels: sources and compilers."""
+    content = []
+    for file in _sources(room):
+        with open(file, "rb", buffering=0) as opened:
+            content += [os.path.basename(file).encode(), opened.read()]
+    return _sha256(b"".join(content) + repr(_compilers()).encode()).hex()
+
+
+def _sources(room: str) -> list[str]:
+    """By os.walk: pathlib's glob takes 4 ms of a first call instead of 1."""
     package = Path(__file__).parents[1]
-    files = sorted(file for pattern in SOURCES for file in package.glob(pattern))
-    sources = b"".join(file.name.encode() + file.read_bytes() for file in files)
-    return _sha256(sources + repr(_compilers()).encode()).hex()
+    found: set[str] = set()
+    for name in (*SOURCES, f"kernels/{room}"):
+        if name.endswith(".py"):
+            found.add(str(package / name))
+        for folder, inside, files in os.walk(package / name):  # of a file: nothing
+            inside[:] = [each for each in inside if each not in NO_SOURCES]
+            found.update(os.path.join(folder, file) for file in files if file.endswith(".py"))
+    return sorted(found)
 
 
 def _compilers() -> list[str]:
@@ -296,7 +324,8 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _key(config: AnyConfig, arch: str) -> bytes:
-    return _sha256(f"{_fingerprint()} {arch} {config!r}".encode())
+    room, _ = MODULES[config.kernel].split(".")
+    return _sha256(f"{_fingerprint(room)} {arch} {config!r}".encode())
 
 
 def read_cache(config: AnyConfig, arch: str) -> bytes | None:

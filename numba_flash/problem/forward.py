@@ -1,12 +1,12 @@
 """Problem: one attention problem, checked. Every mistake a caller can make in it is named here."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import DTYPES, Layout
-from ..functions.function import NARROW, Function
+from ..functions import NARROW
 from .option_checks import (
     MAX_EXTENT,
     AuxArray,
@@ -19,6 +19,9 @@ from .option_checks import (
 )
 from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Uses, uses
 from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
+
+if TYPE_CHECKING:
+    from ..functions.function import Function
 
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
 
@@ -51,7 +54,7 @@ class Problem:
     q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
     numbers: tuple[tuple[str, float], ...]  # other numbers of the score, as (option, value)
     arrays: tuple[OptionArray, ...]  # arrays given as options
-    functions: tuple[tuple[str, Function], ...]  # the caller's own, as (option, function)
+    functions: tuple[tuple[str, "Function"], ...]  # the caller's own, as (option, function)
     aux: tuple[AuxArray, ...]  # what they read
     return_lse: bool
     aligned: bool  # q, k, v and out begin at multiples of 16 bytes
@@ -100,7 +103,7 @@ class Problem:
         """An array given as an option, or None."""
         return next((array for array in self.arrays if array.name == name), None)
 
-    def function(self, name: str) -> Function | None:
+    def function(self, name: str) -> "Function | None":
         """A function given as an option, or None."""
         return dict(self.functions).get(name)
 

@@ -2,14 +2,16 @@
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import AUX_DTYPES, Layout
-from ..functions.function import Function
 from .options import BY_NAME, Option
 from .strides import Strides, element_strides
+
+if TYPE_CHECKING:
+    from ..functions.function import Function
 
 Window = tuple[int | None, int | None]
 MAX_EXTENT = 2**31 - 1
@@ -129,7 +131,7 @@ def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int,
 ARGUMENTS = dict(score_mod="score, b, h, q_pos, k_pos", mask_mod="b, h, q_pos, k_pos")  # of the caller's functions
 
 
-def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, Function], ...]) -> tuple[AuxArray, ...]:
+def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, "Function"], ...]) -> tuple[AuxArray, ...]:
     """The arrays that functions read. Checks that each function takes what it will be called with."""
     if aux and not functions:
         raise ValueError("aux is what score_mod and mask_mod read, and neither was given")
@@ -141,7 +143,7 @@ def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, Function], .
     return tuple(AuxArray(array.dtype, array.shape, element_strides(array)) for array in aux)
 
 
-def check_arguments(name: str, function: Function, aux: int) -> None:
+def check_arguments(name: str, function: "Function", aux: int) -> None:
     """Whether a function takes what it will be called with, beside so many arrays."""
     wrong = function.takes(len(ARGUMENTS[name].split(", ")) + aux)
     if wrong:

@@ -1,4 +1,4 @@
-"""Bits of a word (PTX ISA 9.7.1.20). Any compute capability, any thread, no ordering."""
+"""Bits of a word (PTX ISA 9.7.1). Any compute capability, any thread, no ordering."""
 
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -16,3 +16,9 @@ def highest(typingctx, word):
 def count(typingctx, word):
     """popc.b32: how many bits are 1, int32. Stand-in: sim.bits.count."""
     return asm.scalars("popc.b32 $0, $1;", types.int32(types.uint32))
+
+
+@intrinsic
+def multiply_wide(typingctx, x, y):
+    """mul.wide.u32: all 64 bits of x * y, uint64. Stand-in: sim.bits.multiply_wide."""
+    return asm.scalars("mul.wide.u32 $0, $1, $2;", types.uint64(types.uint32, types.uint32), effect=False)

@@ -10,15 +10,12 @@ so the compiled kernel takes plain pointers and numbers.
 """
 
 import functools
-import itertools
-import math
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config.states_of_tiles import TILE_STATES, TILE_STATES_OF_KEYS, StatesTile
-from ..config.wgmma_forward import WgmmaConfig
 from ..problem.forward import Problem
 from ..problem.options import (
     ARRAYS,
@@ -28,7 +25,6 @@ from ..problem.options import (
     RANKS,
     SCORE_NUMBERS,
     SEEDED,
-    GradientOperands,
     Operands,
     Option,
     daux_name,
@@ -36,12 +32,7 @@ from ..problem.options import (
     kept_count,
 )
 from ..problem.ranges import UNBOUNDED
-from . import tile_states
-from .heads_abreast import heads_abreast
 from .tensor_maps import TensorMap
-
-if TYPE_CHECKING:
-    from ..problem.backward import BackwardProblem
 
 
 class Parameters(NamedTuple):
@@ -166,6 +157,8 @@ PARAMETERS: dict[str, Parameters] = {
         _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"
     ),
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
+    "wgmma_dkdv_float32": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
+    "wgmma_dq_float32": _wide_backward(("dq",)),
     "wgmma_fused": _with_arrays(
         _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS, "heads_abreast"), "turns", "dq_sums", "dk_sums", "dv_sums"
     ),
@@ -224,22 +217,27 @@ def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
 
 
 class Values(NamedTuple):
-    """What a kernel takes behind its pointers, as its own NamedTuples; those without fields are left out."""
+    """What a kernel takes behind its pointers: for each of its NamedTuples that has fields (kind, fields, values)."""
 
-    tuples: tuple[tuple[Any, ...], ...]
+    kinds: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...]
 
     @staticmethod
     def of(kernel: str, aux: int = 0, seeded: bool = False, states: str = "", **values: dict[str, Any]) -> "Values":
         """values: for each of strides, sizes and score a value for each field."""
         taken = parameters(kernel, aux, seeded, states)
         kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(taken, kind))]
-        return Values(tuple(tuple_class(kind, names)(*[values[kind][name] for name in names]) for kind, names in kinds))
+        return Values(tuple([(kind, names, tuple([values[kind][name] for name in names])) for kind, names in kinds]))
+
+    @property
+    def tuples(self) -> tuple[Any, ...]:
+        """As the kernel's NamedTuples. A launch needs the numbers alone, so that it makes no classes."""
+        return tuple(tuple_class(kind, names)(*values) for kind, names, values in self.kinds)
 
     @property
     def flat(self) -> list[Any]:
         """All numbers, as the compiled kernel takes them."""
         found: list[Any] = []
-        for value in (value for values in self.tuples for value in values):
+        for value in (value for _, _, values in self.kinds for value in values):
             found.extend(value) if isinstance(value, tuple) else found.append(value)
         return found
 
@@ -288,7 +286,7 @@ def element_type(config: Any, name: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def forward_values(kernel: str, problem: Problem, states: str = "", tile: StatesTile | None = None) -> Values:
     """states, tile: a Config's tile_states and states_tile, where it has some."""
-    return Values.of(kernel, len(problem.aux), problem.seeded, states, **_numbers_of(problem, tile if states else None))
+    return Values.of(kernel, len(problem.aux), problem.seeded, states, **numbers_of(problem, tile if states else None))
 
 
 MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
@@ -319,37 +317,7 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
     return pieces * (MASK_PIECE * row_words + MASK_ENDS)
 
 
-def backward_values(
-    kernel: str, problem: "BackwardProblem", states: str = "", tile: StatesTile | None = None
-) -> Values:
-    numbers = _numbers_of(problem.forward, tile if states else None)
-    numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
-    numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
-    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape, **_sizes_of_aux(problem))
-    numbers["sizes"] |= dict(heads_abreast=heads_abreast(problem.forward))
-    return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
-
-
-RUN_ROWS = 4  # of which a thread has scores, at most
-
-
-def _sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:
-    """aux_begins: the number of each array's first element, and how many elements there are. What the bits are says
-    kernels/score/owed.py."""
-    p = problem.forward
-    sizes = [math.prod(p.aux[number].shape) for number in problem.wanted_aux]
-    scores = max(p.batch * p.heads * p.seqlen_q * p.seqlen_k, 1)
-    of_thread = min(scores, RUN_ROWS * max(p.seqlen_k, 1))
-    bits = dict(term_bits=(scores - 1).bit_length(), run_bits=(of_thread - 1).bit_length())
-    return dict(aux_begins=tuple(itertools.accumulate(sizes, initial=0)), **bits)
-
-
-def aux_elements(problem: "BackwardProblem") -> int:
-    """Of all arrays of aux that have a gradient."""
-    return _sizes_of_aux(problem)["aux_begins"][-1]
-
-
-def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str, Any]]:
+def numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str, Any]]:
     p = problem
     strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o")}
     for option in ARRAYS:
@@ -358,6 +326,8 @@ def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str
         strides[option.name] = given if count else given[0]
     strides |= {MASK_BITS: mask_bits_layout(p)[1], MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
     if tile is not None:
+        from . import tile_states  # and what reads functions with it
+
         strides |= dict.fromkeys(_STATES, tile_states.strides(p, tile))
     for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
         strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
@@ -372,15 +342,10 @@ def _numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str
 
 def forward_arrays(problem: Problem) -> tuple[str, ...]:
     """The names of all arrays of a forward, in the order of a launch's operands and, behind them, its workspace."""
-    return Operands._fields + _behind(problem) + FORWARD_WORKSPACE
+    return Operands._fields + behind(problem) + FORWARD_WORKSPACE
 
 
-def backward_arrays(problem: "BackwardProblem") -> tuple[str, ...]:
-    daux = map(daux_name, range(len(problem.forward.aux) if problem.wanted_aux else 0))
-    return GradientOperands._fields + (*_behind(problem.forward), *daux) + BACKWARD_WORKSPACE
-
-
-def _behind(problem: Problem) -> tuple[str, ...]:
+def behind(problem: Problem) -> tuple[str, ...]:
     return (*(SEED,) * problem.seeded, *aux_names(len(problem.aux)))
 
 
@@ -391,7 +356,7 @@ def positions(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
 
 def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
     """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
-    if not isinstance(config, WgmmaConfig):
+    if not config.tensor_maps:
         return ()
     p, group = problem, config.group_size
     q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
@@ -407,36 +372,11 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
         box = (64, config.tile_n // config.cluster, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
     if config.bias_boxes:
-        maps.append(_bias_map(config, p, 64, 0))
+        maps.append(bias_map(config, p, 64, 0))
     return tuple(maps)
 
 
-def backward_tensor_maps(config: Any, problem: "BackwardProblem") -> tuple[tuple[int, TensorMap], ...]:
-    """The same for a kernel of a backward."""
-    if not config.tensor_maps:
-        return ()
-    p = problem.forward
-    given = (
-        (0, p.q_strides, p.seqlen_q, p.heads, p.head_dim, config.tile_m),
-        (1, p.k_strides, p.seqlen_k, p.heads_kv, p.head_dim, config.tile_n),
-        (2, p.v_strides, p.seqlen_k, p.heads_kv, p.head_dim_v, config.tile_n),
-        (3, problem.do_strides, p.seqlen_q, p.heads, p.head_dim_v, config.tile_m),
-    )
-    # A map has no extent of 0, and an empty array lies nowhere: one element of another stands for it, past which a
-    # tile is zeros.
-    present = next((operand for operand, _, rows, *_ in given if rows), 0)
-    maps = []
-    for operand, strides, rows, heads, columns, tile in given:
-        batch, head, row = (2 * stride for stride in strides[:3])
-        shape = (columns, rows, heads, p.batch) if rows else (1, 1, 1, 1)
-        made = TensorMap(p.dtype, shape, (row, head, batch), (64, tile, 1, 1))
-        maps.append((operand if rows else present, made))
-    if config.bias_boxes:
-        maps.append(_bias_map(config, p, config.tile_m, present))
-    return tuple(maps)
-
-
-def _bias_map(config: Any, problem: Problem, queries: int, present: int) -> tuple[int, TensorMap]:
+def bias_map(config: Any, problem: Problem, queries: int, present: int) -> tuple[int, TensorMap]:
     """Of a bias that comes in boxes of so many queries. Where it is broadcast it has one entry, or one head. present:
     an array that is not empty."""
     p, bias = problem, problem.array("bias")

@@ -4,11 +4,12 @@ import functools
 from dataclasses import dataclass
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig
-from ..config.wgmma_forward import WgmmaConfig
+from ..config.wgmma_backward_float32 import NOT_TAKEN, WgmmaBackwardFloat32Config
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
-from .arguments import backward_tensor_maps, parameters_of
+from .arguments import parameters_of
+from .backward_arguments import backward_tensor_maps
 from .backward_kernels import kernels_of, wgmma_configs
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
@@ -71,14 +72,26 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"
     assert target.cc is not None
-    if name == "wgmma" and forward.dtype not in WgmmaConfig.DTYPES:
-        return f"its gradients take {', '.join(WgmmaConfig.DTYPES)}, not {forward.dtype}"
+    if name == "wgmma" and forward.dtype == "float32" and (reason := _no_float32(problem)) is not None:
+        return reason
     reason = no_tensor_cores(name, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype)
         if reason is None and name == "wgmma":
             reason = _no_tma(problem, target)
     return reason
+
+
+def _no_float32(problem: BackwardProblem) -> str | None:
+    """Why the kernels of "wgmma" do not take the problem in float32, which take less than those in 16 bits."""
+    forward, widest = problem.forward, WgmmaBackwardFloat32Config.WIDEST
+    if max(forward.head_dim, forward.head_dim_v) > widest:
+        given = f"{forward.head_dim} and {forward.head_dim_v}"
+        return f"its gradients take head_dim up to {widest} in float32, not {given}"
+    for option, _ in forward.uses:
+        if option in NOT_TAKEN:
+            return f"its gradients take no {option} in float32 yet"
+    return None
 
 
 def _no_tma(problem: BackwardProblem, target: Target) -> str | None:

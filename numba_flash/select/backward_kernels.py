@@ -8,7 +8,8 @@ from typing import Any
 
 from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from ..config.forward import ITEM_SIZE, Config, MaskBitsConfig
+from ..config.forward import ITEM_SIZE, Config
+from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig
 from ..config.tile_states import TileStatesConfig
@@ -21,12 +22,13 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import HEAD_GRADIENTS, changes_scores
-from . import tiles
+from . import backward_tiles as tiles
 from .backward_shared import (
     apart_or_together,
     bias_boxes_of,
@@ -40,7 +42,7 @@ from .backward_shared import (
     with_what_goes_before,
 )
 from .forward import LARGE_FLOAT64
-from .tiles import columns, rows_for
+from .tiles import columns
 
 
 def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -176,6 +178,8 @@ def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    if problem.forward.dtype == "float32":
+        return _wgmma_float32(problem, target)
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
         return (*_wgmma_fused(problem, target), *head_sums(problem, target, of_blocks=True))
     made: list[WgmmaBackwardConfig] = []
@@ -189,6 +193,23 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     own += _add_parts(problem, halved)
     start = dataclasses.replace(preprocess_config(problem, target), early=True)
     return (start, *own, *head_sums(problem, target, of_blocks=True))
+
+
+def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
+    """What select_backward leaves to it."""
+    features, wanted = features_of(problem) | bias_pairs_of(problem), set(problem.wanted)
+    own: list[Config] = []
+    if {"dk", "dv"} & wanted:
+        row = usable("wgmma_dkdv", problem, target)[0]
+        of_both = dict(of_dk="dk" in wanted, of_dv="dv" in wanted)
+        own.append(WgmmaDkdvFloat32Config(**features | columns(row) | of_both, kernel="wgmma_dkdv_float32"))
+    if "dq" in wanted:
+        row = usable("wgmma_dq", problem, target)[0]
+        own.append(WgmmaDqFloat32Config(**features | columns(row), kernel="wgmma_dq_float32"))
+    made = [delta_config(problem, target), *with_what_goes_before(own, target)]
+    if "dbias" in wanted:  # it has no kernel of its own for it yet
+        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
+    return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -282,7 +303,7 @@ ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     head_dim = max(problem.forward.head_dim, problem.forward.head_dim_v)
-    row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
+    row = next(row for row in tiles.rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
     single = _one_key_tile(problem)
@@ -352,7 +373,7 @@ def _fitting(
     # not mostly past the last row of its own side
     of_keys = kind is DkdvConfig
     length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
-    rows = rows_for("v2_dkdv" if of_keys else "v2_dq", target)
+    rows = tiles.rows_for("v2_dkdv" if of_keys else "v2_dq", target)
     made = [kind(**features, **columns(row)) for row in rows if row[of_keys] <= 32 or row[of_keys] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 

@@ -5,17 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
-from ..config.forward import Config, MaskBitsConfig
+from ..config.forward import Config
+from ..config.mask_bits import MaskBitsConfig
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import BY_ELEMENT, WgmmaDkdvConfig
+from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
-from . import tiles
+from .backward_tiles import BY_ELEMENT as KINDS_BY_ELEMENT
+from .backward_tiles import rows_for
 from .forward import no_wide_rows
-from .tiles import rows_for
+from .tiles import table_of
 
 
 def features_of(problem: BackwardProblem) -> dict[str, Any]:
@@ -63,15 +66,15 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
         if head_dim > row.head_dim or (reads and getattr(row, "unread", False)):
             return False
         if by_element and hasattr(row, "by_element"):
-            return row.by_element in tiles.BY_ELEMENT[tiles.BY_ELEMENT.index(by_element) :]
+            return row.by_element in KINDS_BY_ELEMENT[KINDS_BY_ELEMENT.index(by_element) :]
         of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
         return of_scores and (linear or not getattr(row, "linear", False)) and not getattr(row, "by_element", "")
 
-    return [row for row in rows_for(tiles.table_of(kernel, forward.dtype), target) if takes(row)]
+    return [row for row in rows_for(table_of(kernel, forward.dtype), target) if takes(row)]
 
 
 def _by_element(problem: BackwardProblem) -> str:
-    """Which of tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
+    """Which of backward_tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
     forward = problem.forward
     found = [name for name, _ in forward.uses if name in BY_ELEMENT]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
@@ -104,7 +107,7 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Bac
     for config in configs:
         before: list[BackwardConfig] = []
         if config.has("mask"):
-            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WideDkdvConfig)
+            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig)
             before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
         if config.tile_states:
             states = TileStatesConfig.before(config, threads)

@@ -6,12 +6,9 @@ Nothing here touches CUDA or Numba, so every choice can be tested for machines t
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config.forward import ITEM_SIZE, Config, MmaConfig, SimtConfig
-from ..config.wgmma_float32 import WgmmaFloat32Config
-from ..config.wgmma_forward import WgmmaConfig
+from ..config.forward import ITEM_SIZE, Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_scores
@@ -22,12 +19,17 @@ from .rungs import TENSOR, check_request, choose, no_gpu
 from .tensor_maps import fits
 from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
 
+if TYPE_CHECKING:
+    from ..config.wgmma_forward import WgmmaConfig
+
+# The dtypes of the rungs on tensor cores. The Config of a rung is imported where a problem comes to it: making the
+# class takes a millisecond, of the 20 that a process's first call may take.
+DTYPES = dict(mma=("float16", "bfloat16", "float32", "float64"), wgmma=("float16", "bfloat16", "float32"))
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at full speed
 LARGE_FLOAT64 = (9, 0)  # the GPUs whose m16n8k16 is one instruction; sm_100 takes it apart, with local memory
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What will run. `config` is None for the rungs that are not compiled for CUDA."""
 
     kernel: str
@@ -83,9 +85,8 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
     if cc < (8, 0):
         return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
-    taken = WgmmaConfig.DTYPES + WgmmaFloat32Config.DTYPES if name == "wgmma" else MmaConfig.DTYPES
-    if problem.dtype not in taken:
-        return f"it takes {', '.join(taken)}, not {problem.dtype}"
+    if problem.dtype not in DTYPES[name]:
+        return f"it takes {', '.join(DTYPES[name])}, not {problem.dtype}"
     if problem.dtype == "float64" and cc not in FLOAT64_CORES:
         return (
             f"it takes float64 where tensor cores have it at full speed, on compute capability 8.0, 9.0 and 10.0, and "
@@ -130,8 +131,8 @@ def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
 
 
 def config_of(name: str, problem: Problem, target: Target) -> Config | None:
-    config = _fitting(name, problem, target)
-    return _with_fastest_rows(config, problem, target) if isinstance(config, WgmmaConfig) else config
+    config: Any = _fitting(name, problem, target)
+    return _with_fastest_rows(config, problem, target) if config and config.kernel == "wgmma" else config
 
 
 def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
@@ -150,12 +151,16 @@ def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]
 
 
 def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.simt_forward import SimtConfig
+
     for row in rows_for(name, target):
         if row.tile_m <= 32 or row.tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
             yield SimtConfig(**_features(name, problem), **columns(row))
 
 
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.mma_forward import MmaConfig
+
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for row in _wide_enough(table_of("mma", problem.dtype), problem, target):
         group = _group(problem, row.tile_m)
@@ -165,10 +170,12 @@ def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.wgmma_forward import WgmmaConfig
+
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        features["tile_n"] = min(row.tile_n, _most_keys(problem))
+        features["tile_n"] = min(row.tile_n, _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, where no buffer of Q is free for it and there is room; behind that for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
@@ -177,6 +184,8 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.wgmma_float32 import WgmmaFloat32Config
+
     for row in _wide_enough("wgmma_float32", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma_float32", problem) | _tensor_features(problem, group) | columns(row)
@@ -203,8 +212,9 @@ def _reads_scores(problem: Problem) -> bool:
     return read or problem.seeded or bool(problem.functions)
 
 
-def _most_keys(problem: Problem) -> int:
-    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores."""
+def _most_keys(problem: Problem, most: int) -> int:
+    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores; without any as
+    many as one product can be wide."""
     bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
     if problem.function("score_mod") is not None:
         return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
@@ -213,14 +223,14 @@ def _most_keys(problem: Problem) -> int:
     if bias is None and problem.array("mask") is None:
         if problem.seeded and head_dim > 128:
             return 64 if head_dim <= 192 else 32
-        return WgmmaConfig.MOST_KEYS
+        return most
     read = "mask" if bias is None else "bias"
     alone = all(BY_NAME[name].acts_on in ("keys", "sum") or name == read for name, _ in problem.uses)
     rows = READING_KEYS[0 if bias is None else ITEM_SIZE[bias.dtype], alone]
     return next(keys for widest, keys in rows if head_dim <= widest)
 
 
-def _with_fastest_rows(config: WgmmaConfig, problem: Problem, target: Target) -> WgmmaConfig:
+def _with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
     """With tiles of fewer query rows, where all is done sooner by them.
 
     A row's bits must not depend on how many heads and batch entries there are. Nothing else changes with tile_m; but a

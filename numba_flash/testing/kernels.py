@@ -82,8 +82,8 @@ def check_kernel(
     for name, value in dict(layouts=layouts, dtypes=dtypes, head_dims=head_dims).items():
         if isinstance(value, str) or not value:
             raise ValueError(f"{name} must be a sequence with something in it, not {value!r}")
-    tried = _Tried(function, tuple(layouts), tuple(dtypes), tuple(features), grouped, strange_strides, tuple(head_dims),
-                   move, back, count, seed)  # fmt: skip
+    claimed = tuple(layouts), tuple(dtypes), tuple(features), grouped, strange_strides, tuple(head_dims)
+    tried = _Tried(function, *claimed, move, back, count, seed)
     report = Report(tuple(tried.lines()))
     print(report)
     return report

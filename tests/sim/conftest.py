@@ -12,7 +12,7 @@ from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import rungs, tiles
+from numba_flash.select import backward_tiles, rungs, tiles
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -57,34 +57,43 @@ TILES = {
         tiles.Wgmma(256, 128, 32, ping_pong=True, q_buffers=1, rescale_threshold=8),
     ),
     "mma_dkdv": (
-        tiles.MmaDkdv(128, False, 16, 32, 16, False, 0, column_groups=1, stages=2),
-        tiles.MmaDkdv(256, False, 16, 32, 16, False, 0, column_groups=1, stages=2, apart=True),
+        backward_tiles.MmaDkdv(128, False, 16, 32, 16, False, 0, column_groups=1, stages=2),
+        backward_tiles.MmaDkdv(256, False, 16, 32, 16, False, 0, column_groups=1, stages=2, apart=True),
     ),
     **{
-        f"mma_{kernel}_{dtype}": (tiles.WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=0),)
+        f"mma_{kernel}_{dtype}": (
+            backward_tiles.WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=0),
+        )
         for kernel in ("dkdv", "dq")
         for dtype in ("float32", "float64")
     },
-    "mma_dq": (tiles.MmaDq(256, False, 32, 16, 16, False, 0, column_groups=1, stages=2),),
+    "mma_dq": (backward_tiles.MmaDq(256, False, 32, 16, 16, False, 0, column_groups=1, stages=2),),
 }
 
 
 @pytest.fixture(autouse=True, scope="session")
 def small_tiles():
     tables = {name: of_gpus(name) + [row._replace(gpu=tiles.SIMULATOR) for row in own] for name, own in TILES.items()}
-    with mock.patch.dict(tiles.TABLES, tables):
+    forward = {name: rows for name, rows in tables.items() if name in tiles.TABLES}
+    backward = {name: rows for name, rows in tables.items() if name in backward_tiles.TABLES}
+    with mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
         yield
 
 
+def table_with(name):
+    """The tables that have this one."""
+    return tiles.TABLES if name in tiles.TABLES else backward_tiles.TABLES
+
+
 def of_gpus(table):
-    return [row for row in tiles.TABLES[table] if row.gpu != tiles.SIMULATOR]
+    return [row for row in table_with(table)[table] if row.gpu != tiles.SIMULATOR]
 
 
 @pytest.fixture
 def tiles_of_gpus(monkeypatch, nothing_remembered):
     """The tables as they are for GPUs."""
     for name in TILES:
-        monkeypatch.setitem(tiles.TABLES, name, of_gpus(name))
+        monkeypatch.setitem(table_with(name), name, of_gpus(name))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import tiles
+from numba_flash.select import backward_tiles
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -194,8 +194,8 @@ def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q in (19, 23))
     if kernel in ("mma_wide_fused", "mma_dq_finish"):
-        row = tiles.WideFused(0, 256, 16, 16, 16, 2, 0, 0, gpu=tiles.SIMULATOR)
-        monkeypatch.setitem(tiles.TABLES, "mma_wide_fused_float32", (row,))
+        row = backward_tiles.WideFused(0, 256, 16, 16, 16, 2, 0, 0, gpu=backward_tiles.SIMULATOR)
+        monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused_float32", (row,))
         monkeypatch.setattr(
             select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
         )

@@ -185,6 +185,16 @@ def test_how_many_bits_of_a_word_are_1():
     np.testing.assert_array_equal(out, [0, 1, 2, 2, 32])
 
 
+def test_a_wide_product_has_all_64_bits():
+    def kernel(words, out):
+        i = cuda.threadIdx.x
+        out[i] = bits.multiply_wide(words[i], words[7 - i])
+
+    words, out = np.array([0, 1, 2, 3, 0x8000, 0xFFFF, 0x80000000, 0xFFFFFFFF], np.uint32), np.zeros(8, np.uint64)
+    launch(kernel, 8, words, out)
+    np.testing.assert_array_equal(out, words.astype(np.uint64) * words[::-1])
+
+
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_and_stmatrix_are_each_others_inverse(count, trans):

@@ -12,9 +12,12 @@ import numba_flash
 from numba_flash import mods, testing
 from numba_flash.config.aux_gradients import AuxElementsConfig, DauxConfig
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import MaskBitsConfig, MmaConfig, SimtConfig, SoftmaxConfig
+from numba_flash.config.mask_bits import MaskBitsConfig
+from numba_flash.config.mma_forward import MmaConfig
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
+from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.softmax import SoftmaxConfig
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.config.wgmma_backward import (

@@ -25,7 +25,7 @@ from contract_backward import (  # noqa: F401
 from contract_functions import BY_PLACE
 
 from numba_flash import testing
-from numba_flash.select import tiles
+from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def rung():
 
 
 def dkdv(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2, apart=False):
-    return tiles.MmaDkdv(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages, apart)
+    return backward_tiles.MmaDkdv(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages, apart)
 
 
 def dq(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2):
-    return tiles.MmaDq(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages)
+    return backward_tiles.MmaDq(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages)
 
 
 # What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, warps that share
@@ -70,8 +70,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv_row, dq_row = ROWS[how]
-    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
-    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dq", (dq_row,))
     # The smallest lengths by which dQ's blocks walk over three tiles, more than there are stages, and dK's and dV's
     # over masked, free and ragged ones. Several heads walk over theirs in the same way: the contract above has them.
     # head_dim is more than a panel where warps have parts of it.
@@ -87,8 +87,8 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
 @pytest.mark.parametrize("how", ROWS)
 def test_functions_in_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv_row, dq_row = ROWS[how]
-    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
-    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dq", (dq_row,))
     seqlen_q, seqlen_k = max(40, dkdv_row.tile_m + 2), max(40, dq_row.tile_n + 2)
     head_dim, head_dim_v = (67, 40) if dq_row.column_groups > 1 else (19, 24)
     case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -98,8 +98,8 @@ def test_functions_in_every_kind_of_row(rung, how, monkeypatch, nothing_remember
 @pytest.mark.slow
 def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch, nothing_remembered):
     dkdv_row, dq_row = ROWS["two groups"]
-    monkeypatch.setitem(tiles.TABLES, "mma_dkdv", (dkdv_row,))
-    monkeypatch.setitem(tiles.TABLES, "mma_dq", (dq_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dkdv", (dkdv_row,))
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_dq", (dq_row,))
     case = rung.problem(8, 36, batch=1, heads=1, head_dim=67)
     case.v[:, :, 34] = np.nan
     case.options |= dict(causal=True)

@@ -21,7 +21,7 @@ from contract_functions import BY_PLACE
 import numba_flash
 from numba_flash import testing
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import tiles
+from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -100,9 +100,9 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(how, monkeypatch, nothing_remembered):
     (dtype, own, other, warp_rows, groups), more = ROWS[how]
-    row = tiles.WideBackward(256, own, other, warp_rows, groups, blocks_per_sm=0, **more)
+    row = backward_tiles.WideBackward(256, own, other, warp_rows, groups, blocks_per_sm=0, **more)
     for kernel in ("mma_dkdv", "mma_dq"):
-        monkeypatch.setitem(tiles.TABLES, f"{kernel}_{dtype}", (row,))
+        monkeypatch.setitem(backward_tiles.TABLES, f"{kernel}_{dtype}", (row,))
     rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
     case = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=40)
     rung.check(case, causal=True)
@@ -160,8 +160,10 @@ ONE_KERNEL = {
 )
 def one_kernel(request, monkeypatch, nothing_remembered):
     dtype, own, other, warp_rows, groups = request.param
-    row = tiles.WideFused(0, 256, own, other, warp_rows, groups, 0, 0, unrolled=groups == 4, gpu=tiles.SIMULATOR)
-    monkeypatch.setitem(tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
+    row = backward_tiles.WideFused(
+        0, 256, own, other, warp_rows, groups, 0, 0, unrolled=groups == 4, gpu=backward_tiles.SIMULATOR
+    )
+    monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
     monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 

@@ -26,7 +26,7 @@ from numba_flash.dispatch import backward as dispatch
 from numba_flash.kernels.steps import recompute_queries
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim.errors import InstructionError
-from numba_flash.select import arguments, tiles
+from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
 
 
@@ -49,8 +49,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv, dq = ROWS[how]
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv", (tiles.WgmmaDkdv(256, False, *dkdv),))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dq", (tiles.WgmmaDq(256, False, *dq),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq),))
     # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim is more than a panel.
     case = rung.problem(50, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, causal, monkeypa
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
     for abreast in (2, 1, 3):
-        monkeypatch.setattr(arguments, "heads_abreast", lambda _, abreast=abreast: abreast)
+        monkeypatch.setattr(backward_arguments, "heads_abreast", lambda _, abreast=abreast: abreast)
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=causal))
     assert same(found[0], found[1]) and same(found[0], found[2])
@@ -151,7 +151,9 @@ def test_blocks_that_share_a_group(rung, members, form, monkeypatch, nothing_rem
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: members)
     if form != "one kernel":
         apart = form == "dk and dv apart"
-        monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv", (tiles.WgmmaDkdv(256, False, 32, 128, 2, 2, apart),))
+        monkeypatch.setitem(
+            backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, 32, 128, 2, 2, apart),)
+        )
     case = rung.problem(20, 140, batch=2, heads=6, heads_kv=2, head_dim=24, head_dim_v=40)
     case.k[:, :, 135:], case.v[:, :, 135:] = np.nan, np.inf
     case.v[1, 0, 130] = np.nan

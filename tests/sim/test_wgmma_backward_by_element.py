@@ -11,7 +11,7 @@ from metamorphic import both_close
 
 from numba_flash import mods, testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries
-from numba_flash.select import tiles
+from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,10 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv, dq = ROWS[how]
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv", (tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dq", (tiles.WgmmaDq(256, False, *dq, by_element="all"),))
+    monkeypatch.setitem(
+        backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),)
+    )
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq, by_element="all"),))
     case = rung.problem(40, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     generator = np.random.default_rng(2)
     mask = generator.random((40, 130)) < 0.7

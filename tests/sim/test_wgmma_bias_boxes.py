@@ -16,8 +16,8 @@ from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.steps.head_rounds import entry_and_head
 from numba_flash.machine.target import Target
+from numba_flash.select import backward_tiles, tiles
 from numba_flash.select import forward as select
-from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,10 @@ def test_strides(rung, forward, how):
     ],
 )
 def test_tiles(rung, dkdv, dq, monkeypatch, nothing_remembered):
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv", (tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dq", (tiles.WgmmaDq(256, False, *dq, by_element="all"),))
+    monkeypatch.setitem(
+        backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),)
+    )
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq, by_element="all"),))
     case = rung.problem(136, 200, batch=1, heads=1, head_dim=24, head_dim_v=40, dtype="bfloat16")
     case.options["bias"] = random_bias(136, 200, dtype="bfloat16")
     assert in_boxes(case)

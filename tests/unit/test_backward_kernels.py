@@ -14,9 +14,14 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.forward import MaskBitsConfig
+from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
+from numba_flash.config.wgmma_backward_float32 import (
+    WgmmaBackwardFloat32Config,
+    WgmmaDkdvFloat32Config,
+    WgmmaDqFloat32Config,
+)
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch import launch_backward
@@ -27,7 +32,7 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
-from numba_flash.select import arguments, backward_kernels
+from numba_flash.select import arguments, backward_arguments, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
 from numba_flash.select.heads_abreast import heads_abreast
@@ -166,7 +171,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
     assert [config.bias_boxes for config in own] == [boxes] * 2
     assert tuple(config.stream_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
-    maps = [arguments.backward_tensor_maps(config, made) for config in own]
+    maps = [backward_arguments.backward_tensor_maps(config, made) for config in own]
     fetched = [
         arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
     ]
@@ -229,7 +234,7 @@ def test_the_workspace_of_aux():
 
 def test_sums_of_aux_have_room_for_every_term():
     made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    sizes = arguments._sizes_of_aux(made)
+    sizes = backward_arguments._sizes_of_aux(made)
     scores = 2 * 300 * 500
     assert sizes["aux_begins"] == (0, 1998, 2000)
     assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
@@ -286,6 +291,10 @@ def test_what_is_not_built_names_what_would_run(kernel):
         select_backward(problem(), HOST, kernel)
 
 
+def by_pairs(b, h, i, j):
+    return i // 2 >= j // 2
+
+
 @pytest.mark.parametrize(
     ("made", "target", "kernel", "words"),
     [
@@ -293,6 +302,15 @@ def test_what_is_not_built_names_what_would_run(kernel):
         (problem(), dataclasses.replace(HOPPER, arrays_on_host=True), "v2", "in host memory; copy them there first"),
         (problem(), HOPPER, "reference", "host memory"),
         (problem(), HOPPER, "cpu", "host memory"),
+        (problem(136), HOPPER, "wgmma", "gradients take head_dim up to 128 in float32, not 136 and 136.*'mma'"),
+        (
+            problem(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s)),
+            HOPPER,
+            "wgmma",
+            "no score_mod in float32",
+        ),
+        (problem(dropout_p=0.5), HOPPER, "wgmma", "its gradients take no dropout_p in float32 yet"),
+        (problem(dtype="float64"), HOPPER, "wgmma", "it takes float16, bfloat16, float32, not float64"),
         (problem(9000), TURING, "v2", "head_dim 9000 and 9000 in float32 need [0-9]+ bytes of shared memory.*T4"),
     ],
 )
@@ -307,7 +325,9 @@ def test_what_auto_takes():
         return select_backward(problem(**options), target, "auto", family).kernel
 
     assert kernel(TURING) == kernel(SIMULATOR) == "v2"
-    assert kernel(HOPPER) == kernel(A100, dtype="float64") == kernel(B200) == "mma"
+    assert kernel(A100) == kernel(HOPPER, dtype="float64") == kernel(A100, dtype="float64") == kernel(B200) == "mma"
+    assert kernel(HOPPER) == kernel(HOPPER, mask=empty(500, dtype="bool")) == "wgmma"
+    assert kernel(HOPPER, head_dim=136) == kernel(HOPPER, dropout_p=0.5) == "mma"
     assert kernel(HOPPER, dtype="float16") == "wgmma" and kernel(TURING, dtype="float16") == "v2"
     assert kernel(A100, dtype="float16") == kernel(B200, dtype="bfloat16") == "mma"
     assert kernel(HOST) == "cpu"
@@ -327,10 +347,16 @@ def test_the_kernels_of_a_backward_are_explained():
         assert fragment in text, text
 
 
-@pytest.mark.parametrize(("dtype", "words"), [("float16", "P and dS are rounded"), ("float32", "3xTF32")])
-def test_the_accuracy_of_tensor_cores_is_explained(dtype, words):
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "words"),
+    [
+        ("mma", "float16", "P and dS are rounded"), ("mma", "float32", "3xTF32"),
+        ("wgmma", "bfloat16", "P and dS are rounded"), ("wgmma", "float32", "into three of 8 bits"),
+    ],
+)  # fmt: skip
+def test_the_accuracy_of_tensor_cores_is_explained(kernel, dtype, words):
     made = problem(64, dtype=dtype)
-    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "mma", "cupy")))
+    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, kernel, "cupy")))
     assert re.search(f"sums: .*{words}", text), text
 
 
@@ -358,6 +384,52 @@ def test_the_workspace_is_explained():
     pieces = 2 * 19  # of 16 queries: 300 of each of two heads
     text = str(BackwardExplanation.of(made, HOPPER, choice))
     assert choice.kernel == "wgmma" and f"workspace: {pieces * 2 * 16 * 4} bytes beside the gradients" in text, text
+
+
+def test_what_wgmma_runs_in_float32():
+    def made(head_dim, **options):
+        choice = select_backward(problem(head_dim, **options), HOPPER, "wgmma", "cupy")
+        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if isinstance(c, WgmmaBackwardFloat32Config)}
+
+    assert made(64) == dict(wgmma_dkdv_float32=(64, 64), wgmma_dq_float32=(64, 64))
+    assert made(72, head_dim_v=8) == made(128) == dict(wgmma_dkdv_float32=(48, 64), wgmma_dq_float32=(64, 48))
+    read = dict(wgmma_dkdv_float32=(32, 64), wgmma_dq_float32=(64, 48))
+    assert made(128, mask=empty(500, dtype="bool")) == read, "what is read takes registers"
+    assert list(made(64, wanted=("dq",))) == ["wgmma_dq_float32"]
+    (dkdv,) = select_backward(problem(64, wanted=("dv",)), HOPPER, "wgmma", "cupy").configs[1:]
+    assert dkdv.of_dv and not dkdv.of_dk and grid(dkdv, problem(64)) == 2 * 8
+
+
+@pytest.mark.parametrize("kind", [WgmmaDkdvFloat32Config, WgmmaDqFloat32Config])
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "rows"), [(64, 64, 64), (40, 128, 48), (128, 128, 48)])
+def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
+    """Parts of whole panels, each place behind the one before, and all of it in a block's 227 KB."""
+    tile = (rows, 64) if kind is WgmmaDkdvFloat32Config else (64, rows)
+    config = kind("", "float32", head_dim, head_dim_v, *tile)
+    plan, panels = config.shared_plan(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
+    own_a, own_b = (3 * 64 * 128 * n for n in panels)
+    stream_a, stream_b = (3 * rows * 128 * n for n in panels)
+    sizes = [own_a, own_b, 2 * stream_a, stream_b, 64 * rows * 4, 64, 8 * 8]
+    assert list(plan) == [0, *itertools.accumulate(sizes)]
+    assert all(place % 1024 == 0 for place in plan[:4]) and config.barriers().end == plan.end
+    assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
+        (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
+        (dict(stages_b=0), "must be 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
+        (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
+        (dict(of_dk=False, of_dv=False), "of_dk or of_dv must be True"),
+    ],
+)  # fmt: skip
+def test_what_a_config_of_wgmma_in_float32_may_say(changed, words):
+    given = dict(kernel="wgmma_dkdv_float32", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
+    WgmmaDkdvFloat32Config(**given)
+    with pytest.raises(ValueError, match=words):
+        WgmmaDkdvFloat32Config(**given | changed)
 
 
 def mma_tiles(head_dim, target=HOPPER, **options):
@@ -717,7 +789,7 @@ def test_how_many_heads_are_abreast(shape, found):
         for causal in (False, True)
     ]
     assert tuple(heads_abreast(x.forward) for x in made) == found
-    sizes = arguments.backward_values("wgmma_fused", made[0]).tuples[1]
+    sizes = backward_arguments.backward_values("wgmma_fused", made[0]).tuples[1]
     assert sizes.heads_abreast == found[0]
 
 

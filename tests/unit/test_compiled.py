@@ -10,7 +10,8 @@ import pytest
 
 from numba_flash import mods, testing
 from numba_flash.arrays import AUX_DTYPES
-from numba_flash.config.forward import SimtConfig, SoftmaxConfig
+from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.softmax import SoftmaxConfig
 from numba_flash.config.states_of_tiles import StatesTile
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.functions.function import Function
@@ -192,7 +193,7 @@ def test_the_key_knows_every_field(other):
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):
     key = compiled._key(PLAIN, "sm_90a")
     assert key == compiled._key(dataclasses.replace(PLAIN), "sm_90a") != compiled._key(PLAIN, "sm_80")
-    monkeypatch.setattr(compiled, "_fingerprint", lambda: "another numba")
+    monkeypatch.setattr(compiled, "_fingerprint", lambda room: "another numba")
     assert key != compiled._key(PLAIN, "sm_90a")
 
 

@@ -23,8 +23,9 @@ from numba_flash.cpu import cache, functions, panel
 from numba_flash.cpu import forward as cpu_forward
 from numba_flash.cpu import plan as slot
 from numba_flash.cpu.vectors import build
+from numba_flash.functions import NARROW
 from numba_flash.functions.compiled.number_types import BASES, Table
-from numba_flash.functions.function import NARROW, Function
+from numba_flash.functions.function import Function
 from numba_flash.testing import Case
 
 

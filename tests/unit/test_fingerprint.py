@@ -21,9 +21,9 @@ def package(tmp_path, monkeypatch):
     compiled._fingerprint.cache_clear()
 
 
-def fingerprint():
+def fingerprint(room="simt"):
     compiled._fingerprint.cache_clear()
-    return compiled._fingerprint()
+    return compiled._fingerprint(room)
 
 
 # A kernel, a step of several kernels, an instruction, what they share, what they are compiled with.
@@ -49,6 +49,13 @@ def test_a_new_file_of_kernels_is_another_kernel(package):
     before = fingerprint()
     (package / "kernels" / "steps" / "new.py").write_text("")
     assert fingerprint() != before
+
+
+def test_a_kernel_of_another_room_may_change(package):
+    """Rooms of kernels import none beside them (test_imports.py)."""
+    before, of_mma = fingerprint(), fingerprint("mma")
+    (package / "kernels" / "mma" / "new.py").write_text("")
+    assert fingerprint() == before and fingerprint("mma") != of_mma
 
 
 # Each compiler, by the names that pip and conda give: CUDA 13, CUDA 12, an egg.

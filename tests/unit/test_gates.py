@@ -34,6 +34,7 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
+from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
     WideDkdvConfig,
@@ -44,8 +45,8 @@ from numba_flash.config.wide_backward import (
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
+from numba_flash.select import backward_tiles, rungs, tiles
 from numba_flash.select import forward as select
-from numba_flash.select import rungs, tiles
 from numba_flash.select.arguments import HEAD_SUMS
 
 pytestmark = compiler.needed
@@ -53,15 +54,17 @@ pytestmark = compiler.needed
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
-ON_HOPPER = ("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32")  # products of 16 bits in float32
+ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
     "wgmma": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc", "setmaxnreg.dec"),
 }
 IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG", "USETMAXREG")}
-IN_PTX["wgmma_float32"] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
-IN_SASS["wgmma_float32"] = ("HGMMA", "USETMAXREG")
+for kernel in OF_PARTS:
+    IN_PTX[kernel] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
+    IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
 for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
@@ -143,7 +146,7 @@ def intended(config):
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
-    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, "wgmma_float32"):
+    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_PARTS):
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
         return in_ptx, IN_SASS[kernel], MACHINES[kernel]
@@ -203,6 +206,27 @@ def wgmma_float32_gates():
             yield name, dataclasses.replace(config, **options)
 
 
+def wgmma_backward_float32_gates():
+    """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
+    takes, and dK or dV alone."""
+    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
+    rich = dict(uses=uses(**used), q_offset_source="array")
+    reading = dict(uses=uses(**used, bias="float32", mask="bool"))
+    kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
+    for kernel, kind in kinds.items():
+        for row in backward_tiles.rows_for(kernel, HOPPER):
+            features = dict(kernel=kernel, dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= tiles.columns(row)
+            odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
+            served = {"": {}, "-odd": odd, "-rich": rich, "-rich-odd": rich | odd}
+            if not row.unread:
+                served["-reading"] = rich | reading
+            if kind is WgmmaDkdvFloat32Config:
+                served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
+            for words, options in served.items():
+                yield f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", kind(**features | options)
+
+
 def wide_functions(**options):
     """A function whose derivative varies, and one that hides; with other options."""
     both = dict(score_mod=Function.of("score_mod", capped), mask_mod=Function.of("mask_mod", of_document))
@@ -214,7 +238,7 @@ def wide_backward_gates():
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
         for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-            for row in tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
+            for row in backward_tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
                 sizes = dict(tile_m=row.own_rows, tile_n=row.other_rows)
                 if kind is WideDkdvConfig:
                     sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
@@ -234,7 +258,7 @@ def wide_backward_gates():
                         yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
                         yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
     for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-        for row in tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
+        for row in backward_tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
             sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
             features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
             of_fused = features | tiles.columns(row) | sizes | dict(large_f64=large, kernel="mma_wide_fused")
@@ -353,7 +377,7 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        rows = tiles.rows_for(kernel, HOPPER)
+        rows = backward_tiles.rows_for(kernel, HOPPER)
         for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
             if getattr(row, "linear", False):
@@ -383,7 +407,7 @@ def backward_gates():
                         in_parts = kind(**features, **columns, **gradients, members=4)
                         yield f"{name}-{'dk' * dk}{'dv' * dv}-parts", in_parts
                         yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
-    for row in tiles.rows_for("wgmma_fused", HOPPER):
+    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
         plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
         for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
             fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
@@ -433,7 +457,7 @@ def backward_functions_gates():
     given["both"] = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document))
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if not row.plain):
+        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if not row.plain):
             features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
             parts = {"": {}}
             if kind is MmaDkdvConfig and row.apart:
@@ -450,7 +474,7 @@ def score_gradients_gates():
     those of mma_daux, in both walks, with a function alone and with all else."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
     rich = dict(dtype="bfloat16", q_offset_source="array")
-    for row in tiles.rows_for("mma_dbias", HOPPER):
+    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
         features = dict(kernel="mma_dbias", head_dim=row.head_dim, head_dim_v=row.head_dim) | tiles.columns(row)
         name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
         yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
@@ -459,7 +483,7 @@ def score_gradients_gates():
         yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
     score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
     aux = (("float32", 2), ("int32", 2))
-    for row in tiles.rows_for("mma_daux", HOPPER):
+    for row in backward_tiles.rows_for("mma_daux", HOPPER):
         features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | tiles.columns(row)
         for walk, of_bounds in (("bounds", True), ("sums", False)):
             features |= dict(kernel=f"mma_daux_{walk}", of_bounds=of_bounds)
@@ -488,10 +512,10 @@ def by_element_gates():
     )  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in tiles.rows_for(kernel, HOPPER) if row.by_element):
-            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if row.by_element):
+            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.by_element == backward_tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
             features |= tiles.columns(row)
@@ -515,7 +539,7 @@ def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
-    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates())
+    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}

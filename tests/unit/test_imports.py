@@ -106,6 +106,15 @@ def test_kernels_import_only_what_kernels_are_made_of():
             )
 
 
+def test_rooms_of_kernels_import_none_beside_them():
+    """The disk cache's key of a kernel has the sources of its own room, and of steps and score."""
+    for module in MODULES:
+        if module.startswith("kernels."):
+            known = {module.split(".")[1], "steps", "score"}
+            rooms = {name.split(".")[1] for name in imports(module)[0] if name.startswith("kernels.")}
+            assert rooms <= known, (module, rooms)
+
+
 def test_only_the_lower_floors_know_numba():
     # __main__: `doctor` looks at what is installed
     allowed = "__main__ kernels functions.compiled ptx machine gpu dispatch arrays cpu".split()
@@ -148,6 +157,34 @@ def test_host_calls_load_no_cuda_and_no_framework():
         "print([m for m in ('cupy', 'torch', 'jax', 'hypothesis', 'scipy') if m in sys.modules])"
     )
     assert python("-c", code).strip() == "[]"
+
+
+# What a plain forward on tensor cores does without, by a word of the module's name.
+NOT_PLAIN = (
+    "backward gradients functions. caller_functions block_mask mask_bits tile_states softmax reference simt float32 "
+    "config.mma_forward assembler host_copies kernels cpu bridges compat testing debug mods explain"
+).split()
+MOST_MODULES = 45  # each takes a tenth of a millisecond and more of a process's first call
+
+
+def test_a_plain_forward_loads_little(tmp_path):
+    """From the import to the look into the disk cache, for a GPU that is not here."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from numba_flash import attention\n"
+        "from machines import HOPPER, problem\n"
+        "from numba_flash.dispatch.launch import make_launch\n"
+        "from numba_flash.gpu.compiled import read_cache\n"
+        "from numba_flash.select.forward import select\n"
+        "made = problem(128); choice = select(made, HOPPER, 'auto', 'cupy'); make_launch(choice, made, HOPPER)\n"
+        "assert choice.kernel == 'wgmma' and read_cache(choice.config, 'sm_90a') is None\n"
+        "print(*[name for name in sys.modules if name.startswith('numba_flash')])"
+    )
+    found = python("-c", code, NUMBA_FLASH_CACHE_DIR=str(tmp_path)).split()
+    assert "numba_flash.config.wgmma_forward" in found
+    more = [name for name in found if any(word in name.removeprefix("numba_flash.") for word in NOT_PLAIN)]
+    assert not more, "these came in with a plain forward"
+    assert len(found) <= MOST_MODULES, sorted(found)
 
 
 def test_importing_takes_less_than_a_tenth_of_a_second(tmp_path):

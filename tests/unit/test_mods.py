@@ -51,7 +51,11 @@ BIASES = {
     "alibi": (mods.alibi, (SLOPES,), -SLOPES[:, None, None] * np.abs(Q_POS - K_POS)),
     "t5": (mods.relative_position(16, 24), (TABLE,), t5_bias(TABLE, True)),
     "t5, causal": (mods.relative_position(16, 24, False), (TABLE,), t5_bias(TABLE, False)),
-}
+    "from the end": (
+        lambda s, b, h, i, j, table: s + table[(i - j) % 9 - 4, h], (TABLE,),
+        TABLE[(Q_POS - K_POS) % 9 - 4].transpose(2, 0, 1)[None],
+    ),
+}  # fmt: skip
 
 
 def by(case, **options):

@@ -66,6 +66,7 @@ USES = {
     "bar.arrive": ("bar.arrive", "bar.arrive(1, 64)"),
     "bar.warp_sync": ("bar.warp.sync", "bar.warp_sync()"),
     "bits.count": ("popc.b32", "u[0] = uint32(bits.count(uint32(i)))"),
+    "bits.multiply_wide": ("mul.wide.u32", "u[0] = uint32(bits.multiply_wide(u[1], u[2]) >> 32)"),
     "bits.highest": ("bfind.u32", "u[0] = uint32(bits.highest(uint32(i)))"),
     "cluster.rank": ("%cluster_ctarank", "u[0] = cluster.rank()"),
     "cluster.place_in": ("mapa.shared::cluster.u32", "u[0] = cluster.place_in(at, i)"),

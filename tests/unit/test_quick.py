@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from machines import HOPPER, problem
 
-from numba_flash.functions import quick
-from numba_flash.functions.function import NARROW, Function
+from numba_flash.functions import NARROW, quick
+from numba_flash.functions.function import Function
 from numba_flash.gpu import compiled as gpu
 from numba_flash.select import forward as select
 

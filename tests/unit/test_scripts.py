@@ -120,7 +120,9 @@ from _processes import Processes
 
 def work(job):
     if job == "fails":
-        raise RuntimeError("\\nno compiler\\nand more")
+        error = RuntimeError("\\nno compiler\\nand more")
+        error.module = sys  # which cannot be sent to another process
+        raise error
     if job == "hangs":
         time.sleep(600)
 

@@ -6,13 +6,16 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
-from numba_flash.config.forward import MmaConfig, SimtConfig, TensorConfig
+from numba_flash.config.forward import TensorConfig
+from numba_flash.config.mma_forward import MmaConfig
+from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.dispatch import launch
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.select import arguments
+from numba_flash.select import arguments, backward_tiles, tiles
 from numba_flash.select import forward as select_module
 from numba_flash.select.forward import FLOAT64_CORES, _candidates, refusal, select
 from numba_flash.select.rungs import KERNELS, TENSOR
@@ -283,12 +286,18 @@ def test_a_gpu_with_rows_of_its_own_uses_them(monkeypatch):
     assert select(problem(64), A100, "mma").config.tile_n == 32
 
 
+def test_rungs_take_the_dtypes_of_their_configs():
+    of_wgmma = WgmmaConfig.DTYPES + WgmmaFloat32Config.DTYPES
+    assert select_module.DTYPES == dict(mma=MmaConfig.DTYPES, wgmma=of_wgmma)
+
+
 def test_the_simulator_has_rows_of_its_own():
-    for kernel, table in TABLES.items():
-        gpus = {row.gpu for row in table}
-        assert MEASURED in gpus
-        expected = "simulator" if "simulator" in gpus else MEASURED
-        assert {row.gpu for row in rows_for(kernel, SIMULATOR)} == {expected}
+    for module in (tiles, backward_tiles):
+        for kernel, table in module.TABLES.items():
+            gpus = {row.gpu for row in table}
+            assert MEASURED in gpus
+            expected = "simulator" if "simulator" in gpus else MEASURED
+            assert {row.gpu for row in module.rows_for(kernel, SIMULATOR)} == {expected}
 
 
 # (seqlen_q, heads, heads_kv) -> (group, tile_m) of the row 128 x 64, warps of 32: a whole tile or more, half a tile,

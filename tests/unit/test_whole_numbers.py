@@ -10,11 +10,11 @@ from numba import int64, njit
 from numba.core import types
 from numba.core.extending import intrinsic
 
-from numba_flash.functions import compiled
+from numba_flash.functions import NARROW, compiled
 from numba_flash.functions.compiled import within
 from numba_flash.functions.compiled.code import Code
 from numba_flash.functions.compiled.number_types import ANY, BASES, Number
-from numba_flash.functions.function import NARROW, Function
+from numba_flash.functions.function import Function
 
 pytestmark = compiler.needed
 RANGES = [pair for pair in itertools.product(range(-5, 6), repeat=2) if pair[0] <= pair[1]]

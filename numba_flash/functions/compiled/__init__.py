@@ -15,7 +15,8 @@ from numba.core import cgutils, errors, types
 from numba.core.extending import intrinsic
 from numba.core.typing import signature
 
-from ..function import MARK, NARROW, Function
+from .. import NARROW
+from ..function import MARK, Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
 from .number_types import ANY, BASES, Number, Table, kind_of, words

@@ -119,7 +119,7 @@ def make(config):
     stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
-    recompute_keys, wait_all = recompute.make(config), cp_async.wait_group(0)
+    recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
     finishes = drops and of_dk and has_functions  # before their derivative comes to it

@@ -115,7 +115,7 @@ def make(config):
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # what is seen is a bit for each score
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=True, derivative=of_dk)
-    recompute_keys = recompute.make(config)
+    recompute_keys = recompute.make(config, of_dk, of_dv)
     wait_all = cp_async.wait_group(0)
 
     @inlined

@@ -67,7 +67,7 @@ def make(config):
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
-    recompute_keys, wait_all = recompute.make(config), cp_async.wait_group(0)
+    recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     work_of, keep, walk_of, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
 
     @inlined

@@ -15,27 +15,33 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
-from ...ptx import shfl
+from ...ptx import bits, shfl
 from ..steps import elements
 from ..steps.inlined import inlined
 
 ROUNDS = 7
-MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
+WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 LOW = np.uint64(0xFFFFFFFF)
-bfly_b32 = shfl.bfly_b32
+bfly_b32, multiply_wide = shfl.bfly_b32, bits.multiply_wide
+
+
+@inlined
+def low(x):
+    """The lower 32 bits of an unsigned number."""
+    return uint32(uint64(x) & LOW)
 
 
 @inlined
 def random_words(seed, keys, q_pos, h, b):
-    """Four words of 32 bits, each in 64, of one counter."""
-    x, y, z, w = uint64(keys) & LOW, uint64(q_pos) & LOW, uint64(h) & LOW, uint64(b) & LOW
-    key, other = uint64(seed) & LOW, uint64(seed) >> uint64(32)
+    """Four words of 32 bits, of one counter."""
+    x, y, z, w = low(keys), low(q_pos), low(h), low(b)
+    key, other = low(seed), low(uint64(seed) >> uint64(32))
     for _ in range(ROUNDS):
-        first, second = x * MULTIPLIERS[0], z * MULTIPLIERS[1]
-        x, y = (second >> uint64(32)) ^ y ^ key, second & LOW
-        z, w = (first >> uint64(32)) ^ w ^ other, first & LOW
-        key, other = (key + WEYL[0]) & LOW, (other + WEYL[1]) & LOW
+        first, second = multiply_wide(x, MULTIPLIERS[0]), multiply_wide(z, MULTIPLIERS[1])
+        x, y = uint32(low(second >> uint64(32)) ^ y ^ key), low(second)
+        z, w = uint32(low(first >> uint64(32)) ^ w ^ other), low(first)
+        key, other = low(uint64(key) + uint64(WEYL[0])), low(uint64(other) + uint64(WEYL[1]))
     return x, y, z, w
 
 
@@ -49,8 +55,8 @@ def keys_of(k_pos):
 def word_of(words, k_pos):
     """The word of key k_pos among those of its counter."""
     place = (int64(k_pos) >> int64(3)) & int64(3)
-    low = words[0] if place == 0 else words[1]
-    return uint32(low if place < 2 else (words[2] if place == 2 else words[3]))
+    first = words[0] if place == 0 else words[1]
+    return uint32(first if place < 2 else (words[2] if place == 2 else words[3]))
 
 
 @inlined

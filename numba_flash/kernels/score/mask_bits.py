@@ -5,8 +5,10 @@ scores of 128 columns are one word, whatever the mask's strides are. Where the m
 of key padding are a few hundred bytes.
 
 In pieces of 16 rows, each of ENDS + PIECE * row_words words. A row has four words for 128 columns: bit 2 * n + i of
-word c is column 8 * n + 2 * c + i, what the lanes with lane % 4 == c hold (ptx/fragments.py). Before the rows stand the
-first column that some row of the piece sees, and one past the last: tiles outside need not be looked at.
+word c is column 8 * n + 2 * c + i, what the lanes with lane % 4 == c hold (ptx/fragments.py). Before the rows stand two
+ranges [first, end) of columns. Outside of the first one no row of the piece sees a column, so tiles there are left out.
+Inside the second one every row sees every column, so tiles there need no mask: a row counts from its first column that
+it sees to the first one behind it that it does not. With key padding these two are the same.
 
     row's first word = b * strides[0] + h * strides[1] + row // 16 * strides[2] + ENDS + row % 16 * row_words
 
@@ -16,11 +18,12 @@ Rows are queries and columns keys, or with config.of_keys the other way around. 
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import shfl, special, vote
+from ...ptx import bits, shfl, special, vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 
-PIECE, ENDS = 16, 4  # rows of a piece; words before them, of which two are used
+PIECE, ENDS = 16, 4  # rows of a piece; words before them
+SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # where the ranges stand
 AT_ONCE = 4  # words of all four kinds that are asked for at a time: a read takes a while
 
 
@@ -37,9 +40,9 @@ def _of_keys(arrays):
 def make(config):
     threads, of_keys = config.threads, config.of_keys
     warps, at_once = threads // 32, 4 * AT_ONCE
-    two_of_each = 2 * warps
+    four_of_each = 4 * warps
     result = _of_keys if of_keys else _of_queries
-    ballot, bfly = vote.ballot, shfl.bfly_b32
+    ballot, bfly, highest = vote.ballot, shfl.bfly_b32, bits.highest
     thread_index, block_index = special.thread_index, special.block_index
 
     @inlined
@@ -62,6 +65,15 @@ def make(config):
         b = divide(head, heads)
         return b, int32(head - b * heads), int32(block - head * pieces), rows, columns, row_stride, column_stride
 
+    @inlined
+    def first_shown(ballots, begin, columns):
+        """The first of the 128 columns from `begin` on that is shown; `columns` if none is."""
+        first = int32(columns)
+        for k in range(4):
+            if ballots[k] != 0:
+                first = min(first, int32(begin + 4 * highest(ballots[k] & (~ballots[k] + uint32(1))) + k))
+        return first
+
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
         thread = thread_index()
@@ -71,37 +83,49 @@ def make(config):
         to = int64(block_index()) * (PIECE * row_words + ENDS)
         ballots = cuda.local.array(4, uint32)
         seen = cuda.local.array(at_once, uint32)
-        ends = cuda.shared.array(two_of_each, int32)
-        bits = result(arrays)
+        ends = cuda.shared.array(four_of_each, int32)
+        found = result(arrays)
         first, end = int32(columns), int32(0)
+        whole_first, whole_end = int32(0), int32(columns)
         for in_piece in range(warp, PIECE, warps):
             row = int64(piece) * PIECE + in_piece
             base = b * strides.mask[0] + h * strides.mask[1] + row * row_stride
+            there, shown_from = row < rows or row_stride == 0, int32(columns)
             for step in range(0, int32(row_words >> 2), AT_ONCE):
                 for i in range(at_once):
                     column = int64(step + i // 4) * 128 + 4 * lane + i % 4
                     seen[i] = uint32(0)
-                    if column < columns and (row < rows or row_stride == 0):
+                    if column < columns and there:
                         seen[i] = uint32(arrays.mask[base + column * column_stride])
                 for part in range(AT_ONCE):
+                    begin = int32((step + part) * 128)
                     for k in range(4):
                         ballots[k] = ballot(seen[part * 4 + k])
+                    shown_from = min(shown_from, first_shown(ballots, begin, columns))
+                    for k in range(4):
+                        column = int32(begin + 4 * lane + k)
                         if seen[part * 4 + k] != 0:
-                            column = int32((step + part) * 128 + 4 * lane + k)
                             first, end = min(first, column), max(end, int32(column + 1))
+                        elif column > shown_from:
+                            whole_end = min(whole_end, column)
                     if lane < 4 and step + part < int32(row_words >> 2):
                         at = to + ENDS + in_piece * row_words + int64(step + part) * 4 + lane
-                        bits[at] = word_of(ballots, lane)
+                        found[at] = word_of(ballots, lane)
+            if there:
+                whole_first = max(whole_first, shown_from)
         for distance in (1, 2, 4, 8, 16):
             first = min(first, int32(bfly(uint32(first), distance)))
             end = max(end, int32(bfly(uint32(end), distance)))
+            whole_end = min(whole_end, int32(bfly(uint32(whole_end), distance)))
         if lane == 0:
-            ends[2 * warp], ends[2 * warp + 1] = first, end
+            ends[4 * warp], ends[4 * warp + 1] = first, end
+            ends[4 * warp + 2], ends[4 * warp + 3] = whole_first, whole_end
         cuda.syncthreads()
         if thread == 0:
             for other in range(warps):
-                first, end = min(first, ends[2 * other]), max(end, ends[2 * other + 1])
-            bits[to] = uint32(first)
-            bits[to + 1] = uint32(end)
+                first, end = min(first, ends[4 * other]), max(end, ends[4 * other + 1])
+                whole_first, whole_end = max(whole_first, ends[4 * other + 2]), min(whole_end, ends[4 * other + 3])
+            found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
+            found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
 
     return mask_bits

@@ -22,7 +22,7 @@ from ...ptx import cvt, memory, vote
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
-from .mask_bits import ENDS, PIECE
+from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
 
 class Origin(NamedTuple):
@@ -42,11 +42,14 @@ class Reads(NamedTuple):
     bits_words: int
     bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
-    load: Callable[..., Any]
+    load: Callable[..., Any]  # both of the following
+    load_bias: Callable[..., Any]
+    load_bits: Callable[..., Any]  # needed only where the mask hides something
     added: Callable[..., Any]
     hide: Callable[..., Any]
     some_hidden: Callable[..., Any]
     ends: Callable[..., Any]
+    whole: Callable[..., Any]
 
 
 @inlined
@@ -99,9 +102,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     apart, half_of = item > 2, halves(dtype)  # apart: a register for each
-    load_b16, load_b32, load_v2, load_f64 = (
-        memory.load_b16_if, memory.load_b32_if, memory.load_v2_if, memory.load_f64_if
-    )  # fmt: skip
+    load_b16, load_b32 = memory.load_b16_if, memory.load_b32_if
+    load_v2, load_f64 = memory.load_v2_if, memory.load_f64_if
     any_lane, address = vote.any_lane, memory.address
 
     @inlined
@@ -139,6 +141,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
+        """loaded <- the bias of the lane's scores of tile j. inside, a constant: no column lies past the last."""
+        if not reads_bias:
+            return
         row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
         column = int32(first_column_of(lane))
         columns_left = int32(column_count - int64(j) * tile_n) - column
@@ -154,6 +159,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
+        """bits <- which of them the mask shows."""
+        if not has_mask:
+            return
         _, by = bits_of(arrays, strides)
         row_count, _, _, _ = sides(sizes, by)
         row_words = by[3]
@@ -175,11 +183,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
-        """loaded, bits <- what the lane's scores of tile j need. inside, a constant: no column lies past the last."""
-        if reads_bias:
-            load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
-        if has_mask:
-            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
+        load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
+        load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def added(loaded, r, n, i):
@@ -210,27 +215,34 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             some |= ~mask_bits[i] & uint32((1 << count) - 1)
         return any_lane(some) != 0
 
-    @inlined
-    def ends(b, h, heads, first_row, end_row, arrays, strides, sizes):
-        """-> [first, end): no other columns are shown in these rows, in so many heads from h on. Counted in 32 bits:
-        wgmma's scheduler, which asks, has few registers."""
-        bits, by = bits_of(arrays, strides)
-        first, end = int32((1 << 31) - 1), int32(0)
-        piece = int32(first_row) >> 4
-        pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
-        heads_left = int32(heads) if by[1] != 0 else int32(1)
-        of_head = b * by[0] + h * by[1] + piece * by[2]
-        while heads_left > 0:
-            place, left = of_head, pieces
-            while left > 0:
-                # By instructions that LLVM does not unroll.
-                first = min(first, int32(load_b32(address(bits, place), uint32(1))))
-                end = max(end, int32(load_b32(address(bits, place + 1), uint32(1))))
-                place, left = place + by[2], int32(left - 1)
-            of_head, heads_left = of_head + by[1], int32(heads_left - 1)
-        return first, end
+    def range_of(which, nearest_first, nearest_end, first_of_none, end_of_none):
+        """-> a device function: (b, h, heads, first_row, end_row, ...) -> a range of columns of all pieces that hold
+        these rows, in so many heads from h on. Counted in 32 bits: wgmma's scheduler, which asks, has few registers."""
 
+        @inlined
+        def of_rows(b, h, heads, first_row, end_row, arrays, strides, sizes):
+            bits, by = bits_of(arrays, strides)
+            first, end = int32(first_of_none), int32(end_of_none)
+            piece = int32(first_row) >> 4
+            pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
+            heads_left = int32(heads) if by[1] != 0 else int32(1)
+            of_head = b * by[0] + h * by[1] + piece * by[2] + which
+            while heads_left > 0:
+                place, left = of_head, pieces
+                while left > 0:
+                    # By instructions that LLVM does not unroll.
+                    first = nearest_first(first, int32(load_b32(address(bits, place), uint32(1))))
+                    end = nearest_end(end, int32(load_b32(address(bits, place + 1), uint32(1))))
+                    place, left = place + by[2], int32(left - 1)
+                of_head, heads_left = of_head + by[1], int32(heads_left - 1)
+            return first, end
+
+        return of_rows
+
+    most = (1 << 31) - 1
+    ends = range_of(SEEN_BY_SOME, min, max, most, 0)  # no other columns are shown in these rows
+    whole = range_of(SEEN_BY_ALL, max, min, 0, most)  # all of these columns are shown in all of these rows
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     bias_type = float64 if double else uint32
-    functions = (origin, load, added, hide, some_hidden, ends)
+    functions = (origin, load, load_bias, load_bits, added, hide, some_hidden, ends, whole)
     return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)

@@ -17,10 +17,9 @@ from .plain import key_queries
 from .tiles import row_base
 
 
-def make(config):
-    """-> recompute_keys, a device function."""
+def make(config, of_dk, of_dv):
+    """-> recompute_keys, a device function, for one of both gradients or both."""
     head_dim, head_dim_v, made = config.head_dim, config.head_dim_v, numbers.of(config.compute_dtype)
-    of_dk, of_dv = config.of_dk, config.of_dv
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     row_term = fragments.chain(config).row_term
     (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys=True)

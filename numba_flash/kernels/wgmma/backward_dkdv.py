@@ -33,17 +33,14 @@ wgmma_backward_add_parts takes.
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, mbarrier, setmaxnreg, shared, shfl, special, wgmma
-from ..score import longest_first
-from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
-from . import backward_keys, backward_query_walk, backward_scores, backward_state
+from . import backward_key_work, backward_keys, backward_query_walk, backward_scores, backward_state
 from .backward_scores import Own
 from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 
 
 def make(config):
-    tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
+    tile_m, alignment = config.tile_m, config.ALIGNMENT
     of_dk, of_dv, plan, at = config.of_dk, config.of_dv, config.shared_plan(), config.barriers()
     lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
     s_count, frag_count = tile_m // 2, tile_m // 4
@@ -60,8 +57,8 @@ def make(config):
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
 
     keys = backward_keys.make(config)
-    head_parts_of = keys.head_parts_of
-    set_up_state, produce_a, produce_b = keys.set_up_state, keys.produce_a, keys.produce_b
+    _, work_of, set_up_state = backward_key_work.make(config)
+    produce_a, produce_b = keys.produce_a, keys.produce_b
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
@@ -71,26 +68,10 @@ def make(config):
     prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
     bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
     walk = backward_query_walk.make(config, whole_warp=True)
-    has_states, up_to, asks, take = walk.present, walk.up_to, walk.asks, longest_first.make(config).take
+    has_states, up_to, asks = walk.present, walk.up_to, walk.asks
     set_up, _, _, word, _ = backward_state.make(config)
-    bias_of_all = bias_of_entries(config)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
-
-    @inlined
-    def work_of(block, arrays, strides, sizes):
-        """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask most
-        queries see them."""
-        seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
-        if has_states:  # those that are seen in the most tiles
-            b, h_kv, own = take(block, arrays, strides, sizes)
-            return b, h_kv, int32(own * tile_n)
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        all_parts = int32(int32(sizes.batch) * head_parts)
-        at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
-        part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
-        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
-        return b, part, int32(rank * tile_n)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):

@@ -20,17 +20,15 @@ import math
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
-from ..score import fragments, longest_first, positions, tile_walk
-from ..score import reads as score_reads
+from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
-from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_row_of, key_tiles, row_keys
+from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
-from . import backward_producer, backward_scores, backward_state, bias_boxes
+from . import backward_producer, backward_query_work, backward_scores, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import Own
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
@@ -74,8 +72,7 @@ def make(config):
     wait, arrive, arrive_if = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if
     load_b32, store_shared_v4 = ld_st.load_b32, ld_st.store_v4
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
-    thread_index, block_index = special.thread_index, special.block_index
-    shared_address = shared.address
+    thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
     row_blocks, block_words, place, minus_delta_at = (
@@ -86,11 +83,11 @@ def make(config):
     )
     inf = float32(math.inf)
 
-    set_up, put, put_position, word, position = backward_state.make(config)
+    set_up, _, _, word, position = backward_state.make(config)
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
-    keys_and_start = positions.make(config)
+    set_up_state = backward_query_work.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1)
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
@@ -99,56 +96,9 @@ def make(config):
     by_element, scores = config.by_element, backward_scores.make(config, of_keys=False)
     prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
     bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
-    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_n).ends
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
-    has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
-    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+    has_states = of_thread.present
     behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
-
-    @inlined
-    def work_of(block, arrays, strides, sizes):
-        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see most."""
-        heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        if has_states:  # those that see the most tiles
-            b, h, own = take(block, arrays, strides, sizes)
-            return b, h, int32(own * tile_m)
-        m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
-        all_heads = int32(sizes.batch * heads)
-        at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
-        head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
-        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
-        return b, h, int32((m_tiles - 1 - rank) * tile_m)
-
-    @inlined
-    def set_up_state(base, arrays, strides, sizes):
-        """What the block is to do, for all of its roles; by one thread."""
-        left, right = sizes.left, sizes.right
-        b, h, first_query = work_of(block_index(), arrays, strides, sizes)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        tile_pos = first_query + q_start
-        last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
-            end_query = min(first_query + tile_m, sizes.seqlen_q)
-            first, end = ends_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
-            begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
-            stop = max(begin, stop)
-        if has_states:
-            states = states_row(b, h, first_query, arrays, strides)
-            begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)
-            put(base, STATES, states)
-        put(base, BATCH, b)
-        put(base, HEAD, h)
-        put(base, HEAD_KV, divide(h, divide(sizes.heads, sizes.heads_kv)))
-        put(base, FIRST_ROW, first_query)
-        put(base, KEYS, keys)
-        put(base, BEGIN, begin)
-        put(base, FREE, free)
-        put(base, CUT, cut)
-        put(base, STOP, stop)
-        put_position(base, tile_pos)
 
     @inlined
     def of_word(base, which):

@@ -55,7 +55,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import key_tile_of, parts_before, ways_of
-from . import backward_keys, backward_single, backward_state
+from . import backward_key_work, backward_keys, backward_single, backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP, STRUCK
 
 
@@ -94,8 +94,8 @@ def make(config):
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
-    head_parts_of = keys.head_parts_of
-    set_up_state, produce_a, produce_b, of_word = keys.set_up_state, keys.produce_a, keys.produce_b, keys.of_word
+    head_parts_of, _, set_up_state = backward_key_work.make(config)
+    produce_a, produce_b, of_word = keys.produce_a, keys.produce_b, keys.of_word
     first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients

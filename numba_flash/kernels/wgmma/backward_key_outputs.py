@@ -14,7 +14,7 @@ def make(config, rows, dk_at, dv_at):
     head_dim, head_dim_v, of_dk, of_dv = config.head_dim, config.head_dim_v, config.of_dk, config.of_dv
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
-    recompute_keys = recompute.make(config)
+    recompute_keys = recompute.make(config, of_dk, of_dv)
 
     @inlined
     def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):

@@ -10,23 +10,26 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, griddepcontrol, ld_st, mbarrier, memory, special, tma, wgmma
-from ..score import fragments, positions
-from ..score import reads as score_reads
+from ..score import fragments
 from ..score.stage import LOG2_E
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles, part_of, parts_of
-from . import backward_key_outputs, backward_producer, backward_query_walk, backward_state, bias_boxes
+from . import (
+    backward_key_outputs,
+    backward_key_work,
+    backward_producer,
+    backward_query_walk,
+    backward_state,
+    bias_boxes,
+)
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
+from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
 
 
 class KeyBlock(NamedTuple):
     """Device functions."""
 
-    head_parts_of: Any
-    set_up_state: Any
     first_tile: Any
     following_tile: Any
     of_word: Any
@@ -64,7 +67,7 @@ def make(config):
         config.bias_bytes,
     )
     blocks, varies = tile_m // 8, config.derivative_varies
-    lse_first, delta_first, single = config.lse_first, config.delta_first, config.single
+    lse_first, delta_first = config.lse_first, config.delta_first
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -97,58 +100,18 @@ def make(config):
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     wait_for_kernel = griddepcontrol.wait
 
-    _, put, put_position, word, position = backward_state.make(config)
+    _, _, word, position = backward_state.words(config)
     a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
     b_stage_of, _ = backward_state.ring(config.stages_b)
     own_maps = (K_MAP, V_MAP if of_dk else None)
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
-    keys_and_start = positions.make(config)
+    head_parts_of = backward_key_work.make(config).head_parts_of
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     write_outputs = backward_key_outputs.make(config, tile_n, plan.own_a, dv_at)
-    has_mask, ends_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ends
     walk = backward_query_walk.make(config, whole_warp=False)
     has_states, up_to = walk.present, walk.up_to
-
-    @inlined
-    def head_parts_of(sizes):
-        """How many parts all groups of a batch entry have together."""
-        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(members_of_part))
-        return int32(int32(sizes.heads_kv) * parts)
-
-    @inlined
-    def set_up_state(base, b, head_part, first_key, arrays, strides, sizes):
-        """What the block is to do, for all of its roles; by one thread."""
-        group = int32(divide(sizes.heads, sizes.heads_kv))
-        parts = parts_of(group, int32(members_of_part))
-        h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
-        seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = min(keys - first_key, tile_n)
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
-        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
-            end_key = first_key + max(keys_left, 1)
-            first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
-            begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
-        if single:  # dQ of queries that see none of the keys is written, too
-            begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
-        elif keys_left <= 0:
-            stop = begin
-        put(base, BATCH, b)
-        put(base, HEAD, first_head)
-        put(base, HEAD_KV, h_kv)
-        put(base, PART, head_part)
-        put(base, FIRST_ROW, first_key)
-        put(base, KEYS, keys)
-        put(base, BEGIN, begin)
-        put(base, FREE, free)
-        put(base, CUT, cut)
-        put(base, STOP, stop)
-        put(base, MEMBERS, members)
-        put_position(base, first_key - q_start)  # among the queries
 
     @inlined
     def of_word(base, which):
@@ -434,7 +397,7 @@ def make(config):
             write_outputs(base, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
 
     return KeyBlock(
-        head_parts_of, set_up_state, first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of,
+        first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of,
         preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
         to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip

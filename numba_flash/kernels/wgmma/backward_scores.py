@@ -68,7 +68,8 @@ def make(config, of_keys):
     bits_words, visible, _, _ = fragments.tile(config, 1, columns)
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, columns, of_keys)
-    reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    reads, origin_of, load_direct, load_bits = read.reads, read.origin, read.load_bias, read.load_bits
+    added, hide = read.added, read.hide
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = counts.on_fragments(config, 1, columns)
@@ -103,13 +104,15 @@ def make(config, of_keys):
 
     @inlined
     def prepare(base, i, member, own, distance, masked, asks, arrays, strides, sizes):
-        """own, distance <- all of tile i that needs no score. masked: some rows do not see all of its columns; asks:
-        mask_mod removes some of it. -> whether all scores of the warp count."""
+        """own, distance <- all of tile i that needs no score. masked: some rows do not see all of it, or a mask
+        hides some; asks: mask_mod removes some of it. -> whether all scores of the warp count."""
         first_row, lane = rows_of_lane()
         own_first = word(base, FIRST_ROW)
         if reads:
             origin = origin_of(word(base, BATCH), head_of(base, member), own_first, arrays, strides)
-            load_reads(own.loaded, own.shown, i, origin, first_row, lane, arrays, strides, sizes, FALSE)
+            load_direct(own.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
+            if masked:
+                load_bits(own.shown, i, origin, first_row, lane, arrays, strides, sizes)
         keys = word(base, KEYS)
         if of_keys:  # seen from the keys, left and right change places
             left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
@@ -127,7 +130,8 @@ def make(config, of_keys):
             else:
                 lane_row, tile_pos = int32(first_row + first_row_of(lane)), position(base)
                 kept_of_queries(own.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
-        hide(own.bits, own.shown, TRUE)
+        if masked:
+            hide(own.bits, own.shown, TRUE)
         if asked:  # functions are not asked about a row that does not exist
             for r in range(2):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:

@@ -37,9 +37,7 @@ def ring(stages):
 @functools.cache
 def make(config):
     """-> (set_up, put, put_position, word, position), device functions."""
-    at, state = config.barriers(), config.shared_plan().state
-    load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
-    init = mbarrier.init
+    at, init = config.barriers(), mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
     beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
@@ -60,6 +58,15 @@ def make(config):
             for part in range(dq_stages * consumers):
                 init(base + at.dq_full + 8 * part, 128)
                 init(base + at.dq_empty + 8 * part, 1)
+
+    return set_up, *words(config)
+
+
+@functools.cache
+def words(config):
+    """-> (put, put_position, word, position), device functions."""
+    state = config.shared_plan().state
+    load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
 
     @inlined
     def put(base, which, value):
@@ -82,4 +89,4 @@ def make(config):
         """64 bits, since an offset may lie anywhere. By a whole warp."""
         return int64(word(base, POS_HIGH)) << int64(32) | int64(uint32(word(base, POS_LOW)))
 
-    return set_up, put, put_position, word, position
+    return put, put_position, word, position

@@ -88,11 +88,11 @@ def make(config):
     Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
     set_up, schedule, produce, produce_bias = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words, _, _, mask_scores = fragments.tile(config, 1)
+    mask_words = fragments.tile(config, 1).mask_words
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, hide = read.reads, read.hide
-    find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside = tile_scores.make(config)
     bias_boxes = config.bias_boxes
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
@@ -267,7 +267,7 @@ def make(config):
                     apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                 if scores_finished:
                     finish_scores(base, acc_s, terms, distance, loaded, taken, score)
-                mask_scores(acc_s, mask_bits)
+                hide_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
             drop_some(j, work_tile, acc_s, arrays, sizes)
             to_p(acc_s, p_frag)
@@ -294,7 +294,7 @@ def make(config):
                         apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
                         finish_scores(base, acc_s, terms, distance, loaded, taken, score)
-                    mask_scores(acc_s, mask_bits)
+                    hide_scores(acc_s, mask_bits)
                     moved = softmax(acc_s, m, l, alpha, scale_log2)
                     drop_some(j, work_tile, acc_s, arrays, sizes)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
@@ -307,17 +307,13 @@ def make(config):
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scores_finished or has_score_mod or asks:
                         find_visible(j, work_tile, sizes, mask_bits, distance)
-                    if has_score_mod or asks:
-                        hide(mask_bits, shown_bits, TRUE)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
                         finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                     if has_score_mod or asks:
-                        mask_scores(acc_s, mask_bits)
-                    elif has_mask:
-                        mask_some(acc_s, mask_bits, shown_bits)
+                        hide_scores(acc_s, mask_bits)
                     moved = softmax(acc_s, m, l, alpha, scale_log2)
                     drop_some(j, work_tile, acc_s, arrays, sizes)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)

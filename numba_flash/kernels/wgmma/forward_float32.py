@@ -104,11 +104,11 @@ def make(config):
     raw_words = max(k_words, v_words)
 
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words, _, _, mask_scores = fragments.tile(config, 1)
-    read, has_mask = score_reads.make(config, 1), config.has("mask")
+    mask_words = fragments.tile(config, 1).mask_words
+    read = score_reads.make(config, 1)
     reads, hide, bias_type = read.reads, read.hide, read.bias_type
     bias_words, bits_words = read.bias_words, read.bits_words
-    find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside = tile_scores.make(config)
+    find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside = tile_scores.make(config)
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
@@ -331,17 +331,15 @@ def make(config):
         if masked or scores_finished or has_score_mod or asks:
             find_visible(j, work_tile, sizes, mask_bits, distance)
         if masked or has_score_mod or asks:
-            hide(mask_bits, shown_bits, TRUE)
             if masked:
+                hide(mask_bits, shown_bits, TRUE)
                 apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
             else:
                 apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
         if scores_finished:
             finish_scores(base, acc_s, terms, distance, loaded, n, score)
         if masked or has_score_mod or asks:
-            mask_scores(acc_s, mask_bits)
-        elif has_mask:
-            mask_some(acc_s, mask_bits, shown_bits)
+            hide_scores(acc_s, mask_bits)
         moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)
         drop_some(j, work_tile, acc_s, arrays, sizes)
         to_p(acc_s, p_frag)

@@ -53,7 +53,8 @@ def make(config):
     block_count, rank = special.block_count, cluster.rank
     store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
-    has_mask, ends_of, walk = config.has("mask"), reads.make(config, 1).ends, tile_walk.make(config)
+    has_mask, read, walk = config.has("mask"), reads.make(config, 1), tile_walk.make(config)
+    ends_of, whole_of = read.ends, read.whole
     has_states, states_row, states_ends = walk.present, walk.row, walk.ends
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -117,6 +118,16 @@ def make(config):
         write_ends(work_tile, begin, stop, sizes)
 
     @inlined
+    def keep_whole_apart(work_tile, arrays, strides, sizes):
+        """FREE and CUT <- the tiles between in which neither the mask nor anything else hides a key."""
+        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
+        first, end = whole_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        free = divide(first + int32(tile_n - 1), tile_n)
+        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
+        store_shared(work_tile + CUT, uint32(min(field_of(work_tile + CUT), divide(end, tile_n))))
+
+    @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
         """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- what says which are between."""
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
@@ -145,6 +156,7 @@ def make(config):
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
             leave_hidden_out(at, arrays, strides, sizes)
+            keep_whole_apart(at, arrays, strides, sizes)
         if has_states:
             leave_empty_out(at, arrays, strides, sizes)
         arrive(base + TILE_FULL + 8 * tile_place_of(i))

@@ -1,4 +1,4 @@
-"""O of a query tile in float32, straight from wgmma's accumulators: four lanes have 32 neighbouring bytes of a row."""
+"""Rows of a tile in float32, straight from wgmma's accumulators: four lanes have 32 neighbouring bytes of a row."""
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
@@ -12,16 +12,45 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.tiles import row_base
 
 
+def row_writer(blocks, columns, vectorized):
+    """-> write_row, a device function, for rows of `columns` columns, of which a lane has (blocks, 4) numbers.
+
+    vectorized: two columns can be written at a time.
+    """
+    store, store_v2 = elements.storer("float32"), memory.store_v2
+
+    @inlined
+    def write_row(acc, r, lane, target, row_at, column_stride):
+        """The lane's row r, to the row that begins at element row_at of target."""
+        two = cuda.local.array(2, uint32)
+        first = int32(first_column_of(lane))
+        to = memory.address(target, row_at + first * column_stride)
+        for n in range(blocks):
+            x = 4 * n + 2 * r
+            if vectorized:
+                two[0], two[1] = acc[x].view(np.uint32), acc[x + 1].view(np.uint32)
+                if first + 8 * n < columns:
+                    store_v2(to + 32 * n, two, 0)
+            else:
+                for i in range(2):
+                    column = int32(first + 8 * n + i)
+                    if column < columns:
+                        store(target, row_at + column * column_stride, acc[x + i])
+
+    return write_row
+
+
 def make(config):
     """-> write_rows, a device function.
 
     A warp writes its 16 rows from first_row on of a QueryTile, with their lse, but not O where a row of it is not
     finite. Those it marks in row_states. -> whether the lane has a part of such a row.
     """
-    group, blocks, head_dim_v = config.group_size, config.head_dim_v_padded // 8, config.head_dim_v
-    row_state_bytes, write_lse, o_vectorized = config.ROW_STATE_BYTES, config.write_lse, config.o_vectorized
+    group, blocks = config.group_size, config.head_dim_v_padded // 8
+    row_state_bytes, write_lse = config.ROW_STATE_BYTES, config.write_lse
+    write_row = row_writer(blocks, config.head_dim_v, config.o_vectorized)
     to_natural = float32(1 / exponent_unit(config))
-    store, store_v2, store_shared, bfly = elements.storer("float32"), memory.store_v2, ld_st.store_b32, shfl.bfly_f32
+    store_shared, bfly = ld_st.store_b32, shfl.bfly_f32
 
     @inlined
     def divide_row(acc_o, r, inverse):
@@ -38,24 +67,6 @@ def make(config):
         return nonfinite == float32(0)
 
     @inlined
-    def write_row(acc_o, r, at, lane, arrays, strides):
-        """The lane's row r, which begins at element `at` of o."""
-        two = cuda.local.array(2, uint32)
-        first = int32(first_column_of(lane))
-        to = memory.address(arrays.o, at + first * strides.o[3])
-        for n in range(blocks):
-            x = 4 * n + 2 * r
-            if o_vectorized:
-                two[0], two[1] = acc_o[x].view(np.uint32), acc_o[x + 1].view(np.uint32)
-                if first + 8 * n < head_dim_v:
-                    store_v2(to + 32 * n, two, 0)
-            else:
-                for i in range(2):
-                    column = int32(first + 8 * n + i)
-                    if column < head_dim_v:
-                        store(arrays.o, at + column * strides.o[3], acc_o[x + i])
-
-    @inlined
     def finish_row(r, acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes):
         row = first_row + first_row_of(lane) + 8 * r
         query = divide(row, group)
@@ -66,7 +77,7 @@ def make(config):
             if write_lse and index < sizes.seqlen_q:
                 arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = lse[r] * to_natural
         if finite and index < sizes.seqlen_q:
-            write_row(acc_o, r, row_base(strides.o, tile.b, head, index), lane, arrays, strides)
+            write_row(acc_o, r, lane, arrays.o, row_base(strides.o, tile.b, head, index), strides.o[3])
         return uint32(0) if finite else uint32(1)
 
     @inlined

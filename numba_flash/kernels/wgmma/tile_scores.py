@@ -5,17 +5,18 @@ from numba import cuda, int32, uint32
 
 from ...ptx import fence, mbarrier
 from ..score import fragment_functions, fragments, reads
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import inlined
 from . import barriers, bias_boxes
 from .barriers import FIRST_QUERY, KEYS, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    """-> (find_visible, load_for_scores, finish_scores, mask_some, apply, apply_inside), device functions.
-    apply_inside: to a tile in which only a mask that was given, or mask_mod, removes something."""
+    """-> (find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device functions.
+    apply_inside: to a tile in which only mask_mod removes something."""
     queries, read = config.queries, reads.make(config, 1)
-    origin_of, load_reads, hide, some_hidden = read.origin, read.load, read.hide, read.some_hidden
+    origin_of, load_direct, load_bits, some_hidden = read.origin, read.load_bias, read.load_bits, read.some_hidden
+    has_mask = config.has("mask")
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
@@ -24,7 +25,6 @@ def make(config):
     stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
     wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
     functions = fragment_functions.make(config)
-    inside = functions.apply if config.has("mask") else functions.apply_inside
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -38,7 +38,9 @@ def make(config):
         """What the scores of key tile j need from global memory: asked for before their product is."""
         first_row, lane = rows_of_lane()
         origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
-        load_reads(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside)
+        load_direct(loaded, j, origin, first_row, lane, strides, sizes, inside)
+        if not inside:  # there the mask hides nothing
+            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
@@ -64,10 +66,9 @@ def make(config):
         finish(acc_s, terms, distance, loaded, score)
 
     @inlined
-    def mask_some(acc_s, mask_bits, bits):
-        """acc_s <- -inf where the mask that was given shows no key, in a tile of which all is seen otherwise."""
-        hide(mask_bits, bits, FALSE)
-        if some_hidden(mask_bits):
+    def hide_scores(acc_s, mask_bits):
+        """acc_s <- -inf where mask_bits has no bit. A mask hides nothing in many of the tiles that it is read for."""
+        if not has_mask or some_hidden(mask_bits):
             mask_scores(acc_s, mask_bits)
 
     def applying(functions_on):
@@ -88,4 +89,5 @@ def make(config):
 
         return apply if functions.present else nothing
 
-    return find_visible, load_for_scores, finish_scores, mask_some, applying(functions.apply), applying(inside)
+    made = find_visible, load_for_scores, finish_scores, hide_scores
+    return (*made, applying(functions.apply), applying(functions.apply_inside))

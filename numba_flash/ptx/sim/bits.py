@@ -9,3 +9,7 @@ def highest(word):
 
 def count(word):
     return np.int32(int(word).bit_count())
+
+
+def multiply_wide(x, y):
+    return np.uint64(int(x) * int(y))

@@ -1,0 +1,91 @@
+"""Config of mma's forward (kernels/mma/forward.py)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .forward import TensorConfig, tile_bytes
+
+
+@dataclass(frozen=True)
+class MmaConfig(TensorConfig):
+    """Of mma_forward: warps of `warp_rows` query rows.
+
+    warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
+    halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
+    registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
+    many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
+    its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
+    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
+    """
+
+    warp_rows: int = 16
+    q_registers: bool = False
+    column_groups: int = 1
+    large_f64: bool = False
+    unrolled: bool = False
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
+    KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
+
+    @property
+    def tile_state_entries(self) -> int:
+        """What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are."""
+        return 4 if self.has("bias") or self.has("mask") else 2
+
+    def __post_init__(self) -> None:
+        if self.warp_rows not in (16, 32):
+            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        self._check(self.warp_rows, 16)
+        if self.q_registers and self.item_size > 2:
+            raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
+        if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
+            raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
+        if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
+            raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def threads(self) -> int:
+        return self.tile_m // self.warp_rows * self.column_groups * 32
+
+    @property
+    def whole_program(self) -> bool:  # type: ignore[override]
+        """Where code that nvJitLink makes spills and the driver's does not (tests/unit/test_gates.py)."""
+        return self.dtype == "float64" and not self.large_f64 or self.dtype == "float32" and self.head_dim <= 128
+
+    @property
+    def widest(self) -> int:
+        """float64 takes two registers."""
+        return 128 * self.column_groups if self.dtype == "float64" else 256
+
+    @property
+    def columns_step(self) -> int:
+        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
+        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up."""
+        return self.dtype == "float64" and self.column_groups > 1
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.head_dim_v_padded // self.column_groups
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where Q, K, V, the states of O's rows, that of the tile and the end are, in bytes.
+
+        O of 16 bits takes Q's place and may reach into K's; of more bits it goes straight to global memory. Scores that
+        are exchanged are at the end.
+        """
+        size = self.item_size
+        k_at = tile_bytes(self.tile_m, self.head_dim_padded, size)
+        v_at = k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
+        row_states_at = (
+            tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
+        )  # K and V are no longer needed then
+        end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
+        tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
+        exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
+        return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged

@@ -1,0 +1,39 @@
+"""What a call does with the caller's functions and a BlockMask. Calls without any do not load it."""
+
+from typing import Any
+
+from .. import arrays
+from ..functions.function import Function
+from ..problem.options import FUNCTIONS
+from .block_mask import BlockMask
+
+MASK_MOD = FUNCTIONS.index("mask_mod")
+
+
+def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The caller's functions as values, and aux. A BlockMask stays one."""
+    *functions, aux = given
+    if not isinstance(aux, tuple):
+        raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
+    found = [
+        x if x is None or type(x) is BlockMask else Function.of(name, x)
+        for name, x in zip(FUNCTIONS, functions, strict=True)
+    ]
+    return tuple(found), aux
+
+
+def without_blocks(functions: tuple[Any, ...]) -> tuple[Function | None, ...]:
+    """With the function of a BlockMask in its place."""
+    return tuple([x.function if type(x) is BlockMask else x for x in functions])
+
+
+def block_mask_of(functions: tuple[Any, ...]) -> BlockMask | None:
+    """The BlockMask that stands in mask_mod's place, or None."""
+    found = functions[MASK_MOD]
+    return found if type(found) is BlockMask else None
+
+
+def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...], list[arrays.Array]]:
+    """The caller's functions as values, and the arrays that they read."""
+    functions, aux = functions_of(given)
+    return without_blocks(functions), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]

@@ -1,0 +1,91 @@
+"""Which keys a block of a wgmma backward owns, and which queries it walks over: the words that its roles read.
+
+It takes the heads of a group, or with config.members so many of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from ..score import longest_first, positions
+from ..score import reads as score_reads
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_queries, key_tiles, part_of, parts_of
+from . import backward_state
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STOP
+
+
+class KeyWork(NamedTuple):
+    """Device functions of one thread."""
+
+    head_parts_of: Callable[..., Any]  # (sizes) -> how many parts all groups of a batch entry have together
+    work_of: Callable[..., Any]  # (block, arrays, strides, sizes) -> (b, part of all groups, first_key)
+    set_up: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): the words
+
+
+def make(config):
+    tile_m, tile_n, members_of_part, single = config.tile_m, config.tile_n, config.members, config.single
+    put, put_position, _, _ = backward_state.words(config)
+    keys_and_start = positions.make(config)
+    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True)
+    ends_of, whole_of = read.ends, read.whole
+    has_states, take = longest_first.make(config)
+    bias_of_all = bias_of_entries(config)
+
+    @inlined
+    def head_parts_of(sizes):
+        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(members_of_part))
+        return int32(int32(sizes.heads_kv) * parts)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        """The first keys of some heads come first: under a causal mask most queries see them."""
+        seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
+        if has_states:  # those that are seen in the most tiles
+            b, h_kv, own = take(block, arrays, strides, sizes)
+            return b, h_kv, int32(own * tile_n)
+        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+        all_parts = int32(int32(sizes.batch) * head_parts)
+        at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
+        part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
+        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
+        return b, part, int32(rank * tile_n)
+
+    @inlined
+    def set_up(base, b, head_part, first_key, arrays, strides, sizes):
+        group = int32(divide(sizes.heads, sizes.heads_kv))
+        parts = parts_of(group, int32(members_of_part))
+        h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
+        seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = min(keys - first_key, tile_n)
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+            end_key = first_key + max(keys_left, 1)
+            first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
+            first, end = whole_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            free, cut = max(free, divide(first + int32(tile_m - 1), tile_m)), min(cut, divide(end, tile_m))
+        if single:  # dQ of queries that see none of the keys is written, too
+            begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        elif keys_left <= 0:
+            stop = begin
+        put(base, BATCH, b)
+        put(base, HEAD, first_head)
+        put(base, HEAD_KV, h_kv)
+        put(base, PART, head_part)
+        put(base, FIRST_ROW, first_key)
+        put(base, KEYS, keys)
+        put(base, BEGIN, begin)
+        put(base, FREE, free)
+        put(base, CUT, cut)
+        put(base, STOP, stop)
+        put(base, MEMBERS, members)
+        put_position(base, first_key - q_start)  # among the queries
+
+    return KeyWork(head_parts_of, work_of, set_up)

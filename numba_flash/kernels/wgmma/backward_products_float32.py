@@ -1,0 +1,113 @@
+"""Products of a consumer of wgmma's backward in float32, with the tiles of head_dim or of head_dim_v: numbers are in
+three parts (parts.py), and no sum in one accumulator is longer than 64.
+
+Of the tile that the block owns and of one that it walks over,
+
+    scores  own . streamed^T, a product for each panel of 64 columns
+    sums    += scores . streamed, likewise; scores are in registers, in parts
+
+Both read the same streamed tile: as rows for scores, as columns for sums.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...ptx import wgmma
+from ..steps.inlined import inlined
+from . import parts
+
+
+class Products(NamedTuple):
+    """Device functions of a warpgroup; own and streamed are where a tile begins in shared memory. What is issued is a
+    group of its own for each function."""
+
+    panels: int
+    score_count: int  # float32 of a lane's scores
+    sum_count: int  # and of its sums
+    panel_counts: tuple[int, int]  # of these, of each panel
+    frag_count: int  # uint32 of scores in parts
+    issue_scores: Callable[..., Any]  # (acc, other, own, streamed); other: for the second panel
+    finish_scores: Callable[..., Any]  # (acc, other): waits; acc <- the scores
+    issue_sums: Callable[..., Any]  # (first, second, frag, streamed); first, second: for each panel
+    finish_sums: Callable[..., Any]  # (acc, first, second, frag): waits; acc += both
+
+
+def make(config, columns):
+    """columns: of the tiles, in whole steps of 16, at most 128."""
+    rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
+    own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
+    own_part, part = own_panel * panels, panel * panels
+    score_count, frag_count = rows // 2, config.PARTS * rows // 4
+    widths = tuple(min(64, columns - 64 * number) for number in range(panels))
+    counts = tuple(width // 2 for width in widths)
+
+    def of_scores(number):
+        steps = range(widths[number] // 16)
+        a = tuple((i * own_part + number * own_panel + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
+        b = tuple((j * part + number * panel + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
+        return wgmma.new_product_shared(rows, "bf16", a, b, 0)
+
+    def of_sums(number):
+        steps = range(rows // 16)
+        a = tuple(i * rows // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
+        b = tuple((j * part + number * panel + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
+        return wgmma.new_product_registers(widths[number], "bf16", a, b, 1)
+
+    multiply_0, multiply_1 = of_scores(0), of_scores(panels - 1)
+    multiply_columns_0, multiply_columns_1 = of_sums(0), of_sums(panels - 1)
+    first_count, second_count = counts[0], counts[-1]
+    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
+    describe_columns = wgmma.descriptor(panel, 1024, 128)
+    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    pin_scores, pin_frag = wgmma.pin(score_count), wgmma.pin(frag_count)
+    pin_first, pin_second = wgmma.pin(first_count), wgmma.pin(second_count)
+    two_panels = panels > 1
+
+    @inlined
+    def issue_scores(acc, other, own, streamed):
+        own_desc, streamed_desc = describe_rows(own), describe_rows(streamed)
+        multiply_0(acc, own_desc, streamed_desc)
+        if two_panels:
+            multiply_1(other, own_desc, streamed_desc)
+        commit()
+
+    @inlined
+    def finish_scores(acc, other):
+        wait_all()
+        pin_scores(acc)
+        if two_panels:
+            pin_scores(other)
+            for x in range(score_count):
+                acc[x] += other[x]
+
+    @inlined
+    def issue_sums(first, second, frag, streamed):
+        streamed_desc = describe_columns(streamed)
+        multiply_columns_0(first, frag, streamed_desc)
+        commit()
+        if two_panels:
+            multiply_columns_1(second, frag, streamed_desc)
+            commit()
+
+    @inlined
+    def finish_sums(acc, first, second, frag):
+        """One panel is added while the next is computed."""
+        if two_panels:
+            wait_but_one()
+        else:
+            wait_all()
+        pin_first(first)
+        for x in range(first_count):
+            acc[x] += first[x]
+        if two_panels:
+            wait_all()
+            pin_second(second)
+            for x in range(second_count):
+                acc[first_count + x] += second[x]
+        pin_frag(frag)  # in their registers until here
+
+    sums = issue_sums, finish_sums
+    return Products(
+        panels, score_count, columns // 2, (first_count, second_count if two_panels else 1), frag_count, issue_scores,
+        finish_scores, *sums,
+    )  # fmt: skip

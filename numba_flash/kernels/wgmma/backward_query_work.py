@@ -1,0 +1,73 @@
+"""Which queries a block of a wgmma backward owns, and which keys it walks over: the words that its roles read."""
+
+from numba import int32
+
+from ...ptx import special
+from ..score import longest_first, positions, tile_walk
+from ..score import reads as score_reads
+from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_tiles, row_keys
+from . import backward_state
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
+
+
+def make(config):
+    """-> set_up(base, arrays, strides, sizes), a device function of one thread."""
+    tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
+    put, put_position, _, _ = backward_state.words(config)
+    keys_and_start = positions.make(config)
+    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_n)
+    ends_of, whole_of = read.ends, read.whole
+    of_thread = tile_walk.make(config)
+    has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see most."""
+        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        if has_states:  # those that see the most tiles
+            b, h, own = take(block, arrays, strides, sizes)
+            return b, h, int32(own * tile_m)
+        m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+        all_heads = int32(sizes.batch * heads)
+        at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
+        head_of_all, rank = in_rounds(int32(block), m_tiles, all_heads, at_once)
+        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
+        return b, h, int32((m_tiles - 1 - rank) * tile_m)
+
+    @inlined
+    def set_up(base, arrays, strides, sizes):
+        left, right = sizes.left, sizes.right
+        b, h, first_query = work_of(block_index(), arrays, strides, sizes)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        tile_pos = first_query + q_start
+        last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1
+        top_first, top_end = row_keys(tile_pos, left, right, keys)
+        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
+        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            end_query = min(first_query + tile_m, sizes.seqlen_q)
+            first, end = ends_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
+            stop = max(begin, stop)
+            first, end = whole_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            free, cut = max(free, divide(first + int32(tile_n - 1), tile_n)), min(cut, divide(end, tile_n))
+        if has_states:
+            states = states_row(b, h, first_query, arrays, strides)
+            begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)
+            put(base, STATES, states)
+        put(base, BATCH, b)
+        put(base, HEAD, h)
+        put(base, HEAD_KV, divide(h, divide(sizes.heads, sizes.heads_kv)))
+        put(base, FIRST_ROW, first_query)
+        put(base, KEYS, keys)
+        put(base, BEGIN, begin)
+        put(base, FREE, free)
+        put(base, CUT, cut)
+        put(base, STOP, stop)
+        put_position(base, tile_pos)
+
+    return set_up

@@ -1,0 +1,51 @@
+"""Rows of a gradient in float32, straight from wgmma's accumulators to global memory."""
+
+import functools
+
+import numpy as np
+from numba import float32, int32, uint32
+
+from ...ptx import shfl
+from ..steps.inlined import inlined
+from ..steps.plain import first_row_of
+from . import rows_float32
+
+FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python's own: see inlined.py
+
+
+@functools.cache
+def make(columns, padded):
+    """-> store, a device function, for a gradient of `columns` columns, of which a lane's sums are (padded / 8, 4)."""
+    blocks = padded // 8
+    write_row = rows_float32.row_writer(blocks, columns, columns % 2 == 0)
+    bfly, bfly_b32 = shfl.bfly_f32, shfl.bfly_b32
+
+    @inlined
+    def store_row(r, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        row = int32(first_row_of(lane)) + 8 * r
+        counts, nonfinite = row < rows_that_count, float32(0)
+        for n in range(blocks):
+            for x in range(2):
+                at = 4 * n + 2 * r + x
+                acc[at] = acc[at] * factor if counts else float32(0)
+                nonfinite += acc[at] * float32(0)  # NaN when it is NaN or Inf
+        nonfinite += bfly(nonfinite, 1)
+        nonfinite += bfly(nonfinite, 2)
+        finite = nonfinite == float32(0)
+        if finite and row < rows_left:
+            write_row(acc, r, lane, target, base + row * row_stride, 1)
+        return uint32(0) if finite else uint32(1) << uint32(row)
+
+    @inlined
+    def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        """A warp's 16 rows, the first of which begins at element `base`, times factor; zeros from rows_that_count on.
+
+        -> a bit for each of its rows that is not finite, and is not stored; the same in all lanes.
+        """
+        found = store_row(FIRST, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        found |= store_row(SECOND, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        for distance in (1, 2, 4, 8, 16):
+            found |= bfly_b32(found, distance)
+        return found
+
+    return store

@@ -1,0 +1,86 @@
+"""What a mask shows, as the tensor-core kernels are told it (numba_flash/kernels/score/mask_bits.py)."""
+
+import contract
+import contract_backward
+import numpy as np
+import pytest
+
+from numba_flash import arrays, testing
+from numba_flash.api import forward as api
+from numba_flash.config.forward import MaskBitsConfig
+from numba_flash.dispatch import launch
+from numba_flash.kernels.score.mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
+from numba_flash.machine.target import Target
+from numba_flash.select.arguments import forward_values, mask_bits_layout, mask_bits_words, parameters_of
+
+ROWS, COLUMNS = 37, 300
+row, column = np.arange(ROWS)[:, None], np.arange(COLUMNS)
+MASKS = {
+    "right padding": np.broadcast_to(column < 170, (1, 1, ROWS, COLUMNS)),
+    "left padding": np.broadcast_to(column >= 131, (1, 1, ROWS, COLUMNS)),
+    "a hole": np.broadcast_to((column != 140) & (column >= 3), (1, 1, ROWS, COLUMNS)),
+    "nothing": np.zeros((1, 1, ROWS, COLUMNS), bool),
+    "everything": np.ones((1, 1, ROWS, COLUMNS), bool),
+    "band": ((row + 90 <= column) & (column <= row + 150))[None, None],
+    "two runs": ((column < 20 + row) | (column > 200 - row))[None, None],
+    "documents": (row // 10 == column // 80)[None, None],
+    "random": np.random.default_rng(0).random((1, 1, ROWS, COLUMNS)) < 0.9,
+}
+
+
+def ranges_of(mask, threads, of_keys):
+    """-> {which: (pieces, 2)}, of the mask of one head."""
+    q, k = (np.zeros((1, 1, n, 8), np.float16) for n in (ROWS, COLUMNS))
+    problem = api.prepare_call(q, k, k, dict(mask=mask, kernel="wgmma"))[1].problem
+    config = MaskBitsConfig(threads=threads, of_keys=of_keys)
+    pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
+    made = np.full(mask_bits_words(problem, of_keys), 0xABABABAB, np.uint32)
+    given = dict(mask=mask, mask_bits=made, mask_bits_of_keys=made)
+    ready = launch.on_gpu(config, Target.of(None), pieces, forward_values(config.kernel, problem))
+    ready.run([arrays.read(name, given[name]) for name in parameters_of(config).arrays], 0)
+    words = made.reshape(pieces, PIECE * row_words + ENDS)
+    return {which: words[:, which : which + 2].astype(np.int64) for which in (SEEN_BY_SOME, SEEN_BY_ALL)}
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("name", MASKS)
+def test_ranges_of_a_mask(name, threads, of_keys):
+    found, seen = ranges_of(MASKS[name], threads, of_keys), MASKS[name][0, 0]
+    if of_keys:
+        seen = seen.T
+    columns = seen.shape[1]
+    for piece in range(len(found[SEEN_BY_SOME])):
+        # The pieces of a mask that all rows share are one.
+        rows = seen[piece * PIECE : (piece + 1) * PIECE] if len(found[SEEN_BY_SOME]) > 1 else seen
+        shown = np.flatnonzero(rows.any(0))
+        some = (shown[0], shown[-1] + 1) if len(shown) else (columns, 0)
+        assert tuple(found[SEEN_BY_SOME][piece]) == some
+        first, end = 0, columns
+        for one in rows:
+            own = int(one.argmax()) if one.any() else columns
+            hidden = np.flatnonzero(~one[own:])
+            first, end = max(first, own), min(end, own + int(hidden[0]) if len(hidden) else columns)
+        assert tuple(found[SEEN_BY_ALL][piece]) == (first, end)
+        assert rows[:, first:end].all()
+
+
+# In tiles of 32 keys: some of which a mask hides whole, some in part, and some not at all, from either end.
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["right padding", "left padding", "a hole", "band", "two runs", "documents"])
+def test_tiles_that_a_mask_shows_whole(name, dtype):
+    rung = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    case = rung.problem(ROWS, COLUMNS, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype)
+    rung.check(case, mask=MASKS[name])
+
+
+# The same for gradients, whose blocks own queries and walk over keys, or the other way around.
+@pytest.mark.parametrize("turned", [False, True], ids=["many keys", "many queries"])
+@pytest.mark.parametrize("name", ["left padding", "a hole", "band", "documents"])
+def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
+    rung = contract_backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    mask = MASKS[name][..., 100:270]
+    case = rung.problem(ROWS, 170, batch=1, heads=1, heads_kv=1, head_dim=8)
+    if turned:
+        mask, case = mask.swapaxes(2, 3), rung.problem(170, ROWS, batch=1, heads=1, heads_kv=1, head_dim=8)
+    rung.check(case, mask=mask)

@@ -1,0 +1,139 @@
+"""The part of gradients' contract that wgmma is run through in the simulator in float32; all of it runs on a GPU."""
+
+import numpy as np
+import pytest
+from contract_backward import (  # noqa: F401
+    Rung,
+    incoming,
+    same,
+    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_head_dim_v_may_differ,
+    test_nothing_is_defined,
+    test_scale,
+    test_what_is_not_wanted_changes_nothing,
+    test_whole_numbers_come_out_exactly,
+)
+
+from numba_flash import testing
+from numba_flash.kernels.steps import recompute_queries
+from numba_flash.select import backward_tiles as tiles
+
+
+@pytest.fixture(scope="module")
+def rung():
+    return Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True, usual="float32")
+
+
+# Two tiles of its own and several of the walk, of both kernels; panels of 64 columns and less.
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "options"),
+    [
+        (70, 100, 69, 40, {}), (70, 100, 24, 97, dict(causal=True)), (100, 70, 40, 24, dict(causal=True, q_offset=-45)),
+        (90, 90, 24, 24, dict(window=(20, 9))), (75, 90, 33, 128, dict(softcap=2.0, causal=True)),
+    ],
+    ids=["full", "causal", "queries without keys", "window", "softcap"],
+)  # fmt: skip
+def test_two_tiles(rung, seqlen_q, seqlen_k, head_dim, head_dim_v, options):
+    case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
+    rung.check(case, **options)
+
+
+def test_all_options(rung):
+    case = rung.problem(40, 70, batch=2, heads=4, heads_kv=2, head_dim=20, head_dim_v=37)
+    rung.check(
+        case, causal=True, window=(30, 3), seqlens_k=np.array([70, 31], np.int32), softcap=3.0, scale=0.7,
+        q_offset=np.array([12, -2], np.int32), alibi_slopes=np.linspace(0.1, 0.8, 4).astype(np.float32),
+        sinks=np.linspace(-1.0, 2.0, 4).astype(np.float32),
+    )  # fmt: skip
+
+
+READ = {
+    "bias": lambda rng: dict(bias=rng.standard_normal((4, 40, 71), dtype=np.float32), softcap=2.0, causal=True),
+    "bias in pairs": lambda rng: dict(
+        bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(4, np.float32)
+    ),
+    "mask": lambda rng: dict(mask=rng.random((1, 4, 40, 70)) < 0.6, seqlens_k=np.array([37, 70], np.int32)),
+    "key padding": lambda rng: dict(mask=(np.arange(70) % 64 > 40)[None, None, None]),
+    "both": lambda rng: dict(
+        bias=rng.standard_normal((40, 70), dtype=np.float32), mask=rng.random((40, 70)) < 0.1, window=(20, 9)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_what_is_read_for_each_score(rung, how):
+    options = READ[how](np.random.default_rng(4))
+    seqlen_k = options["bias"].shape[-1] if "bias" in options else 70
+    case = rung.problem(40, seqlen_k, batch=2 if how != "bias" else 1, heads=4, heads_kv=2, head_dim=20)
+    rung.check(case, **options)
+
+
+# How many rows a block walks over, and how many places tiles have: (rows, stages_a, stages_b).
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(48, 2, 1), (64, 1, 1), (16, 3, 2)], ids=str)
+def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
+    rows, *stages = how
+    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
+    rung.check(rung.problem(130, 150, batch=1, heads=1, head_dim=69, head_dim_v=24), causal=True)
+
+
+@pytest.mark.parametrize("wanted", [("dk",), ("dv",), ("dq",), ("dq", "dv")], ids="-".join)
+def test_each_gradient_alone_has_the_same_bits(rung, wanted):
+    case = rung.problem(40, 70, batch=1, heads=2, heads_kv=1, head_dim=20, causal=True)
+    given = incoming(case)
+    alone, together = rung(case, given, wanted), rung(case, given)
+    assert [getattr(alone, name) is not None for name in ("dq", "dk", "dv")] == [
+        name in wanted for name in ("dq", "dk", "dv")
+    ]
+    assert same([getattr(alone, name) for name in wanted], [getattr(together, name) for name in wanted])
+
+
+def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
+    def repair(*_):
+        raise AssertionError("a row of dQ was not finite: K past the end was multiplied by 0")
+
+    monkeypatch.setattr(recompute_queries, "make", lambda *_: repair)  # rows would come out right by it, and slowly
+    case = rung.problem(24, 90, batch=2, heads=1, head_dim=8)
+    case.k[1, :, 70:], case.v[1, :, 70:] = np.nan, np.inf
+    case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
+    gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
+    assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+# A key that some queries do not see and a query that does not see some keys.
+@pytest.mark.parametrize("where", ["k", "v", "q", "do"])
+def test_rows_that_meet_nan_are_computed_again(rung, where):
+    case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
+    do, _, _, dlse = incoming(case)
+    array = do if where == "do" else getattr(case, where)
+    array[:, :, 5 if where in ("q", "do") else 20] = np.nan
+    case.options |= dict(causal=True)
+    _, o, lse, _ = incoming(case)
+    gradients = rung.check(case, (do, o, lse, dlse))
+    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in struck) and not struck[0].all()
+
+
+def test_numbers_that_bfloat16_rounds_to_inf(rung):
+    """They have no parts, and their rows are computed again."""
+    case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
+    case.q[..., 2], case.k[:, :, 3, 2] = 0, np.finfo(np.float32).max
+    gradients = rung.check(case)
+    assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+def test_products_are_as_exact_as_float32(rung):
+    """With two parts instead of three, or without the products of second parts, dQ, dK and dV are 2^8 units away."""
+    case = rung.problem(64, 64, batch=1, heads=1, head_dim=64)
+    given = incoming(case)
+    found = rung(case, given)
+    wide = [x.astype(np.float64) for x in (case.q, case.k, case.v, given[0], given[1])]
+    q, k, v, do, o = (x[0, 0] for x in wide)
+    lse, dlse = (given[i][0, 0].astype(np.float64)[:, None] for i in (2, 3))
+    scale = q.shape[1] ** -0.5
+    p = np.exp(scale * q @ k.T - lse)
+    ds = p * (do @ v.T - ((do * o).sum(1, keepdims=True) - dlse))
+    for made, right in zip(found[:3], (scale * ds @ k, scale * ds.T @ q, p.T @ do), strict=True):
+        assert np.linalg.norm(made[0, 0] - right) < 8 * testing.EPS["float32"] * np.linalg.norm(right)
