@@ -77,9 +77,9 @@ class WideFused(NamedTuple):
 
 
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a bias that
-# comes by TMA alone; a mask or a mask_mod alone; random bits alone; bias, with a mask or without; one kind beside
+# comes by TMA alone; a mask_mod alone; a mask or random bits alone; bias, with a mask or without; one kind beside
 # options of the score, functions among them; several kinds, or a bias beside another option of the score.
-BY_ELEMENT = ("boxed", "hidden", "dropped", "read", "some", "all")
+BY_ELEMENT = ("boxed", "asked", "hidden", "read", "some", "all")
 
 
 class WgmmaDkdv(NamedTuple):
@@ -240,15 +240,16 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
         WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="boxed"),
-        WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="hidden"),
+        WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="asked"),
+        WgmmaDkdv(64, False, 112, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="read"),
         WgmmaDkdv(64, False, 80, 128, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="all"),
-        WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="dropped"),
+        WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDkdv(128, False, 32, 128, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, dv_tile_m=64, by_element="boxed"),
-        WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="dropped"),
+        WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="hidden"),
         WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="some"),
         WgmmaDkdv(256, False, 32, 128, stages_a=2, stages_b=1, apart=True, by_element="all"),
         WgmmaDkdv(128, False, 32, 64, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
@@ -266,14 +267,14 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2),
         WgmmaDq(192, True, 128, 80, stages_a=2, stages_b=2),
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
-        WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="dropped"),
+        WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDq(128, False, 128, 96, stages_a=2, stages_b=2, by_element="boxed"),
-        WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="dropped"),
+        WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDq(128, False, 128, 80, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="boxed"),
-        WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1, by_element="dropped"),
+        WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1, by_element="hidden"),
         WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="some"),
         WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="all"),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),

@@ -577,13 +577,14 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
 
 @pytest.mark.parametrize(
     ("options", "tile_m"),
-    [(dict(mask="bool"), 128), (dict(dropout_p=0.1, seed=3), 96), (dict(bias="float32", mask="bool"), 96),
-     (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80), (dict(bias="float32", softcap=2.0), 64)],
-    ids=["mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
+    [(dict(mask_mod=earlier), 128), (dict(mask="bool"), 112), (dict(dropout_p=0.1, seed=3), 112),
+     (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
+     (dict(bias="float32", softcap=2.0), 64)],
+    ids=["mask_mod", "mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
 )  # fmt: skip
 def test_at_head_dim_64_what_is_read_has_larger_tiles_than_what_is_computed(options, tile_m):
     arrays = {name: empty(300, 500, dtype=x) for name, x in options.items() if name in ("bias", "mask")}
-    functions = {name: Function.of(name, x) for name, x in options.items() if name == "score_mod"}
+    functions = {name: Function.of(name, x) for name, x in options.items() if name.endswith("_mod")}
     given = options | arrays | functions
     (found,) = (x for x in wgmma_configs(problem(64, dtype="float16", **given), HOPPER) if x.kernel == "wgmma_dkdv")
     assert found.tile_m == tile_m

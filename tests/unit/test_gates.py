@@ -503,8 +503,8 @@ def by_element_gates():
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
     of_level = dict(
         boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
-        hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths)),
-        dropped=dict(dropout=dropped | lengths),
+        asked=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
+        hidden=dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
         read=dict(read=read | lengths),
         some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
                   dropout=dropped | rich),
