@@ -273,13 +273,14 @@ def wide_backward_gates():
 
 def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
-    that does not fit with 64 columns less of v.
+    that does not fit with 64 columns less of v. With softcap where another row is for plain attention.
     """
+    softcap = 5.0 if getattr(row, "unread", False) else None
     with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
         found = [
             config
             for head_dim_v in (row.head_dim, row.head_dim - 64)
-            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v), HOPPER)
+            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, softcap=softcap), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
