@@ -77,13 +77,13 @@ def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: boo
     """
     own = buckets // 2 if bidirectional else buckets
     exact = own // 2
-    starts = _starts_of_ranges(exact, own, farthest)
+    ranges = _ranges(exact, own, farthest)
 
     def biased(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any) -> Any:
         distance = abs(q_pos - k_pos) if bidirectional else max(q_pos - k_pos, 0)
         bucket = min(distance, exact)
-        for start in starts:
-            bucket = bucket + (distance >= start)
+        for start, number in ranges:
+            bucket = number if distance >= start else bucket
         if bidirectional:
             bucket = bucket + own if k_pos > q_pos else bucket
         return score + table[bucket, h]
@@ -91,9 +91,9 @@ def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: boo
     return biased
 
 
-def _starts_of_ranges(exact: int, own: int, farthest: int) -> tuple[int, ...]:
-    """The first distance of each bucket behind `exact`, in float32 and with its roundings, as Transformers has it."""
+def _ranges(exact: int, own: int, farthest: int) -> tuple[tuple[int, int], ...]:
+    """(first distance, bucket) of each behind `exact`, in float32 and with its roundings, as Transformers has it."""
     real = np.float32
     ratios = np.log(np.arange(exact, farthest + 1).astype(real) / real(exact)) / real(math.log(farthest / exact))
     found = exact + (ratios * real(own - exact)).astype(int)
-    return tuple(exact + int(np.searchsorted(found, bucket)) for bucket in range(exact + 1, own))
+    return tuple((exact + int(np.searchsorted(found, bucket)), bucket) for bucket in range(exact + 1, own))

@@ -54,6 +54,7 @@ class WgmmaConfig(TensorConfig):
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
     MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224)}  # the scheduler looks which tiles are shown
+    FINISHED_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {3: (56, 152)}  # with 32 the scheduler spills
 
     def __post_init__(self) -> None:
         self._check(64, 16)
@@ -121,7 +122,8 @@ class WgmmaConfig(TensorConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers; together at most what the block is launched with."""
-        registers = self.REGISTERS | (self.MASK_REGISTERS if self.has("mask") or self.tile_states else {})
+        registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
+        registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]
 
     def shared_offsets(self) -> tuple[int, ...]:

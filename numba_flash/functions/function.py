@@ -247,6 +247,13 @@ def _text(tree: Any) -> str:
     return f"{type(tree).__name__} {sorted(tree, key=repr) if isinstance(tree, frozenset) else tree!r}"
 
 
+OF_TUPLES = "tuple"  # its stand-in is what makes of the tree of a tuple another
+
+
+def _as_it_is(tree: Tree) -> Tree:
+    return tree
+
+
 def _build(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any]) -> Any:
     kind = tree[0]
     if kind == "function":
@@ -257,7 +264,7 @@ def _build(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any
         values = [_build(x, stand_ins, helper) for x in arguments]
         return _with_arguments(built, values, {key: _build(x, stand_ins, helper) for key, x in named})
     if kind == "tuple":
-        return tuple(_build(x, stand_ins, helper) for x in tree[1:])
+        return tuple(_build(x, stand_ins, helper) for x in stand_ins.get(OF_TUPLES, _as_it_is)(tree)[1:])
     if kind == "float":
         return float.fromhex(tree[1])
     if kind == "module":

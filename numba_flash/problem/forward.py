@@ -87,10 +87,12 @@ class Problem:
     @property
     def narrow(self) -> bool:
         """Whether functions are told nothing but numbers from 0 to NARROW, as far as is known without a look at
-        q_offset= or seqlens_k=. False where there are none to tell."""
+        q_offset= or seqlens_k=, and read nothing that is farther than NARROW elements from an array's first. False
+        where there are none to tell."""
         last = self.q_offset + self.seqlen_q + (self.seqlen_k if self.q_offset_source == "seqlens_k" else 0)
         known = bool(self.functions) and self.q_offset_source != "array" and self.q_offset >= 0
-        return known and max(last, self.seqlen_k, self.heads, self.batch) <= NARROW
+        reach = [sum(n * abs(by) for n, by in zip(x.shape, x.strides, strict=True)) for x in self.aux]
+        return known and max(last, self.seqlen_k, self.heads, self.batch, *reach) <= NARROW
 
     @property
     def seeded(self) -> bool:

@@ -59,6 +59,7 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
     bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
     plain, alone = bare and not forward.functions, bare and bool(forward.functions)
     reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
+    linear = not any(BY_NAME[name].derivative for name, _ in forward.uses)
     by_element = _by_element(problem)
 
     def takes(row: Any) -> bool:
@@ -67,7 +68,7 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
         if by_element and hasattr(row, "by_element"):
             return row.by_element in KINDS_BY_ELEMENT[KINDS_BY_ELEMENT.index(by_element) :]
         of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
-        return of_scores and not getattr(row, "by_element", "")
+        return of_scores and (linear or not getattr(row, "linear", False)) and not getattr(row, "by_element", "")
 
     return [row for row in rows_for(table_of(kernel, forward.dtype), target) if takes(row)]
 
@@ -80,7 +81,7 @@ def _by_element(problem: BackwardProblem) -> str:
     if not found:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
-        return "hidden"
+        return "asked" if found == ["mask_mod"] else "hidden"
     used, bias = dict(forward.uses), forward.array("bias")
     others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):

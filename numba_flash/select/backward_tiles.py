@@ -77,9 +77,9 @@ class WideFused(NamedTuple):
 
 
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a bias that
-# comes by TMA alone; a mask, a mask_mod or random bits alone; bias, with a mask or without; one kind beside options of
-# the score, functions among them; several kinds, or a bias beside another option of the score.
-BY_ELEMENT = ("boxed", "hidden", "read", "some", "all")
+# comes by TMA alone; a mask_mod alone; a mask or random bits alone; bias, with a mask or without; one kind beside
+# options of the score, functions among them; several kinds, or a bias beside another option of the score.
+BY_ELEMENT = ("boxed", "asked", "hidden", "read", "some", "all")
 
 
 class WgmmaDkdv(NamedTuple):
@@ -90,6 +90,8 @@ class WgmmaDkdv(NamedTuple):
     stages_a: int
     stages_b: int
     apart: bool = False  # dK and dV have a kernel each
+    dv_tile_m: int = 0  # of the kernel of dV, where it is another
+    linear: bool = False  # only for scores whose derivative by the product is 1: nothing keeps another
     by_element: str = ""  # for problems in which something decides about each score: up to this one of BY_ELEMENT
     gpu: str = MEASURED
 
@@ -101,6 +103,7 @@ class WgmmaDq(NamedTuple):
     tile_n: int
     stages_a: int
     stages_b: int
+    linear: bool = False
     by_element: str = ""
     gpu: str = MEASURED
 
@@ -228,20 +231,24 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "wgmma_dkdv": (
         WgmmaDkdv(64, True, 128, 128, stages_a=2, stages_b=2),
+        WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, linear=True),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(96, True, 80, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(128, True, 64, 128, stages_a=3, stages_b=3),
+        WgmmaDkdv(128, False, 64, 128, stages_a=3, stages_b=3, linear=True),
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
         WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="boxed"),
+        WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="asked"),
+        WgmmaDkdv(64, False, 112, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="read"),
         WgmmaDkdv(64, False, 80, 128, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDkdv(128, False, 32, 128, stages_a=2, stages_b=2, by_element="all"),
-        WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="boxed"),
+        WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, dv_tile_m=64, by_element="boxed"),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="hidden"),
         WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="some"),
         WgmmaDkdv(256, False, 32, 128, stages_a=2, stages_b=1, apart=True, by_element="all"),
@@ -252,9 +259,11 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "wgmma_dq": (
         WgmmaDq(64, True, 128, 128, stages_a=2, stages_b=2),
+        WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, linear=True),
         WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2),
         WgmmaDq(96, True, 128, 128, stages_a=2, stages_b=2),
         WgmmaDq(128, True, 128, 112, stages_a=2, stages_b=2),
+        WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, linear=True),
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2),
         WgmmaDq(192, True, 128, 80, stages_a=2, stages_b=2),
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),

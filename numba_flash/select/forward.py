@@ -175,8 +175,6 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     for row in _wide_enough("wgmma", problem, target):
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        if row.tile_m == 192 and (features["scores_finished"] or _reads_scores(problem)) and 128 % group == 0:
-            features["tile_m"] = 128  # three consumers have no registers for scores that are finished before softmax
         features["tile_n"] = min(row.tile_n, _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, where no buffer of Q is free for it and there is room; behind that for a bias.
         bias = problem.array("bias")
@@ -197,7 +195,7 @@ def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Conf
 def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     reads = _reads_scores(problem)
-    plain = not (reads or changes_scores(problem.uses))
+    plain = not (reads or changes_scores(problem.uses) or problem.scale <= 0)
     rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
 
     def takes(row: Any) -> bool:

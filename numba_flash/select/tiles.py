@@ -55,6 +55,8 @@ class Wgmma(NamedTuple):
     ping_pong: bool
     q_buffers: int
     rescale_threshold: int
+    plain: bool = False  # only for scores that no option changes
+    unread: bool = False  # not where something is read or asked for each score
     gpu: str = MEASURED
 
 
@@ -112,7 +114,9 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
     ),
     "wgmma": (
-        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
+        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8, plain=True),
+        Wgmma(64, 192, 96, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
+        Wgmma(64, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
         Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, rescale_threshold=8),
@@ -168,6 +172,8 @@ NOT_COLUMNS = (
     "functions",
     "unread",
     "by_element",
+    "dv_tile_m",
+    "linear",
     "gpu",
     "above",
     "least_keys",

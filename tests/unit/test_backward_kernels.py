@@ -577,16 +577,40 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
 
 @pytest.mark.parametrize(
     ("options", "tile_m"),
-    [(dict(mask="bool"), 96), (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80),
-     (dict(mask="bool", softcap=2.0), 80), (dict(bias="float32", softcap=2.0), 64)],
-    ids=["mask", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
+    [(dict(mask_mod=earlier), 128), (dict(mask="bool"), 112), (dict(dropout_p=0.1, seed=3), 112),
+     (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
+     (dict(bias="float32", softcap=2.0), 64)],
+    ids=["mask_mod", "mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
 )  # fmt: skip
 def test_at_head_dim_64_what_is_read_has_larger_tiles_than_what_is_computed(options, tile_m):
     arrays = {name: empty(300, 500, dtype=x) for name, x in options.items() if name in ("bias", "mask")}
-    functions = {name: Function.of(name, x) for name, x in options.items() if name == "score_mod"}
+    functions = {name: Function.of(name, x) for name, x in options.items() if name.endswith("_mod")}
     given = options | arrays | functions
     (found,) = (x for x in wgmma_configs(problem(64, dtype="float16", **given), HOPPER) if x.kernel == "wgmma_dkdv")
     assert found.tile_m == tile_m
+
+
+def tiles_with(head_dim, options):
+    """Of wgmma's kernels, (tile_m, tile_n) each."""
+    made = wgmma_configs(problem(head_dim, dtype="bfloat16", **options), ONE_MULTIPROCESSOR)
+    return [(x.tile_m, x.tile_n) for x in made if x.kernel in ("wgmma_dkdv", "wgmma_dq")]
+
+
+def test_scores_of_which_no_derivative_is_kept_have_larger_tiles():
+    slopes = dict(alibi_slopes=empty(2, dtype="float32"))
+    assert tiles_with(64, slopes) == [(128, 128), (128, 128)]
+    assert tiles_with(64, slopes | dict(softcap=2.0)) == [(64, 128), (128, 64)]
+    assert tiles_with(128, slopes) == [(64, 128), (128, 112)]
+    assert tiles_with(128, dict(softcap=2.0)) == [(48, 128), (128, 64)]
+
+
+def test_dv_of_a_bias_by_tma_has_a_tile_of_its_own():
+    bias = dict(bias=empty(300, 500, dtype="bfloat16", strides=(504, 1)), bias_aligned=True)
+    made = wgmma_configs(problem(256, dtype="bfloat16", **bias), HOPPER)
+    assert {(x.of_dk, x.of_dv): x.tile_m for x in made if x.kernel == "wgmma_dkdv"} == {
+        (True, False): 48,
+        (False, True): 64,
+    }
 
 
 @pytest.mark.usefixtures("two_kernels")

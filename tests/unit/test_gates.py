@@ -273,13 +273,14 @@ def wide_backward_gates():
 
 def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
-    that does not fit with 64 columns less of v.
+    that does not fit with 64 columns less of v. With softcap where another row is for plain attention.
     """
+    softcap = 5.0 if getattr(row, "unread", False) else None
     with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
         found = [
             config
             for head_dim_v in (row.head_dim, row.head_dim - 64)
-            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v), HOPPER)
+            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, softcap=softcap), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -372,6 +373,7 @@ def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(dtype="bfloat16", uses=uses(**used), q_offset_source="array")
+    linear = rich | dict(uses=uses(**{name: given for name, given in used.items() if name != "softcap"}))
     # What is read for each score, in the rows of mma that are not for plain scores only. A mask alone takes less.
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
@@ -379,6 +381,8 @@ def backward_gates():
         rows = backward_tiles.rows_for(kernel, HOPPER)
         for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
             of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
+            if getattr(row, "linear", False):
+                of_row = {"-linear": linear}
             if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
                 of_row["-reading"] = reading
             for words, options in of_row.items():
@@ -500,8 +504,8 @@ def by_element_gates():
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
     of_level = dict(
         boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
-        hidden=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths), mask=dict(mask="bool", **lengths),
-                    dropout=dropped | lengths),
+        asked=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
+        hidden=dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
         read=dict(read=read | lengths),
         some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
                   dropout=dropped | rich),
@@ -518,7 +522,8 @@ def by_element_gates():
             features |= tiles.columns(row)
             parts = {"": {}}
             if kind is WgmmaDkdvConfig and row.apart:
-                parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False, stages_b=2)}
+                of_dv = dict(of_dk=False, stages_b=2, tile_m=row.dv_tile_m or row.tile_m)
+                parts = {"-dk": dict(of_dv=False), "-dv": of_dv}
             halved = dict(stages_b=2) | {"tile_n" if kind is WgmmaDkdvConfig else "tile_m": 64}
             for number, (words, options) in enumerate(served.items()):
                 array = "array" if "q_offset" in options else "number"

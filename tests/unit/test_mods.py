@@ -51,7 +51,11 @@ BIASES = {
     "alibi": (mods.alibi, (SLOPES,), -SLOPES[:, None, None] * np.abs(Q_POS - K_POS)),
     "t5": (mods.relative_position(16, 24), (TABLE,), t5_bias(TABLE, True)),
     "t5, causal": (mods.relative_position(16, 24, False), (TABLE,), t5_bias(TABLE, False)),
-}
+    "from the end": (
+        lambda s, b, h, i, j, table: s + table[(i - j) % 9 - 4, h], (TABLE,),
+        TABLE[(Q_POS - K_POS) % 9 - 4].transpose(2, 0, 1)[None],
+    ),
+}  # fmt: skip
 
 
 def by(case, **options):
@@ -105,8 +109,10 @@ def test_softcap():
 
 
 # Each compiled for the CPU, at every position of two heads.
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("which", [*MASKS, *BIASES])
-def test_compiled_they_are_the_same(which):
+def test_compiled_they_are_the_same(which, narrow):
+    """narrow: whole numbers are int32 where they fit, as in a kernel whose positions are known to be small."""
     from numba import njit
     from numba.core import types
     from numba.core.extending import intrinsic
@@ -116,9 +122,9 @@ def test_compiled_they_are_the_same(which):
     function = Function.of("mod", given)
     fast = njit(error_model="numpy")
     call = fast(function.build(compiled.stand_ins("float32"), fast))
-    whole, real = compiled.as_number("whole", "float32"), compiled.as_number("real", "float32")
+    whole, real = compiled.as_number("whole", "float32", narrow), compiled.as_number("real", "float32")
     value = compiled.truth_of("mask_mod", function) if is_mask else compiled.result("score_mod", "float32", function)
-    tables = [compiled.as_table(x.dtype.name, x.ndim, "float32") for x in aux]
+    tables = [compiled.as_table(x.dtype.name, x.ndim, "float32", narrow) for x in aux]
 
     @intrinsic
     def pointer(typingctx, x):

@@ -11,7 +11,6 @@ second.
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.extending import intrinsic
 from numba.core.typing import signature
@@ -20,27 +19,25 @@ from .. import NARROW
 from ..function import MARK, Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
-from .number_types import BASES, Number, Table, kind_of, words
+from .number_types import ANY, BASES, Number, Table, kind_of, words
 from .number_types import READS as READS
 from .stand_ins import stand_ins as stand_ins
 from .tables import scope_of_scores as scope_of_scores
 
 
 def as_number(kind: str, base_name: str, narrow: bool = False) -> Any:
-    """-> number(x): x as a Number; a dual one has the derivative 1. narrow: LLVM is told that a whole one lies in 0 to
-    NARROW. So it knows that none is negative, as an index that counts from the end is; and on a CPU without AVX-512
-    that they and differences of two fit into an int32, of which vectors of real numbers can be made."""
+    """-> number(x): x as a Number; a dual one has the derivative 1. narrow: a whole one lies in 0 to NARROW. So none is
+    negative, as an index that counts from the end is; and it and most of what is made of it is computed in int32."""
     base = BASES[base_name]
 
     @intrinsic
     def number(typingctx: Any, x: Any) -> Any:
-        t = Number(kind, base)
+        t = Number(kind, base, (0, NARROW) if narrow and kind == "whole" else ANY)
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
             if kind == "whole":
-                whole = code.whole(sig.args[0], args[0])
-                return code.made(t, builder.and_(whole, ir.Constant(whole.type, NARROW)) if narrow else whole)
+                return code.made(t, code.whole(sig.args[0], args[0]))
             x = code.of(sig.args[0], args[0]).x.value
             return code.made(t, x, code.one.value)
 
@@ -49,13 +46,41 @@ def as_number(kind: str, base_name: str, narrow: bool = False) -> Any:
     return number
 
 
-def as_table(dtype: str, ndim: int, base_name: str) -> Any:
-    """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements."""
+def as_positions(base_name: str, narrow: bool) -> tuple[Any, Any]:
+    """-> (query(q_pos, ahead), key(k_pos)): both as whole Numbers of their side; ahead: q_pos - k_pos."""
+    base = BASES[base_name]
+    query_type, key_type = (Number("whole", base, (0, NARROW) if narrow else ANY, x) for x in ("query", "key"))
+
+    @intrinsic
+    def query(typingctx: Any, q_pos: Any, ahead: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            made = cgutils.create_struct_proxy(query_type)(context, builder)
+            x, away = (code.whole(t, value) for t, value in zip(sig.args, args, strict=True))
+            made.x, made.ahead = (code.resized(value, made.x.type) for value in (x, away))
+            return made._getvalue()
+
+        return signature(query_type, q_pos, ahead), codegen
+
+    @intrinsic
+    def key(typingctx: Any, k_pos: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, base)
+            return code.made(key_type, code.whole(sig.args[0], args[0]))
+
+        return signature(key_type, k_pos), codegen
+
+    return query, key
+
+
+def as_table(dtype: str, ndim: int, base_name: str, narrow: bool = False) -> Any:
+    """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements.
+    narrow: as of Table."""
     base = BASES[base_name]
 
     @intrinsic
     def table(typingctx: Any, pointer: Any, sizes: Any) -> Any:
-        t = Table(dtype, pointer.dtype, ndim, base)
+        t = Table(dtype, pointer.dtype, ndim, base, narrow=narrow)
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             numbers = cgutils.unpack_tuple(builder, args[1])

@@ -11,7 +11,7 @@ from numba.core.typing import signature
 
 from .. import on_cpu, quick
 from ..rules import Pair
-from .number_types import Number
+from .number_types import Number, is_narrow
 
 
 class Value:
@@ -185,18 +185,43 @@ class Code:
         whole = isinstance(types.unliteral(t), types.Integer)
         return Pair(Value(self, self.context.cast(self.builder, value, t, self.base.type), whole))
 
-    def whole(self, t: Any, value: Any) -> Any:
-        """A whole number of any type as an int64."""
-        if isinstance(t, Number):
-            return cgutils.create_struct_proxy(t)(self.context, self.builder, value=value).x
-        return self.context.cast(self.builder, value, t, types.int64)
+    def whole(self, t: Any, value: Any, narrow: bool = False) -> Any:
+        """A whole number of any type as an int64, or as an int32, where it is one."""
+        if not isinstance(t, Number):
+            return self.context.cast(self.builder, value, t, types.int32 if narrow else types.int64)
+        x = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value).x
+        if narrow or not t.narrow:
+            return x
+        extend = self.builder.zext if t.within[0] >= 0 else self.builder.sext
+        return extend(x, ir.IntType(64))
+
+    def resized(self, x: Any, kind: Any) -> Any:
+        """A signed whole number as one of so many bits, into which it fits."""
+        if x.type == kind:
+            return x
+        return (self.builder.sext if kind.width > x.type.width else self.builder.trunc)(x, kind)
+
+    def wholes(self, sig: Any, args: Any) -> list[Any]:
+        """Whole numbers as what an operation on them computes in: int32, where they and the result are that."""
+        types_of = (sig.return_type, *sig.args)
+        narrow = all(is_narrow(t) for t in types_of if t != types.boolean)
+        return [self.whole(t, value, narrow) for t, value in zip(sig.args, args, strict=True)]
+
+    def difference(self, sig: Any, args: Any) -> Any:
+        """That of a query's position and a key's, which scores on a diagonal share; None of other numbers."""
+        sides = [getattr(t, "side", "") for t in sig.args]
+        if sorted(sides) != ["key", "query"]:
+            return None
+        at = sides.index("query")
+        ahead = cgutils.create_struct_proxy(sig.args[at])(self.context, self.builder, value=args[at]).ahead
+        return self.builder.sub(ir.Constant(ahead.type, 0), ahead, flags=("nsw",)) if at else ahead
 
     def made(self, t: Any, x: Any, d: Any = None) -> Any:
         """A number of type t."""
         if t == types.boolean:
             return x
         members = cgutils.create_struct_proxy(t)(self.context, self.builder)
-        members.x = x
+        members.x = self.resized(x, ir.IntType(32)) if t.narrow else x
         if t.kind == "dual":
             members.d = self.zero.value if d is None else d
         return members._getvalue()

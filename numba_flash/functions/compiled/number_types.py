@@ -20,22 +20,65 @@ class Base(NamedTuple):
 
 BASES = {"float32": Base(types.float32), "float64": Base(types.float64), "for 16 bits": Base(types.float32, True)}
 KINDS = ("whole", "real", "dual")
+Within = tuple[int, int]
+INT32, ANY = ((-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (32, 64))
+# In loops, and behind an if, a whole number is known to lie within one of these.
+STEPS = ((0, 2**8), (-(2**8), 2**8), (0, 2**28), (-(2**28), 2**28), INT32, ANY)
 
 
 class Number(types.Type):
-    def __init__(self, kind: str, base: Any):
-        self.kind, self.base = kind, base
-        super().__init__(name=f"{kind}({base})")
+    """within: between which numbers a whole one lies, both included. It is an int32 where these are. side: "query" or
+    "key" of its position, until something is done with it. A query's also says how far it is ahead of the key."""
+
+    def __init__(self, kind: str, base: Any, within: Within = ANY, side: str = ""):
+        self.kind, self.base, self.within, self.side = kind, base, within, side
+        known = "" if within == ANY else f", {within[0]} to {within[1]}"
+        super().__init__(name=f"{kind}({base}{known}{side and f', {side}'})")
+
+    @property
+    def narrow(self) -> bool:
+        return self.kind == "whole" and fits(self.within, INT32)
 
     def unify(self, typingctx: Any, other: Any) -> Any:
         """The type of a variable that is this on one way and `other` on another."""
         kind = kind_of(other)
-        return None if kind is None else Number(max(self.kind, kind, key=KINDS.index), self.base)
+        if kind is None:
+            return None
+        if (self.kind, kind) == ("whole", "whole"):
+            return Number("whole", self.base, _around(self.within, within_of(other)))
+        return Number(max(self.kind, kind, key=KINDS.index), self.base)
 
     def can_convert_from(self, typingctx: Any, other: Any) -> Any:
         kind = kind_of(other)
-        fits = kind is not None and KINDS.index(kind) <= KINDS.index(self.kind)
-        return Conversion.safe if fits else None
+        if kind is None or KINDS.index(kind) > KINDS.index(self.kind) or self.side:
+            return None
+        return Conversion.safe if self.kind != "whole" or fits(within_of(other), self.within) else None
+
+
+def fits(within: Within, other: Within) -> bool:
+    return other[0] <= within[0] and within[1] <= other[1]
+
+
+def _around(one: Within, two: Within) -> Within:
+    """What holds both. A variable that grows in a loop gets a new type each time Numba looks, until none is wider: so
+    there are few."""
+    return next(wide for wide in STEPS if fits(one, wide) and fits(two, wide))
+
+
+def within_of(t: Any) -> Within:
+    """Of a whole number's type, plain or not."""
+    if isinstance(t, Number):
+        return t.within
+    if isinstance(t, types.IntegerLiteral):
+        return (t.literal_value, t.literal_value)
+    t = types.unliteral(t)
+    if isinstance(t, types.Integer):
+        return t.minval, t.maxval
+    return (0, 1) if t == types.boolean else ANY
+
+
+def is_narrow(t: Any) -> bool:
+    return kind_of(t) == "whole" and fits(within_of(t), INT32)
 
 
 def kind_of(t: Any) -> str | None:
@@ -50,19 +93,22 @@ def kind_of(t: Any) -> str | None:
 
 class Table(types.Type):
     """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
-    says where what is owed to that one is added up."""
+    says where what is owed to that one is added up. narrow: how far an element is from the first is an int32."""
 
-    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False):
-        self.dtype, self.element, self.ndim, self.base, self.recorded = dtype, element, ndim, base, recorded
+    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False):
+        self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
+        self.recorded, self.narrow = recorded, narrow
         # Types of equal names are one type to Numba. float16 lies in memory as uint16 on a CPU and as float16 on a GPU.
-        super().__init__(name=f"table({dtype} as {element}, {ndim}, {base}{', recorded' * recorded})")
+        words = f"{', recorded' * recorded}{', narrow' * narrow}"
+        super().__init__(name=f"table({dtype} as {element}, {ndim}, {base}{words})")
 
 
 @register_model(Number)
 class _NumberModel(models.StructModel):
     def __init__(self, manager: Any, t: Number):
-        members = [("x", types.int64 if t.kind == "whole" else t.base.type)]
-        super().__init__(manager, t, members + [("d", t.base.type)] * (t.kind == "dual"))
+        number = t.base.type if t.kind != "whole" else types.int32 if t.narrow else types.int64
+        others = [("d", number)] * (t.kind == "dual") + [("ahead", number)] * (t.side == "query")
+        super().__init__(manager, t, [("x", number), *others])
 
 
 @register_model(Table)

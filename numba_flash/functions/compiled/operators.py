@@ -12,8 +12,9 @@ from numba.core.typing.templates import AbstractTemplate, infer_global
 
 from .. import rules
 from ..function import MARK
+from . import within
 from .code import Code
-from .number_types import Number, Table, kind_of, result_of
+from .number_types import Number, Table, kind_of, result_of, within_of
 
 
 def typed(key: Any, result: Callable[..., Any]) -> None:
@@ -48,7 +49,7 @@ def _register_binary(name: str) -> None:
             return None
         kinds, base = found
         if kinds == ("whole", "whole") and name != "truediv" and not (name == "pow" and _negative(b)):
-            return Number("whole", base)
+            return Number("whole", base, within.of_binary(name, within_of(a), within_of(b)))
         return Number("real", base) if name == "floordiv" else result_of(kinds, base)
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -56,6 +57,12 @@ def _register_binary(name: str) -> None:
         if sig.return_type.kind == "whole":
             if name == "pow" and isinstance(b, types.IntegerLiteral):
                 return code.made(sig.return_type, _whole_power(builder, code.whole(a, args[0]), b.literal_value))
+            difference = code.difference(sig, args) if name == "sub" else None
+            if difference is not None:
+                return code.made(sig.return_type, difference)
+            if name in ("add", "sub", "mul"):
+                flags = ("nsw",) * sig.return_type.narrow
+                return code.made(sig.return_type, getattr(builder, name)(*code.wholes(sig, args), flags=flags))
             of_whole = context.get_function(plain, signature(types.int64, types.int64, types.int64))
             return code.made(sig.return_type, of_whole(builder, [code.whole(a, args[0]), code.whole(b, args[1])]))
         if name == "pow" and isinstance(b, types.IntegerLiteral):
@@ -91,8 +98,11 @@ def _register_comparing(name: str, sign: str) -> None:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         (kinds, base), (a, b) = numbers_of(*sig.args), sig.args  # type: ignore[misc]
         code = Code(context, builder, base)
+        difference = code.difference(sig, args)
+        if difference is not None:
+            return builder.icmp_signed(sign, difference, ir.Constant(difference.type, 0))
         if kinds == ("whole", "whole"):
-            return builder.icmp_signed(sign, code.whole(a, args[0]), code.whole(b, args[1]))
+            return builder.icmp_signed(sign, *code.wholes(sig, args))
         compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
         return compare(sign, code.of(a, args[0]).x.value, code.of(b, args[1]).x.value)
 
@@ -102,7 +112,9 @@ def _register_comparing(name: str, sign: str) -> None:
 def _register_of_bits(name: str) -> None:
     def result(a: Any, b: Any) -> Any:
         found = numbers_of(a, b)
-        return Number("whole", found[1]) if found and found[0] == ("whole", "whole") else None
+        if found is None or found[0] != ("whole", "whole"):
+            return None
+        return Number("whole", found[1], within.of_binary(name, within_of(a), within_of(b)))
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         code, (a, b) = Code(context, builder, sig.return_type.base), sig.args
@@ -115,18 +127,27 @@ def _register_of_bits(name: str) -> None:
 
 
 def _register_unary(key: Any, rule: Any, of_whole: Callable[[Any, Any], Any]) -> None:
-    typed(key, lambda a: a if isinstance(a, Number) else None)
+    def result(a: Any) -> Any:
+        if not isinstance(a, Number):
+            return None
+        return Number("whole", a.base, within.UNARY[key](a.within)) if a.kind == "whole" else a
+
+    typed(key, result)
 
     @lower_builtin(key, Number)
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         code, (t,) = Code(context, builder, sig.args[0].base), sig.args
         if t.kind == "whole":
-            return code.made(t, of_whole(builder, code.whole(t, args[0])))
+            return code.made(sig.return_type, of_whole(builder, *code.wholes(sig, args)))
         return code.given(t, rule(code.of(t, args[0]), code))
 
 
+def _negative_of(builder: Any, x: Any) -> Any:
+    return builder.sub(ir.Constant(x.type, 0), x, flags=("nsw",) * (x.type.width == 32))
+
+
 def _absolute(builder: Any, x: Any) -> Any:
-    return builder.select(builder.icmp_signed("<", x, ir.Constant(x.type, 0)), builder.neg(x), x)
+    return builder.select(builder.icmp_signed("<", x, ir.Constant(x.type, 0)), _negative_of(builder, x), x)
 
 
 for _name in rules.BINARY:
@@ -135,10 +156,17 @@ for _name, _sign in dict(lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=").ite
     _register_comparing(_name, _sign)
 for _name in ("and_", "or_", "xor", "lshift", "rshift"):
     _register_of_bits(_name)
-_register_unary(operator.neg, rules.neg, lambda builder, x: builder.neg(x))
+_register_unary(operator.neg, rules.neg, _negative_of)
 _register_unary(operator.pos, rules.pos, lambda builder, x: x)
 _register_unary(abs, rules.absolute, _absolute)
-typed(operator.invert, lambda a: a if isinstance(a, Number) and a.kind == "whole" else None)
+
+
+def _inverted(a: Any) -> Any:
+    is_whole = isinstance(a, Number) and a.kind == "whole"
+    return Number("whole", a.base, within.inverted(a.within)) if is_whole else None
+
+
+typed(operator.invert, _inverted)
 
 
 @lower_builtin(operator.invert, Number)
@@ -154,7 +182,8 @@ def _register_truth(key: Any, sign: str) -> None:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         code, (t,) = Code(context, builder, sig.args[0].base), sig.args
         if t.kind == "whole":
-            return builder.icmp_signed(sign, code.whole(t, args[0]), ir.Constant(ir.IntType(64), 0))
+            x = code.whole(t, args[0], narrow=t.narrow)
+            return builder.icmp_signed(sign, x, ir.Constant(x.type, 0))
         compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
         return compare(sign, code.of(t, args[0]).x.value, code.zero.value)
 

@@ -9,13 +9,15 @@ from typing import Any
 from llvmlite import ir
 from numba.core import errors, types
 from numba.core.extending import lower_builtin
+from numba.core.imputils import lower_constant
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 
 from .. import rules
-from ..function import MARK
+from ..function import MARK, OF_TUPLES
+from . import within
 from .code import Code
-from .number_types import BASES, Number, kind_of, result_of, words
+from .number_types import ANY, BASES, Number, fits, kind_of, result_of, within_of, words
 
 
 def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
@@ -46,6 +48,40 @@ def _kinds(name: str, count: int | None, args: tuple[Any, ...]) -> tuple[str, ..
     return kinds  # type: ignore[return-value]
 
 
+class _Constant:
+    """A whole number of a tuple, of which in a loop Numba would know no more than that it is an int64."""
+
+    def __init__(self, value: int, t: Number):
+        self.value, self._numba_type_ = value, t
+
+
+@lower_constant(Number)
+def _lower_constant(context: Any, builder: Any, t: Any, constant: Any) -> Any:
+    kind = context.get_value_type(t)
+    return kind([kind.elements[0](constant.value)])
+
+
+def _of_tuples(base: Any, tree: Any) -> Any:
+    """The tree of a tuple whose whole numbers know between which they all lie."""
+    found = list(_whole_numbers(tree))
+    if not found or not fits((min(found), max(found)), ANY):
+        return tree
+    return _with_constants(tree, Number("whole", base, (min(found), max(found))))
+
+
+def _whole_numbers(tree: Any) -> Any:
+    if tree[0] == "int":
+        yield tree[1]
+    for part in tree[1:] if tree[0] == "tuple" else ():
+        yield from _whole_numbers(part)
+
+
+def _with_constants(tree: Any, t: Number) -> Any:
+    if tree[0] == "tuple":
+        return ("tuple", *(_with_constants(part, t) for part in tree[1:]))
+    return ("constant", _Constant(tree[1], t)) if tree[0] == "int" else tree
+
+
 @functools.cache
 def stand_ins(base_name: str) -> dict[Any, Any]:
     """For each computing type its own: a constant in math.exp(0.5) does not say which it is."""
@@ -67,8 +103,8 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
             return code.made(sig.return_type, builder.fptosi(rounded.value, ir.IntType(64)))
 
         def result(*args: Any) -> Any:
-            _kinds(name, 1, args)
-            return Number("whole", base)
+            (kind,) = _kinds(name, 1, args)
+            return Number("whole", base, within_of(args[0]) if kind == "whole" else ANY)
 
         return _stand_in(name, result, lower)
 
@@ -87,17 +123,19 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
 
         return _stand_in(name, result, lower)
 
-    def extreme(name: str, rule: Any, sign: str) -> Any:
+    def extreme(name: str, rule: Any, sign: str, of_within: Any) -> Any:
         def result(*args: Any) -> Any:
             kinds = _kinds(name, None, args)
             if len(kinds) < 2:
                 raise errors.TypingError(f"{MARK}{name}() takes two numbers or more here")
-            return Number("whole", base) if set(kinds) == {"whole"} else result_of(kinds, base)
+            if set(kinds) == {"whole"}:
+                return Number("whole", base, of_within(*map(within_of, args)))
+            return result_of(kinds, base)
 
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
             if sig.return_type.kind == "whole":
-                values = list(map(code.whole, sig.args, args))
+                values = code.wholes(sig, args)
                 found = values[0]
                 for x in values[1:]:
                     found = builder.select(builder.icmp_signed(sign, x, found), x, found)
@@ -139,6 +177,7 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
         "int": to_whole("int", "trunc"),
         "round": to_whole("round", "rint"),
         "bool": truth(),
-        "min": extreme("min", rules.minimum, "<"),
-        "max": extreme("max", rules.maximum, ">"),
+        "min": extreme("min", rules.minimum, "<", within.least),
+        OF_TUPLES: functools.partial(_of_tuples, base),
+        "max": extreme("max", rules.maximum, ">", within.largest),
     }

@@ -4,6 +4,7 @@ import itertools
 import operator
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.extending import lower_builtin, lower_getattr
@@ -12,7 +13,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
 from ..function import MARK
 from .code import Code
-from .number_types import READS, Number, Table, kind_of
+from .number_types import READS, Number, Table, is_narrow, kind_of, within_of
 from .operators import numbers_of, typed
 
 
@@ -40,9 +41,9 @@ def _load(code: Code, t: Table, pointer: Any) -> Any:
         return code.made(Number("real", t.base), _from_half(code, value))
     if t.dtype == "bool":
         return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
-    kind = "real" if t.dtype.startswith("float") else "whole"
-    to = t.base.type if kind == "real" else types.int64
-    return code.made(Number(kind, t.base), context.cast(builder, value, t.element, to))
+    number = _number_in(t)
+    to = t.base.type if number.kind == "real" else types.int64
+    return code.made(number, context.cast(builder, value, t.element, to))
 
 
 def _from_half(code: Code, bits: Any) -> Any:
@@ -75,11 +76,18 @@ def _read(t: Any, index: Any) -> Any:
         )
     left = t.ndim - len(indices)
     if left:
-        return Table(t.dtype, t.element, left, t.base, t.recorded)
+        return Table(t.dtype, t.element, left, t.base, t.recorded, t.narrow)
     if t.recorded:
         return Number("dual", t.base)
-    kind = "real" if "float" in t.dtype else "whole"
-    return types.boolean if t.dtype == "bool" else Number(kind, t.base)
+    return types.boolean if t.dtype == "bool" else _number_in(t)
+
+
+def _number_in(t: Table) -> Number:
+    """The type of a number that is read."""
+    if "float" in t.dtype:
+        return Number("real", t.base)
+    limits = np.iinfo(t.dtype)
+    return Number("whole", t.base, (int(limits.min), int(limits.max)))
 
 
 typed(operator.getitem, _read)
@@ -95,21 +103,25 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         indices = zip(_members(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
     else:
         indices = zip([index], [args[1]], strict=True)
-    offset, count, zero = ir.Constant(ir.IntType(64), 0), 0, ir.Constant(ir.IntType(64), 0)
+    size = ir.IntType(32 if t.narrow else 64)
+    offset, count, zero = ir.Constant(size, 0), 0, ir.Constant(ir.IntType(64), 0)
     owed, owed_strides = zero, (zero,) * t.ndim
     if t.recorded:
         owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
     for axis, (kind, value) in enumerate(indices):
-        at = code.whole(kind, value)
-        at = builder.select(builder.icmp_signed("<", at, zero), builder.add(at, shape[axis]), at)  # from the end
+        at = code.whole(kind, value, t.narrow and is_narrow(kind))
+        length, first = code.resized(shape[axis], at.type), ir.Constant(at.type, 0)
+        if within_of(kind)[0] < 0:  # from the end
+            at = builder.select(builder.icmp_signed("<", at, first), builder.add(at, length), at)
         if not code.on_gpu:  # where others use the memory beyond: the nearest element
-            last = builder.sub(shape[axis], ir.Constant(at.type, 1))
+            last = builder.sub(length, ir.Constant(at.type, 1))
             at = builder.select(builder.icmp_signed(">", at, last), last, at)
-            at = builder.select(builder.icmp_signed("<", at, zero), zero, at)
-        offset, count = builder.add(offset, builder.mul(at, strides[axis])), axis + 1
+            at = builder.select(builder.icmp_signed("<", at, first), first, at)
+        way = (code.resized(x, size) for x in (at, strides[axis]))
+        offset, count = builder.add(offset, builder.mul(*way)), axis + 1
         if t.recorded:
             owed = builder.add(owed, builder.mul(at, owed_strides[axis]))
-    pointer = builder.gep(table.data, [offset])
+    pointer = builder.gep(table.data, [code.resized(offset, zero.type)])
     if count == t.ndim:
         return _recorded(code, t, _load(code, t, pointer), table.state, owed) if t.recorded else _load(code, t, pointer)
     part = cgutils.create_struct_proxy(sig.return_type)(context, builder)

@@ -34,6 +34,17 @@ class At(NamedTuple):
     q_pos: int
 
 
+class Placed(NamedTuple):
+    """At, in a fragment. ahead: q_pos - k_index, made so that it is the same number for all scores on a diagonal."""
+
+    b: int
+    h: int
+    q_index: int
+    k_index: int
+    q_pos: int
+    ahead: int
+
+
 class Score(NamedTuple):
     """Device functions. `score` are the numbers of the kernel's parameter of this name."""
 

@@ -12,7 +12,7 @@ from numba import int32, int64, uint32
 
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
-from . import At, user
+from . import Placed, user
 
 
 class FragmentFunctions(NamedTuple):
@@ -30,7 +30,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     """Of a tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     group, tile_n = config.group_size, config.tile_n
-    blocks = tile_n // 8
+    shared, blocks = group > 1, tile_n // 8  # shared: a tile is of the queries of several heads
     words = -(-blocks // 16)
 
     @inlined
@@ -41,26 +41,31 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def all_visible(at, arrays, strides):
         return True
 
-    value = user.make(config, "score_mod") if has_score_mod else unchanged
-    visible = user.make(config, "mask_mod") if has_mask_mod else all_visible
+    def applying(placed: bool) -> Any:
+        value = user.make(config, "score_mod", placed=placed) if has_score_mod else unchanged
+        visible = user.make(config, "mask_mod", placed=placed) if has_mask_mod else all_visible
 
-    @inlined
-    def applied(product, at, asks, arrays, strides, score):
-        seen = True
-        if has_mask_mod:
-            if asks:
-                seen = visible(at, arrays, strides)
-        if has_score_mod:
-            if seen:
-                product = value(product * score.scale, at, arrays, strides)
-        return product, seen
+        @inlined
+        def applied(product, at, asks, arrays, strides, score):
+            seen = True
+            if has_mask_mod:
+                if asks:
+                    seen = visible(at, arrays, strides)
+            if has_score_mod:
+                if seen:
+                    product = value(product * score.scale, at, arrays, strides)
+            return product, seen
+
+        return applied
+
+    applied, applied_alone = applying(placed=True), applying(placed=False)
 
     @inlined
     def apply_alone(product, at, arrays, strides, score):
-        return applied(product, at, TRUE, arrays, strides, score)
+        return applied_alone(product, at, TRUE, arrays, strides, score)
 
     @inlined
-    def nothing(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score):
+    def nothing(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
         pass
 
     def and_block(before: Any, n: int, inside: bool) -> Any:
@@ -69,17 +74,21 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         count, and without a jump around each, one is computed beside the others."""
 
         @inlined
-        def block(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score):
-            before(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score)
+        def block(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
+            before(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score)
             # Rows inside: the other way round the compiler would keep the positions of all columns.
             for i in range(2):
                 k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
                 for r in range(2 * strips):
                     word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                     if inside or mask_bits[word] & bit != 0:
-                        row = min(int32(first + r * 8), last)  # only inside one may not exist
+                        row = int32(first + r * 8)
+                        if shared:  # inside one may not exist
+                            row = min(row, last)
                         query = int32(uint32(row) // uint32(group))
-                        at = At(b, int32(h + row - query * group), query, k_pos, int64(tile_pos + query))
+                        q_pos, head = int64(tile_pos + query), int32(h + row - query * group)
+                        own_ahead = q_pos - k_pos if shared else ahead + (r * 8 - n * 8 - i)
+                        at = Placed(b, head, query, k_pos, q_pos, own_ahead)
                         acc_s[place], seen = applied(acc_s[place], at, asks, arrays, strides, score)
                         if has_mask_mod:
                             if not seen:
@@ -104,19 +113,21 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
         first_key = int32(j * tile_n + first_column_of(lane))
-        every_block(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, asks, arrays, strides, score)
+        ahead = tile_pos + first - first_key
+        every_block(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score)
 
     @inlined
     def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
-        """The same for a tile whose keys every row sees, as far as anything but mask_mod says. What is asked for rows
-        that do not exist is asked for the last one that does."""
+        """The same for a tile whose keys every row sees, as far as anything but mask_mod says, and in which every row
+        exists; of several heads' queries, what is asked for rows that do not exist is asked for the last that does."""
         if has_score_mod and asks:  # score_mod only about scores that mask_mod leaves
             apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
         else:
             first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
             first_key = int32(j * tile_n + first_column_of(lane))
+            ahead = tile_pos + first - first_key
             # Without a score_mod it is called where mask_mod is asked.
             alone = FALSE if has_score_mod else TRUE
-            every_inside(acc_s, mask_bits, first_key, b, h, first, last, tile_pos, alone, arrays, strides, score)
+            every_inside(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, alone, arrays, strides, score)
 
     return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)

@@ -16,7 +16,7 @@ from numba import int32, uint32
 
 from ..steps import numbers
 from ..steps.inlined import inlined
-from . import At, user
+from . import At, Placed, user
 
 
 @functools.cache
@@ -119,7 +119,8 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
 def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
     """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of so many columns, beside S. It needs
     no score."""
-    visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
+    visible = user.make(config, "mask_mod", placed=True) if config.has("mask_mod") else None
+    way = 1 if of_keys else -1  # columns of queries lead ahead
 
     @inlined
     def nothing(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
@@ -138,7 +139,8 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
                     if inside or shown_bits[r] & bit != 0:
                         query = int32(first_query + (column if of_keys else r * 8))
                         key = int32(first_key + (r * 8 if of_keys else column))
-                        if not visible(At(b, h, query, key, q_start + query), arrays, strides):
+                        ahead = q_start + first_query - first_key + way * (column - r * 8)
+                        if not visible(Placed(b, h, query, key, q_start + query, ahead), arrays, strides):
                             shown_bits[r] &= ~bit
 
         return block

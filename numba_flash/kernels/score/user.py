@@ -2,6 +2,7 @@
 
 make(config, option, derivative) -> call(before, at, arrays, strides). `before` is (the score,) for a score_mod and ()
 for a mask_mod. It gives (score, derivative by the score before) with a derivative, else the score or the truth.
+placed: at is a Placed, else an At.
 """
 
 from typing import Any
@@ -14,8 +15,10 @@ from ...config.forward import ITEM_SIZE
 from ..steps.inlined import inlined
 
 
-def make(config: Any, option: str, derivative: bool = False) -> Any:
-    return (_simulated if numba_config.ENABLE_CUDASIM else _compiled)(config, option, derivative)
+def make(config: Any, option: str, derivative: bool = False, placed: bool = False) -> Any:
+    if numba_config.ENABLE_CUDASIM:
+        return _simulated(config, option, derivative)
+    return _compiled(config, option, derivative, placed)
 
 
 def _base(config: Any, option: str) -> str:
@@ -25,19 +28,35 @@ def _base(config: Any, option: str) -> str:
     return "for 16 bits" if quick else config.compute_dtype
 
 
-def _compiled(config: Any, option: str, derivative: bool) -> Any:
+def _positions(config: Any, base: str, placed: bool) -> Any:
+    """-> where(at): the whole numbers that a function is told."""
+    from ...functions import compiled
+
+    whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
+
+    @inlined
+    def of_placed(at):
+        return whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
+
+    @inlined
+    def of_at(at):
+        return whole(at.b), whole(at.h), query(at.q_pos, int64(at.q_pos) - int64(at.k_index)), key(at.k_index)
+
+    return of_placed if placed else of_at
+
+
+def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
     from ...functions import compiled
 
     function, base = config.function(option), _base(config, option)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    whole, tables = compiled.as_number("whole", base, config.narrow), _tables(config, base)
+    where, tables = _positions(config, base, placed), _tables(config, base)
     if option == "mask_mod":
         truth = compiled.truth_of(option, function)
 
         @inlined
         def visible(at, arrays, strides):
-            where = (whole(at.b), whole(at.h), whole(at.q_pos), whole(at.k_index))
-            return truth(call(*(where + tables(arrays, strides))))
+            return truth(call(*(where(at) + tables(arrays, strides))))
 
         return visible
     number = compiled.as_number("dual" if derivative else "real", base)
@@ -45,8 +64,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
     @inlined
     def found(s, at, arrays, strides):
-        given = (number(s), whole(at.b), whole(at.h), whole(at.q_pos), whole(at.k_index))
-        return call(*(given + tables(arrays, strides)))
+        return call(*((number(s),) + where(at) + tables(arrays, strides)))
 
     @inlined
     def value(s, at, arrays, strides):
@@ -74,7 +92,7 @@ def _compiled_recorded(config: Any) -> Any:
 
     function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    whole, number = compiled.as_number("whole", base, config.narrow), compiled.as_number("real", base)
+    where, number = _positions(config, base, placed=False), compiled.as_number("real", base)
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
 
@@ -93,8 +111,7 @@ def _compiled_recorded(config: Any) -> Any:
     def owed(s, at, read, arrays, strides, sizes):
         state = cuda.local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        given = (number(s), whole(at.b), whole(at.h), whole(at.q_pos), whole(at.k_index))
-        y = call(*(given + tables(arrays, strides, sizes, state)))
+        y = call(*((number(s),) + where(at) + tables(arrays, strides, sizes, state)))
         return result(y), slope(y), state[2], state[0]
 
     return owed
@@ -151,7 +168,7 @@ def _tables(config: Any, base: str) -> Any:
         return ()
 
     for number, (dtype, ndim) in enumerate(config.aux):
-        table = compiled.as_table(dtype, ndim, base)
+        table = compiled.as_table(dtype, ndim, base, config.narrow)
         tables = _one_more(tables, table, number - count - behind, number - count)
     return tables
 
@@ -175,6 +192,8 @@ def _simulated(config: Any, option: str, derivative: bool) -> Any:
         return [numbers.Table(base, pointer.array) for pointer in own]
 
     def where(at):
+        # What compiled functions make of `ahead`, Python's make of both positions.
+        assert getattr(at, "ahead", at.q_pos - at.k_index) == at.q_pos - at.k_index, f"ahead is wrong: {at}"
         return at.b, at.h, at.q_pos, at.k_index
 
     @cuda.jit(device=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, special, vote
-from ..score import At, counts, fragments, gradient_functions, user
+from ..score import Placed, counts, fragments, gradient_functions, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -56,7 +56,7 @@ class TileScores(NamedTuple):
 
 def make(config, of_keys):
     columns = config.stream_rows
-    pairs = columns // 16
+    pairs, way = columns // 16, 1 if of_keys else -1  # way: columns of queries lead ahead
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     # P has to be kept in 16 bits where dS is not P * (dP - delta), and may be as soon as it is there without dS.
@@ -76,7 +76,7 @@ def make(config, of_keys):
     drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries
     asked = gradient_functions.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, columns, of_keys)
-    with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
+    with_slope = user.make(config, "score_mod", of_ds, placed=True) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
     @inlined
@@ -185,7 +185,8 @@ def make(config, of_keys):
                             if seen:
                                 query = int32(place.query + (column if of_keys else r * 8))
                                 key = int32(place.key + (r * 8 if of_keys else column))
-                                here = At(place.b, place.h, query, key, place.q_start + query)
+                                ahead = place.q_start + place.query - place.key + way * (column - r * 8)
+                                here = Placed(place.b, place.h, query, key, place.q_start + query, ahead)
                                 s *= score.scale
                                 if of_ds:
                                     s, slope = with_slope(s, here, arrays, strides)

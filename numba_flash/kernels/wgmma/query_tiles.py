@@ -56,6 +56,7 @@ def make(config):
     has_mask, read, walk = config.has("mask"), reads.make(config, 1), tile_walk.make(config)
     ends_of, whole_of = read.ends, read.whole
     has_states, states_row, states_ends = walk.present, walk.row, walk.ends
+    asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
 
     @inlined
@@ -82,6 +83,7 @@ def make(config):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
         Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
+        Where rows do not exist, no tile is one that all see: functions are not asked about those.
         """
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
         top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
@@ -90,6 +92,8 @@ def make(config):
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
+        if asked_of_whole and sizes.seqlen_q - first_query < queries:
+            cut = begin
         return int32(begin), int32(free), int32(cut), int32(stop)
 
     @inlined

@@ -1,0 +1,81 @@
+"""Between which numbers the result of whole numbers lies, by Python's operators: (least, largest), both included.
+
+Positions are known to lie within 0 to NARROW (function.py), so that differences of two, and most of what is made of
+them, fit into an int32. A GPU takes two instructions or three for each of int64. ANY where nothing is known.
+"""
+
+import itertools
+import operator
+from typing import Any
+
+from .number_types import ANY, Within, fits
+
+
+def _between(values: Any) -> Within:
+    found = list(values)
+    return min(found), max(found)
+
+
+def _of_ends(operation: Any) -> Any:
+    """Of an operation whose extremes are at the ends of both."""
+    return lambda a, b: _between(itertools.starmap(operation, itertools.product(a, b)))
+
+
+def _quotient(a: Within, b: Within) -> Within:
+    return _of_ends(operator.floordiv)(a, b) if b[0] > 0 else ANY
+
+
+def _remainder(a: Within, b: Within) -> Within:
+    return (0, b[1] - 1) if b[0] > 0 else ANY
+
+
+def _common_bits(a: Within, b: Within) -> Within:
+    ends = [end for least, end in (a, b) if least >= 0]
+    return (0, min(ends)) if ends else ANY
+
+
+def _all_bits(a: Within, b: Within) -> Within:
+    return (0, 2 ** max(a[1], b[1]).bit_length() - 1) if min(a[0], b[0]) >= 0 else ANY
+
+
+def _shifted_right(a: Within, b: Within) -> Within:
+    return _of_ends(operator.rshift)(a, b) if b[0] >= 0 and b[1] < 64 else ANY
+
+
+def _shifted_left(a: Within, b: Within) -> Within:
+    return _of_ends(operator.lshift)(a, b) if b[0] >= 0 and b[1] < 64 else ANY
+
+
+BINARY = dict(
+    add=_of_ends(operator.add), sub=_of_ends(operator.sub), mul=_of_ends(operator.mul), floordiv=_quotient,
+    mod=_remainder, and_=_common_bits, or_=_all_bits, xor=_all_bits, lshift=_shifted_left, rshift=_shifted_right,
+)  # fmt: skip
+
+
+def of_binary(name: str, a: Within, b: Within) -> Within:
+    """What does not fit into an int64 is computed modulo 2^64: then nothing is known."""
+    found = BINARY[name](a, b) if name in BINARY else ANY
+    return found if fits(found, ANY) else ANY
+
+
+def _negative(a: Within) -> Within:
+    return -a[1], -a[0]
+
+
+def _size(a: Within) -> Within:
+    return max(a[0], -a[1], 0), max(-a[0], a[1])
+
+
+def inverted(a: Within) -> Within:
+    return ~a[1], ~a[0]
+
+
+UNARY = {operator.neg: _negative, operator.pos: lambda a: a, abs: _size}
+
+
+def least(*all_of: Within) -> Within:
+    return min(x[0] for x in all_of), min(x[1] for x in all_of)
+
+
+def largest(*all_of: Within) -> Within:
+    return max(x[0] for x in all_of), max(x[1] for x in all_of)
