@@ -235,7 +235,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return False
     if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
-    if _one_key_tile(problem):  # a head is one block, which walks all of its queries
+    if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which walks all of its queries
         return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
@@ -245,9 +245,18 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
 
 
-def _one_key_tile(problem: BackwardProblem) -> bool:
-    """Whether a tile of the one kernel holds all keys of a head. Without a key no block would write dQ."""
-    return 0 < problem.forward.seqlen_k <= WgmmaFusedConfig.KEYS
+def key_tiles_of_a_block(problem: BackwardProblem) -> int:
+    """How many key tiles a block of the one kernel has: all of a head, where dQ stays in shared memory; else 0.
+
+    With one tile it need not stay there. Without a key no block would write dQ.
+    """
+    forward = problem.forward
+    key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    of_128 = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
+    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
+    if key_tiles == 1 or (narrow and 1 < key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES and 0 < of_128 <= WgmmaFusedConfig.KEPT):
+        return key_tiles
+    return 0
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -285,13 +294,13 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    single = _one_key_tile(problem)
-    features |= dict(ordered=problem.deterministic or single, single=single)
+    key_tiles = key_tiles_of_a_block(problem)
+    features |= dict(ordered=problem.deterministic or key_tiles > 0, key_tiles=key_tiles)
     features |= dict(lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if single else fused.tile_m, early=True)
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if key_tiles else fused.tile_m, early=True)
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    return (start, fused, *([] if single else [rounds]), *_add_parts(problem, [fused]))
+    return (start, fused, *([] if key_tiles else [rounds]), *_add_parts(problem, [fused]))
 
 
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:

@@ -219,7 +219,7 @@ def make(config):
         wait_all()
 
         bar_sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
-        write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):
