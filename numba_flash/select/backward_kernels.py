@@ -252,11 +252,9 @@ def key_tiles_of_a_block(problem: BackwardProblem) -> int:
     """
     forward = problem.forward
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
-    of_128 = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
-    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
-    if key_tiles == 1 or (narrow and 1 < key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES and 0 < of_128 <= WgmmaFusedConfig.KEPT):
-        return key_tiles
-    return 0
+    query_tiles = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
+    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and 0 < query_tiles <= WgmmaFusedConfig.KEPT
+    return key_tiles if key_tiles == 1 or (kept and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES) else 0
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -298,7 +296,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     features |= dict(ordered=problem.deterministic or key_tiles > 0, key_tiles=key_tiles)
     features |= dict(lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if key_tiles else fused.tile_m, early=True)
+    turns_of = 0 if key_tiles else fused.tile_m
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=turns_of, early=True)
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
     return (start, fused, *([] if key_tiles else [rounds]), *_add_parts(problem, [fused]))
 

@@ -130,8 +130,8 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
 
-# Two and three tiles of keys, which a block has one after the other; one and two of queries, or one of each of two heads.
-# Keys that do not exist: of the last tile, or all of it.
+# Two and three tiles of keys, which a block has one after the other; one and two of queries, or one of each of two
+# heads. Keys that do not exist: of the last tile, or all of it.
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "options"),
     [
@@ -153,7 +153,7 @@ def test_a_block_with_more_key_tiles(
 
 
 def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, monkeypatch):
-    """As blocks with one each, whose parts of dQ are added in global memory. Three parts: two would be, in any order."""
+    """As of blocks with one each, whose parts of dQ are added in global memory. Three: two would be, in any order."""
     case = rung.problem(20, 270, batch=2, heads=1, head_dim=8)
     given = incoming(case)
     together = rung.check(case, given)

@@ -578,7 +578,11 @@ def test_when_one_kernel_takes_all_gradients():
     # Few blocks, or a long line of them.
     assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
     # One tile of keys, whose block writes dQ itself.
-    assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
+    assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
+    # More of them, where dQ stays in shared memory: of two tiles of 128 queries, up to head_dim 64.
+    assert kernels(64, 40, 129) == kernels(64, 256, 512) == kernels(64, 128, 129, heads=16, heads_kv=8) == one[:2]
+    assert kernels(64, 257, 257) == kernels(88, 40, 129) == kernels(64, 129, 129, heads=16, heads_kv=8) == one
+    assert kernels(64, 128, 129, heads=24, heads_kv=8) == one
     of_group = dict(heads=32, heads_kv=4, seqlen_q=900, seqlen_k=77, causal=True)
     assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
     assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
@@ -650,20 +654,22 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
 
 
-def test_one_tile_of_keys_takes_no_workspace_for_dq():
+def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
     """A key is there, or no block would write that dQ is 0."""
-    for seqlen_k, single in ((0, False), (1, True), (128, True), (129, False)):
+    for seqlen_k, key_tiles in ((0, 0), (1, 1), (128, 1), (129, 2), (512, 4)):
         arrays = {name: empty(1, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
         arrays |= {name: empty(1, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
         made = problem(64, dtype="float16", **arrays, lse=empty(1, 2, 100, dtype="float32"))
         choice = select_backward(made, HOPPER, "wgmma", "cupy")
         start, fused = choice.configs[:2]
-        assert fused.single == single and fused.ordered and start.turns_of == (0 if single else 128)
-        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == single
+        assert fused.key_tiles == key_tiles and fused.ordered and start.turns_of == (0 if key_tiles else 128)
+        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
         plan = fused.shared_plan()
-        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if single else 2 * 4)
-        assert fused.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + (0 if single else 8))
-        assert grid(fused, made) == 2 * -(-seqlen_k // 128)
+        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
+        assert plan.barriers - plan.state == 64 * max(key_tiles, 1)
+        rings = 1 + 4 + 4 + 1 + (0 if key_tiles else 8) + (key_tiles > 1)
+        assert fused.barriers().end - plan.barriers == 8 * rings
+        assert grid(fused, made) == (2 if key_tiles else 0)
 
 
 @pytest.mark.parametrize(

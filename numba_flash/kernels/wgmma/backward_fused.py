@@ -24,14 +24,15 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
 The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
-threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and the
-first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
+threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
+the first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
 wait before anything else: so each block has waited.
 
-Launch: grid (batch * heads_kv * parts of a group * key tiles that blocks share), block (config.threads), config.shared_bytes of dynamic
-shared memory; tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts,
-(batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums
-and dv_sums as in wgmma_backward_dkdv. With config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles; block
+(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k, v and do; turns (zeros): the
+ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks
+of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With config.key_tiles neither of turns and
+dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -275,7 +276,7 @@ def make(config):
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if steps > 0 and keys_left < tile_n:
                     zero_tail(base, keys_left, thread_index() - 128)
-            # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is being computed.
+            # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
             pin_dk(acc_dk)

@@ -43,7 +43,7 @@ def make(config):
 
     @inlined
     def write(base, place, acc_dq, me, n, arrays, strides, sizes, score):
-        """acc_dq (8, 4), 64 columns of 64 queries of the n-th tile, by way of place, where the warpgroup has 64 rows."""
+        """acc_dq (8, 4), 64 columns of 64 queries of the n-th tile; place: where the warpgroup puts rows together."""
         thread = thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(base, n)
@@ -59,8 +59,8 @@ def make(config):
 
     @inlined
     def leave(base, acc_dq, me, n, j, arrays, strides, sizes, score):
-        """A consumer warpgroup: acc_dq (8, 4) is key tile j's part of 64 columns of 64 queries of the n-th tile. The last
-        key tile comes first."""
+        """A consumer warpgroup: acc_dq (8, 4), key tile j's part of 64 columns of 64 queries of the n-th tile. The last
+        key tile comes first, as it does where blocks share a head."""
         if key_tiles == 1:
             write(base, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return
