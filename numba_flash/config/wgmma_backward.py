@@ -34,6 +34,7 @@ class Barriers(NamedTuple):
     """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
 
     own_full: int
+    own_empty: int  # of a block that owns one tile after the other
     a_full: int
     a_empty: int
     b_full: int
@@ -62,6 +63,7 @@ class WgmmaBackwardConfig(Config):
     whole_program: ClassVar[bool] = True
     waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
+    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     STATE_WORDS: ClassVar[int] = 16
@@ -162,6 +164,11 @@ class WgmmaBackwardConfig(Config):
         return 0
 
     @property
+    def state_bytes(self) -> int:
+        """Of a tile that the block owns."""
+        return 4 * self.STATE_WORDS
+
+    @property
     def ds_bytes(self) -> int:
         """Of one of two tiles of dS that go through shared memory."""
         return 0
@@ -172,12 +179,17 @@ class WgmmaBackwardConfig(Config):
         return 0
 
     @property
+    def dq_places(self) -> int:
+        """How many of these are in shared memory for each consumer warpgroup."""
+        return 1
+
+    @property
     def dq_stages(self) -> int:
         """How many of these may be on their way to the sums of dQ."""
         return 0
 
     def barriers(self) -> Barriers:
-        counts = [1, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
+        counts = [1, int(self.key_tiles > 1), self.stages_a, self.stages_a, self.stages_b, self.stages_b]
         parts = self.dq_stages * self.consumers
         counts += [int(self.ds_bytes > 0), parts, parts]
         at = [self.shared_plan().barriers]
@@ -192,9 +204,9 @@ class WgmmaBackwardConfig(Config):
         bias = stream_b + self.stages_b * self.stream_b_bytes
         ds = bias + self.stages_a * self.bias_bytes
         dq = ds + 2 * self.ds_bytes
-        lse_delta = dq + max(self.dq_stages, 1) * self.consumers * self.dq_part_bytes
+        lse_delta = dq + self.dq_places * self.consumers * self.dq_part_bytes
         state = lse_delta + self.stages_a * self.lse_delta_bytes
-        barriers = state + 4 * self.STATE_WORDS
+        barriers = state + self.state_bytes * max(self.key_tiles, 1)
         end = barriers + 8 * self.MOST_BARRIERS
         return SharedPlan(0, own_b, stream_a, stream_b, bias, ds, dq, lse_delta, state, barriers, end)
 
@@ -211,7 +223,6 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     of_dv: bool = True
     members: int = 0
 
-    single: ClassVar[bool] = False  # as of WgmmaFusedConfig
     both_ways: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
@@ -264,13 +275,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
-    the parts are added in the order of their keys, so that equal calls give equal bits. single: a tile holds all keys
-    of a head, so that a part is all of dQ, and the block writes it in 16 bits. lse_first: S begins with -lse / scale
-    instead of 0, as dP does with -delta, so that nothing has to wait for these afterwards; for a scale that is not 0.
+    the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
+    all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
+    0 it owns one tile of many. lse_first: S begins with -lse / scale instead of 0, as dP does with -delta, so that
+    nothing has to wait for these afterwards; for a scale that is not 0.
     """
 
     ordered: bool = True
-    single: bool = False  # type: ignore[misc]
+    key_tiles: int = 0  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
 
     both_ways: ClassVar[bool] = True
@@ -278,6 +290,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     shared_alignment: ClassVar[int] = 1024
     KEYS: ClassVar[int] = 128  # of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
+    KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
+    MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:
@@ -288,6 +302,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
                 f"head_dim must be at most {widest} with tiles of {self.tile_m} queries, not {self.head_dim} and "
                 f"{self.head_dim_v}"
             )
+        if self.key_tiles > 1 and self.tile_m != 128:
+            raise ValueError(f"key_tiles must be 0 or 1 with tiles of {self.tile_m} queries, not {self.key_tiles}")
+        if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:
+            raise ValueError(f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {self.key_tiles}")
         if self.by_element:
             raise ValueError(f"it takes none of {', '.join(BY_ELEMENT)}")
         super().__post_init__()
@@ -314,11 +332,15 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def dq_part_bytes(self) -> int:
-        return 64 * 64 * (2 if self.single else 4)
+        return 64 * 64 * (2 if self.key_tiles == 1 else 4)
+
+    @property
+    def dq_places(self) -> int:
+        return 1 if self.key_tiles == 1 else self.KEPT if self.key_tiles else self.dq_stages
 
     @property
     def dq_stages(self) -> int:
-        return 0 if self.single else 2
+        return 0 if self.key_tiles else 2
 
 
 @dataclass(frozen=True)

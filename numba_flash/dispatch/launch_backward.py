@@ -63,7 +63,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
     if isinstance(config, WgmmaDkdvConfig):
-        return _all_parts(config.members, problem) * -(-forward.seqlen_k // config.tile_n)
+        return _all_parts(config.members, problem) * (1 if config.key_tiles else _key_tiles(config, problem))
     if isinstance(config, WgmmaAddPartsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig | WideFusedConfig):
@@ -78,6 +78,10 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, HeadSumsConfig):
         return math.prod(problem.shape_of(config.gradient))
     return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
+
+
+def _key_tiles(config: WgmmaDkdvConfig, problem: BackwardProblem) -> int:
+    return -(-problem.forward.seqlen_k // config.tile_n)
 
 
 def _all_parts(members: int, problem: BackwardProblem) -> int:
@@ -103,12 +107,12 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + tiles,), "uint32"
         if isinstance(config, WgmmaDkdvConfig) and config.members:
-            rows_of_parts = grid(config, problem) * config.tile_n
+            rows_of_parts = _all_parts(config.members, problem) * _key_tiles(config, problem) * config.tile_n
             if config.of_dk:
                 made["dk_sums"] = (rows_of_parts * config.head_dim_padded,), "float32"
             if config.of_dv:
                 made["dv_sums"] = (rows_of_parts * config.head_dim_v_padded,), "float32"
-        if isinstance(config, WgmmaFusedConfig) and not config.single:
+        if isinstance(config, WgmmaFusedConfig) and not config.key_tiles:
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
             made["dq_sums"] = (tiles * config.tile_m * config.head_dim_padded,), "float32"

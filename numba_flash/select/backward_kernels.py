@@ -186,9 +186,9 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
     made += first_that_fits([_wgmma_dkdv(problem, row) for row in usable("wgmma_dkdv", problem, target)], target)
     if "dq" in problem.wanted:
         made += first_that_fits([_wgmma_dq(problem, row) for row in usable("wgmma_dq", problem, target)], target)
-    halved = [_halved(config, problem, target) for config in made]
     members = members_of_a_part(problem, one_kernel=False)
-    halved = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in halved]
+    made = [dataclasses.replace(x, members=members) if isinstance(x, WgmmaDkdvConfig) else x for x in made]
+    halved = [_halved(config, problem, target) for config in made]
     own = with_what_goes_before([*halved, *_dbias(problem, target)], target)
     own += _add_parts(problem, halved)
     start = dataclasses.replace(preprocess_config(problem, target), early=True)
@@ -225,8 +225,10 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
     The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
     with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
     """
-    p, of_keys = problem.forward, isinstance(config, WgmmaDkdvConfig)
-    heads, rows = (p.heads_kv, p.seqlen_k) if of_keys else (p.heads, p.seqlen_q)
+    p, heads, rows = problem.forward, problem.forward.heads, problem.forward.seqlen_q
+    if isinstance(config, WgmmaDkdvConfig):
+        parts = parts_of(p.heads // max(p.heads_kv, 1), config.members)
+        heads, rows = p.heads_kv * parts, p.seqlen_k
     if config.own_rows != 128 or 2 * p.batch * heads * -(-rows // 128) > target.multiprocessors:
         return config
     if isinstance(config, WgmmaDkdvConfig):
@@ -245,10 +247,10 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether it is the faster form. docs/adding_a_tile_row.md has the measurements.
 
     Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
-    little time as long as key tiles of a head are no more than its query tiles, and a batch entry has work enough for
-    the line to pass. Without an order there is no line. Under a mask parts of a group are heads of their own. The
-    number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come in batches.
-    Where all keys are one tile there are no parts.
+    little time as long as key tiles of a head are no more than its query tiles, or these are few, and a batch entry has
+    work enough for the line to pass. Without an order there is no line. Under a mask parts of a group are heads of
+    their own. The number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come
+    in batches. Where all keys are one tile there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
@@ -256,19 +258,33 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return False
     if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
-    if _one_key_tile(problem):  # a head is one block, which walks all of its queries
+    if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which walks all of its queries
         return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
-    long_line = forward.seqlen_k > forward.seqlen_q or lines < (8 if every_key else 4)
-    if problem.deterministic and long_line:
+    few_queries = every_key and forward.seqlen_q <= 512
+    long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
+    if problem.deterministic and (long_line or lines < (8 if every_key else 4)):
         return False
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
 
 
-def _one_key_tile(problem: BackwardProblem) -> bool:
-    """Whether a tile of the one kernel holds all keys of a head. Without a key no block would write dQ."""
-    return 0 < problem.forward.seqlen_k <= WgmmaFusedConfig.KEYS
+def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
+    """How many key tiles a block of the one kernel has: all of a head, where dQ stays in shared memory; else 0.
+
+    With one tile it need not stay there. Without a key no block would write dQ. Where every query sees every key both
+    ways have the same order of sums, and so the same bits. There a block has one tile if so many blocks fit on the GPU
+    at a time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
+    """
+    forward = problem.forward
+    key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    if key_tiles == 1:
+        return 1
+    query_tiles = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
+    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and 0 < query_tiles <= WgmmaFusedConfig.KEPT
+    every_key = forward.left is None and forward.right is None
+    few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -283,7 +299,7 @@ def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
     every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
     if every_key or short or forward.function("mask_mod") is not None or not (one_kernel or forward.heads_kv <= 4):
         return 0
-    members = 2 if one_kernel and max(forward.head_dim, forward.head_dim_v) > 64 else 4
+    members = 2 if max(forward.head_dim, forward.head_dim_v) > (64 if one_kernel else 192) else 4
     return members if forward.heads > members * forward.heads_kv else 0
 
 
@@ -306,13 +322,14 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     row = next(row for row in tiles.rows_for("wgmma_fused", target) if head_dim <= row.head_dim)
     features = features_of(problem) | columns(row)
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
-    single = _one_key_tile(problem)
-    features |= dict(ordered=problem.deterministic or single, single=single)
+    key_tiles = key_tiles_of_a_block(problem, target)
+    features |= dict(ordered=problem.deterministic or key_tiles > 0, key_tiles=key_tiles)
     features |= dict(lse_first=problem.forward.number("scale") != 0)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=0 if single else fused.tile_m, early=True)
+    turns_of = 0 if key_tiles else fused.tile_m
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=turns_of, early=True)
     rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
-    return (start, fused, *([] if single else [rounds]), *_add_parts(problem, [fused]))
+    return (start, fused, *([] if key_tiles else [rounds]), *_add_parts(problem, [fused]))
 
 
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:

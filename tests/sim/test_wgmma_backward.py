@@ -71,6 +71,7 @@ def test_one_kernel_for_all_gradients(
     rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
 ):
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     # Rows of dQ that meet NaN are computed again, which takes minutes where it is all of them.
     case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (np.nan, np.inf) if options else (1e3, -1e3)
@@ -83,6 +84,7 @@ def test_one_kernel_for_all_gradients(
 def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, causal, monkeypatch, nothing_remembered):
     """Two heads abreast may be of two entries. Three parts are added: two in another order would give the same."""
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
     for abreast in (2, 1, 3):
@@ -128,6 +130,39 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
 
+# Two and three tiles of keys, which a block has one after the other; one and two of queries, or one of each of two
+# heads. Keys that do not exist: of the last tile, or all of it.
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "options"),
+    [
+        (135, 140, 1, 1, 40, {}), (20, 270, 2, 2, 8, {}), (70, 130, 4, 2, 64, dict(causal=True)),
+        (150, 200, 1, 1, 8, dict(window=(20, 5), q_offset=30)), (40, 150, 1, 1, 24, dict(scale=0.0)),
+        (20, 140, 1, 1, 24, dict(scale=-1.5, seqlens_k=np.array([133, 60, 0], np.int32))),
+    ],
+    ids=["two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys"],
+)  # fmt: skip
+def test_a_block_with_more_key_tiles(
+    rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel, monkeypatch
+):
+    chosen, choose = [], select_backward.key_tiles_of_a_block
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *x: chosen.append(choose(*x)) or chosen[-1])
+    batch = 3 if "seqlens_k" in options else 1
+    case = rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    assert all(np.isfinite(x).all() for x in rung.check(case, **options)[:3])
+    assert set(chosen) == {-(-seqlen_k // 128)}
+
+
+def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, monkeypatch):
+    """As of blocks with one each, whose parts of dQ are added in global memory. Three: two would be, in any order."""
+    case = rung.problem(20, 270, batch=2, heads=1, head_dim=8)
+    given = incoming(case)
+    together = rung.check(case, given)
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
+    dispatch._plans.clear()
+    select_backward.wgmma_configs.cache_clear()
+    assert same(together, rung.check(case, given))
+
+
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.
 @pytest.mark.parametrize(("seqlen_q", "head_dim", "column"), [(135, 40, 3), (70, 100, 3), (70, 100, 90)])
 def test_one_tile_of_keys_that_meets_nan(rung, seqlen_q, head_dim, column, one_kernel):
@@ -162,12 +197,14 @@ def test_blocks_that_share_a_group(rung, members, form, monkeypatch, nothing_rem
     assert np.isnan(made[1]).any() and np.isfinite(made[1][0]).all() and np.isfinite(made[2]).all()
 
 
-@pytest.mark.parametrize("form", ["one kernel", "one tile", "two kernels", "parts"])
+@pytest.mark.parametrize("form", ["one kernel", "one tile", "one block", "two kernels", "parts"])
 def test_kernels_wait_for_those_before_them(rung, form, monkeypatch, nothing_remembered):
     """Else the simulator says so: they are launched to start before these have ended."""
     monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form.startswith("one"))
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: int(form == "parts"))
+    if form == "one kernel":
+        monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     with pytest.raises(InstructionError, match=r"before griddepcontrol\.wait: the kernel before may still run"):
         rung.check(rung.problem(20, 90 if form == "one tile" else 140, batch=1, heads=2, heads_kv=1, head_dim=8))
 

@@ -671,10 +671,21 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert all(kernels(head_dim) == one for head_dim in (16, 40, 64, 88, 96, 112))
     assert kernels(72) == kernels(80) == two and "wgmma_fused" not in kernels(136)
-    # Few blocks, or a long line of them.
+    # Few blocks, or a long line of them, unless its queries are few.
+    assert kernels(seqlen_q=512, seqlen_k=8192) == kernels(64, 448, 2048) == one
+    assert kernels(seqlen_q=512, seqlen_k=8192, causal=True) == kernels(seqlen_q=512, seqlen_k=2047) == two
+    assert kernels(seqlen_q=512, seqlen_k=8192, heads=7) == kernels(seqlen_q=513, seqlen_k=8192) == two
     assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
     # One tile of keys, whose block writes dQ itself.
-    assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2] and kernels(64, 40, 129) == one
+    assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
+    # More of them, where dQ stays in shared memory: of two tiles of 128 queries, up to head_dim 64.
+    of_group, many = dict(heads=16, heads_kv=8, batch=50), dict(batch=50)
+    assert kernels(64, 40, 129, **many) == kernels(64, 256, 512, **many) == kernels(64, 128, 129, **of_group) == one[:2]
+    assert kernels(64, 257, 257, **many) == kernels(88, 40, 129, **many) == kernels(64, 129, 129, **of_group) == one
+    assert kernels(64, 128, 129, heads=24, heads_kv=8, batch=50) == one
+    # Where blocks of one tile all fit on the GPU: only where their sums have the same order.
+    assert kernels(64, 40, 129, batch=8) == one and kernels(64, 40, 129, batch=9) == one[:2], "128 and 144 blocks"
+    assert kernels(64, 40, 129, causal=True) == kernels(64, 40, 129, causal=True, **many) == one[:2]
     of_group = dict(heads=32, heads_kv=4, seqlen_q=900, seqlen_k=77, causal=True)
     assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
     assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
@@ -720,7 +731,8 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
     assert members(32, 4, causal=False) == members(32, 4, seqlen=512) == 0
     assert members(32, 4, causal=False, window=(300, 0)) == 2
-    assert members(32, 4, 256, one_kernel=False) == 4 and members(64, 8, 256, one_kernel=False) == 0
+    assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
+    assert members(32, 4, 192, one_kernel=False) == 4
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
 
 
@@ -746,20 +758,22 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
 
 
-def test_one_tile_of_keys_takes_no_workspace_for_dq():
+def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
     """A key is there, or no block would write that dQ is 0."""
-    for seqlen_k, single in ((0, False), (1, True), (128, True), (129, False)):
-        arrays = {name: empty(1, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
-        arrays |= {name: empty(1, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
-        made = problem(64, dtype="float16", **arrays, lse=empty(1, 2, 100, dtype="float32"))
+    for seqlen_k, key_tiles in ((0, 0), (1, 1), (128, 1), (129, 2), (512, 4)):
+        arrays = {name: empty(50, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
+        arrays |= {name: empty(50, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
+        made = problem(64, dtype="float16", **arrays, lse=empty(50, 2, 100, dtype="float32"))
         choice = select_backward(made, HOPPER, "wgmma", "cupy")
         start, fused = choice.configs[:2]
-        assert fused.single == single and fused.ordered and start.turns_of == (0 if single else 128)
-        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == single
+        assert fused.key_tiles == key_tiles and fused.ordered and start.turns_of == (0 if key_tiles else 128)
+        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
         plan = fused.shared_plan()
-        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if single else 2 * 4)
-        assert fused.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + (0 if single else 8))
-        assert grid(fused, made) == 2 * -(-seqlen_k // 128)
+        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
+        assert plan.barriers - plan.state == 64 * max(key_tiles, 1)
+        rings = 1 + 4 + 4 + 1 + (0 if key_tiles else 8) + (key_tiles > 1)
+        assert fused.barriers().end - plan.barriers == 8 * rings
+        assert grid(fused, made) == (100 if key_tiles else 0)
 
 
 @pytest.mark.parametrize(
@@ -767,7 +781,8 @@ def test_one_tile_of_keys_takes_no_workspace_for_dq():
     [
         # (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim), full and causal
         ((2, 8, 8, 512, 8192, 128), (16, 2)),
-        ((4, 8, 8, 512, 8192, 128), (2, 2)),  # more than 1024 key tiles
+        ((4, 8, 8, 512, 8192, 128), (32, 2)),
+        ((4, 8, 8, 513, 8192, 128), (2, 2)),  # more than 1024 key tiles, and more than 512 queries
         ((4, 20, 20, 448, 1500, 64), (80, 10)),
         ((5, 17, 17, 448, 1500, 64), (85, 10)),
         ((2, 10, 10, 4096, 4096, 64), (20, 4)),

@@ -147,7 +147,7 @@ def intended(config):
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
     if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_PARTS):
-        turns = OF_TURNS if kernel == "wgmma_fused" and not config.single else ()
+        turns = OF_TURNS if kernel == "wgmma_fused" and not config.key_tiles else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
         return in_ptx, IN_SASS[kernel], MACHINES[kernel]
     machines = SINCE_AMPERE
@@ -417,10 +417,13 @@ def backward_gates():
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
                 narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
-                yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, single=True)
+                yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, key_tiles=1)
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
-            yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, single=True)
+            yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
+            for key_tiles in range(2, 1 + WgmmaFusedConfig.MOST_KEY_TILES) if row.tile_m == 128 else ():
+                more = dataclasses.replace(fused, key_tiles=key_tiles)
+                yield f"wgmma_fused-{row.head_dim}-{name}-{key_tiles}-key-tiles", more
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")

@@ -161,6 +161,8 @@ def make(config):
             if of_dk:
                 wait_all()
                 pin_s(acc_dp)
+                if not of_dv:
+                    release_do(base, n, elected)  # which dP alone reads
                 if by_element:
                     to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
@@ -171,6 +173,8 @@ def make(config):
                     to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
                     )
+            else:
+                release_q(base, n)  # which S alone reads, and P has its lse
             if of_dv:
                 issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
@@ -184,9 +188,9 @@ def make(config):
                 pin_dv(acc_dv)
             if of_dk:
                 pin_dk(acc_dk)
-            if not (of_dv and of_dk):
+                release_q(base, n)
+            else:
                 release_do(base, n, elected)
-            release_q(base, n)
             n = int32(n + 1)
             i = int32(i - 1)
             if has_states:
@@ -196,7 +200,7 @@ def make(config):
         wait_all()
 
         bar_sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
-        write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):

@@ -10,8 +10,9 @@ behind this one scales and rounds (backward_round).
 
 Order of the sums. Parts of a query tile are added in a fixed order; kernels/steps/dq_order.py says in which, and why. A
 count for each query tile says how many are in. A block waits for its turn, and the first one stores instead of adding,
-so nothing need be set to zero. With ordered False only the first part has its turn. With config.single there is one
-part, and consumers write it themselves (backward_single): no sums, no turns, no ticket.
+so nothing need be set to zero. With ordered False only the first part has its turn. With config.key_tiles a block
+has all keys of a head, one tile after the other, and its consumers add up the parts themselves (backward_single): no
+sums in global memory, no turns, no ticket.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
@@ -23,14 +24,15 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
 The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
-threads wait for it before the block takes that. With config.single the block's number says its work: K, V, dO and the
-first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
+threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
+the first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
 wait before anything else: so each block has waited.
 
-Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
-shared memory; tensor maps of q, k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counts,
-(batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums
-and dv_sums as in wgmma_backward_dkdv. With config.single neither of turns and dq_sums, but dq, which is contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles; block
+(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k, v and do; turns (zeros): the
+ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks
+of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With config.key_tiles neither of turns and
+dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -65,7 +67,8 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    turns_at, ordered, single = TURNS_AT, config.ordered, config.single
+    turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
+    own_tiles, state_bytes = max(config.key_tiles, 1), config.state_bytes
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -84,7 +87,7 @@ def make(config):
 
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive, bar_sync = mbarrier.wait, mbarrier.arrive, bar.sync
+    wait, arrive, arrive_if, bar_sync = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, bar.sync
     fence_init, fence_async, fence_global = fence.mbarrier_init, fence.proxy_async, fence.proxy_async_global
     store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
     store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
@@ -104,7 +107,7 @@ def make(config):
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, put, _, word, _ = backward_state.make(config)
-    write_dq, repair_dq = backward_single.make(config) if single else (None, None)
+    leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
@@ -113,7 +116,7 @@ def make(config):
     def work_of_block(arrays, sizes):
         """-> (b, part of all groups, key tile, step), by one thread."""
         head_parts = head_parts_of(sizes)
-        if single:
+        if all_keys:
             b = divide(block_index(), head_parts)
             return b, int32(block_index() - b * head_parts), int32(0), int32(1)
         ticket = int32(add(address(arrays.turns, 0), uint32(1)))
@@ -226,10 +229,10 @@ def make(config):
         arrive(base + at.dq_full + 8 * own)
 
     @inlined
-    def leave_dq(base, acc_dq, me, n, arrays, strides, sizes, score):
-        """The warpgroup's part of dQ of the n-th query tile."""
-        if single:
-            write_dq(base, acc_dq, me, n, arrays, strides, sizes, score)
+    def leave_dq(base, acc_dq, me, n, j, arrays, strides, sizes, score):
+        """The warpgroup's part of dQ of the n-th query tile that key tile j meets."""
+        if all_keys:
+            leave_own_dq(base, acc_dq, me, n, j, arrays, strides, sizes, score)
         else:
             store_dq(base, acc_dq, me, n)
 
@@ -252,91 +255,104 @@ def make(config):
         for x in range(s_count):
             acc_s[x] = float32(0)
             acc_dp[x] = float32(0)
-        for x in range(dk_count):
-            acc_dk[x] = float32(0)
-        for x in range(dv_count):
-            acc_dv[x] = float32(0)
         for x in range(mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
         term, lse_factor = float32(0), lse_factor_of(score)
 
-        i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
         steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
-        n = int32(0)
-        wait(base + at.own_full, 0)
-        if padded:
-            keys_left = int32(word(base, KEYS) - word(base, FIRST_ROW))
-            if steps > 0 and keys_left < tile_n:
-                zero_tail(base, keys_left, thread_index() - 128)
-        # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is being computed.
-        pin_s(acc_s)
-        pin_s(acc_dp)
-        pin_dk(acc_dk)
-        pin_dv(acc_dv)
-        preload_s(base, acc_s, n, lse_factor)
-        issue_s(base, acc_s, k_desc, n)
-        masked = i >= word(base, CUT) or i < word(base, FREE)
-        wait_all()
-        pin_s(acc_s)
-        while n < steps:
-            lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
-            if has_row_term:
-                term = term_of(base, member, arrays, strides)
-            if has_row_term or masked:
-                find_visible(base, i, sizes, mask_bits, distance)
-            if masked:
-                to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
-            else:
-                to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
+        n, j = int32(0), int32(own_tiles - 1)
+        while j >= 0:
+            own = base + j * state_bytes
+            before = n  # tiles of queries that other key tiles have met
+            for x in range(dk_count):
+                acc_dk[x] = float32(0)
+            for x in range(dv_count):
+                acc_dv[x] = float32(0)
+            i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
+            wait(base + at.own_full, int32(own_tiles - 1 - j) & 1)
+            if padded:
+                keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
+                if steps > 0 and keys_left < tile_n:
+                    zero_tail(base, keys_left, thread_index() - 128)
+            # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
+            pin_s(acc_s)
+            pin_s(acc_dp)
+            pin_dk(acc_dk)
+            pin_dv(acc_dv)
+            preload_s(base, acc_s, n, lse_factor)
+            issue_s(base, acc_s, k_desc, n)
+            masked = i >= word(own, CUT) or i < word(own, FREE)
+            wait_all()
+            pin_s(acc_s)
+            while n < before + steps:
+                lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
+                if has_row_term:
+                    term = term_of(base, member, arrays, strides)
+                if has_row_term or masked:
+                    find_visible(own, i, sizes, mask_bits, distance)
+                if masked:
+                    to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
+                else:
+                    to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
+                wait_all()
+                pin_dq(acc_dq)
+                if n > before:
+                    leave_dq(base, acc_dq, me, int32(n - 1 - before), j, arrays, strides, sizes, score)
+                stage_b = b_stage_of(n)
+                preload_dp(base, acc_dp, n)
+                wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
+                issue_dp(base, acc_dp, v_desc, n)
+                if masked:
+                    to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
+                else:
+                    to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
+                wait_all()
+                pin_s(acc_dp)
+                if masked:
+                    to_score_gradients(
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
+                    )
+                else:
+                    to_score_gradients(
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
+                    )
+                store_ds(base, ds_frag, n)
+                preload_s(base, acc_s, int32(n + 1), lse_factor)
+                issue_dv(base, acc_dv, p_frag, n)
+                issue_dk(base, acc_dk, ds_frag, n)
+                issue_s(base, acc_s, k_desc, int32(n + 1))
+                wait_but_two()
+                pin_dv(acc_dv)
+                release_do(base, n, elected)
+                wait_but_one()
+                pin_dk(acc_dk)
+                release_q(base, n)
+                issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
+                n = int32(n + 1)
+                i, member = following_tile(i, member, word(base, STEP), word(base, MEMBERS))
+                masked = i >= word(own, CUT) or i < word(own, FREE)
+                wait_but_one()
+                pin_s(acc_s)
             wait_all()
             pin_dq(acc_dq)
-            if n > 0:
-                leave_dq(base, acc_dq, me, int32(n - 1), arrays, strides, sizes, score)
-            stage_b = b_stage_of(n)
-            preload_dp(base, acc_dp, n)
-            wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
-            issue_dp(base, acc_dp, v_desc, n)
-            if masked:
-                to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
+            if own_tiles > 1:
+                arrive_if(base + at.own_empty, elected)
+            if n > before:
+                leave_dq(base, acc_dq, me, int32(n - 1 - before), j, arrays, strides, sizes, score)
+            if own_tiles > 1:
+                # In place of the dS that is not the last: both warpgroups' dQ of that is there.
+                place = base + (n & 1) * ds_bytes + me * (64 * 128)
+                write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
+                bar_sync(me + 1, 128)  # all four warps have read it
             else:
-                to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
-            wait_all()
-            pin_s(acc_dp)
-            if masked:
-                to_score_gradients(
-                    acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
-                )
-            else:
-                to_score_gradients(
-                    acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
-                )
-            store_ds(base, ds_frag, n)
-            preload_s(base, acc_s, int32(n + 1), lse_factor)
-            issue_dv(base, acc_dv, p_frag, n)
-            issue_dk(base, acc_dk, ds_frag, n)
-            issue_s(base, acc_s, k_desc, int32(n + 1))
-            wait_but_two()
-            pin_dv(acc_dv)
-            release_do(base, n, elected)
-            wait_but_one()
-            pin_dk(acc_dk)
-            release_q(base, n)
-            issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
-            n = int32(n + 1)
-            i, member = following_tile(i, member, word(base, STEP), word(base, MEMBERS))
-            masked = i >= word(base, CUT) or i < word(base, FREE)
-            wait_but_one()
-            pin_s(acc_s)
-        wait_all()
-        pin_dq(acc_dq)
-        if n > 0:
-            leave_dq(base, acc_dq, me, int32(n - 1), arrays, strides, sizes, score)
-
-        bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-        write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score)
-        if single:
+                bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
+                write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+            j = int32(j - 1)
+        if own_tiles > 1:
+            bar_sync(3, all_consumers)  # all of dQ is written
+        if all_keys:
             repair_dq(base, steps, arrays, strides, sizes, score)
 
     @cuda.jit
@@ -345,13 +361,15 @@ def make(config):
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
         warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
-        if not single:
+        if not all_keys:
             wait_for_kernel()
         if thread == 0:
             set_up(base)
             fence_init()
             b, part, j, step = work_of_block(arrays, sizes)
-            set_up_state(base, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
+            for more in range(own_tiles):
+                first_key = int32((j + more) * tile_n)
+                set_up_state(base + more * state_bytes, int32(b), int32(part), first_key, arrays, strides, sizes)
             put(base, STEP, step)
             put(base, STRUCK, 0)
         cuda.syncthreads()
@@ -361,7 +379,7 @@ def make(config):
                 produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
             if thread == 32:
                 produce_b(base, arrays, strides)
-            if not single and (thread == 64 or thread == 96):
+            if not all_keys and (thread == 64 or thread == 96):
                 add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
         else:
             take_registers()

@@ -27,7 +27,8 @@ class KeyWork(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, members_of_part, single = config.tile_m, config.tile_n, config.members, config.single
+    tile_m, tile_n, members_of_part = config.tile_m, config.tile_n, config.members
+    all_keys = config.key_tiles > 0
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
     has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True)
@@ -71,7 +72,7 @@ def make(config):
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
             first, end = whole_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
             free, cut = max(free, divide(first + int32(tile_m - 1), tile_m)), min(cut, divide(end, tile_m))
-        if single:  # dQ of queries that see none of the keys is written, too
+        if all_keys:  # dQ of queries that see none of the keys is written, too
             begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         elif keys_left <= 0:
             stop = begin

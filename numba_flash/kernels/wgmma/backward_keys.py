@@ -59,7 +59,6 @@ def make(config):
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
     plan, at = config.shared_plan(), config.barriers()
-    dv_at = plan.own_b if of_dk else plan.own_a  # where dV is staged
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
     boxed, fetch_bias, bias_bytes = (
         config.bias_boxes,
@@ -68,6 +67,7 @@ def make(config):
     )
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first = config.lse_first, config.delta_first
+    own_tiles, state_bytes = max(config.key_tiles, 1), config.state_bytes
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -109,7 +109,9 @@ def make(config):
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
-    write_outputs = backward_key_outputs.make(config, tile_n, plan.own_a, dv_at)
+    # Of a tile behind which another comes, dK and dV are put together in place of a dS: 64 rows of each.
+    places = (plan.ds, plan.ds + 64 * 128) if own_tiles > 1 else (plan.own_a, plan.own_b if of_dk else plan.own_a)
+    write_outputs = backward_key_outputs.make(config, tile_n, *places)
     walk = backward_query_walk.make(config, whole_warp=False)
     has_states, up_to = walk.present, walk.up_to
 
@@ -148,11 +150,24 @@ def make(config):
         return i, member
 
     @inlined
+    def to_next_keys(base, i, j):
+        """-> (i, j): behind the last query tile the first one again, for the key tile before j."""
+        if own_tiles > 1 and j > 0 and i == of_word(base, STOP):
+            i, j = of_word(base, BEGIN), int32(j - 1)
+        return i, j
+
+    @inlined
+    def load_keys(base, j):
+        """K and V of the block's tile j."""
+        load_own(base, of_word(base + j * state_bytes, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
+
+    @inlined
     def produce_a(base, arrays, strides, heads, seqlen_q):
         """One thread: K and V, then Q with its lse, -delta and bias, tile after tile of each head. Behind the last
-        comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
-        load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
-        tile_row_blocks = tile_m // 16
+        comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch. For the same
+        reason the first Q comes before the next K and V, for which consumers have to leave the place of these."""
+        tile_row_blocks, j = tile_m // 16, int32(own_tiles - 1)
+        load_keys(base, j)
         n, member, i = int32(0), int32(0), start_of(base)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
@@ -176,17 +191,21 @@ def make(config):
                 to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
                 b, first_key = of_word(base, BATCH), of_word(base, FIRST_ROW)
                 fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
+            if own_tiles > 1 and j < own_tiles - 1 and member == 0 and i == of_word(base, BEGIN):
+                wait(base + at.own_empty, int32(own_tiles - 2 - j) & 1)
+                load_keys(base, j)
             n = int32(n + 1)
             if has_states:
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
                 i, member = advance(base, i, member)
+                i, j = to_next_keys(base, i, j)
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """Another thread, of another warp, so that neither waits for the other: dO."""
-        n, member, i = int32(0), int32(0), start_of(base)
+        n, member, i, j = int32(0), int32(0), start_of(base), int32(own_tiles - 1)
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         while member < of_word(base, MEMBERS) and of_word(base, BEGIN) <= i < of_word(base, STOP):
@@ -197,6 +216,7 @@ def make(config):
                 i, member = up_to(base, int32(i - 1), member, arrays, strides)
             else:
                 i, member = advance(base, i, member)
+                i, j = to_next_keys(base, i, j)
 
     @inlined
     def preload(acc, place, factor):
@@ -354,12 +374,13 @@ def make(config):
                     ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
     @inlined
-    def find_visible(base, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of query tile i count; distance: q_pos - k_pos."""
+    def find_visible(own, i, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of query tile i count; distance: q_pos - k_pos. own: the base, for
+        words of the key tile."""
         first_row, lane = rows_of_lane()
         # seen from the keys, left and right change places
         left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
-        visible(i, first_row, lane, position(base), left, right, seqlen_q, mask_bits, distance)
+        visible(i, first_row, lane, position(own), left, right, seqlen_q, mask_bits, distance)
 
     @inlined
     def term_of(base, member, arrays, strides):
@@ -367,12 +388,12 @@ def make(config):
         return row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
 
     @inlined
-    def leave_sums(base, acc, blocks, sums, sizes):
+    def leave_sums(own, acc, blocks, sums, sizes):
         """acc (blocks, 4) as it lies in registers, to where add_parts finds it."""
         four = cuda.local.array(4, uint32)
         tiles, thread = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), thread_index() - 128
-        all_parts = int64(word(base, BATCH) * head_parts_of(sizes) + word(base, PART))
-        tile = (all_parts * tiles + divide(word(base, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
+        all_parts = int64(word(own, BATCH) * head_parts_of(sizes) + word(own, PART))
+        tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
         at = (tile * blocks * 128 + (thread & int32(127))) * 4
         for block in range(blocks):
             for x in range(4):
@@ -380,21 +401,22 @@ def make(config):
             store_v4(address(sums, at + block * 512), four, 0)
 
     @inlined
-    def write_gradients(base, acc_dk, acc_dv, arrays, strides, sizes, score):
+    def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """dK and dV to the place of the warpgroup's own rows of K and V, and from there to global memory; or their
-        sums, if other blocks have others of the same group.
+        sums, if other blocks have others of the same group. own: as in find_visible; place: the base, moved to the
+        dS whose place they take.
 
         Everyone who reads these rows must have done so.
         """
         if members_of_part:
             if of_dk:
-                leave_sums(base, acc_dk, head_dim_padded // 8, arrays.dk_sums, sizes)
+                leave_sums(own, acc_dk, head_dim_padded // 8, arrays.dk_sums, sizes)
             if of_dv:
-                leave_sums(base, acc_dv, head_dim_v_padded // 8, arrays.dv_sums, sizes)
+                leave_sums(own, acc_dv, head_dim_v_padded // 8, arrays.dv_sums, sizes)
         else:
-            b, h_kv, first_key, keys = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW), word(base, KEYS)
-            tile = b, h_kv, first_key, keys, first_key - position(base)
-            write_outputs(base, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
+            b, h_kv, first_key, keys = word(own, BATCH), word(own, HEAD_KV), word(own, FIRST_ROW), word(own, KEYS)
+            tile = b, h_kv, first_key, keys, first_key - position(own)
+            write_outputs(place, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
 
     return KeyBlock(
         first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of,

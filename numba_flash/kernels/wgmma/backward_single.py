@@ -1,12 +1,14 @@
-"""dQ where one tile holds all keys of a head: a block's part of it is all of it, and goes out times scale, in 16 bits.
+"""dQ where a block has all keys of a head: its parts stay in shared memory, and their sum goes out times scale, in 16
+bits. With one tile of keys a part is all of dQ.
 
 Rows that are not finite are computed again at the end of the block, which has registers for it by then. They are found
 by what was written.
 """
 
-from numba import float32, int32, int64, uint32
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import bar, special, vote
+from ...ptx import bar, ld_st, special, vote
 from ..score import fragments
 from ..steps import elements, gradient_rows
 from ..steps import recompute_queries as recompute
@@ -19,15 +21,17 @@ from .backward_state import BATCH, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
 
 
 def make(config):
-    """-> (write, repair), device functions."""
+    """-> (leave, repair), device functions."""
     tile_m, head_dim, of_warp = config.tile_m, config.head_dim, config.tile_m // (4 * config.consumers)
     dq_at, part_bytes, parts = config.shared_plan().dq, config.dq_part_bytes, -(-head_dim // 32)
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, head_dim % 8 == 0)
+    key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
     chain = fragments.chain(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     thread_index, warp_sync, any_lane = special.thread_index, bar.warp_sync, vote.any_lane
+    load_v4, store_v4 = ld_st.load_v4, ld_st.store_v4
     _, put, _, word, position = backward_state.make(config)
 
     @inlined
@@ -38,20 +42,45 @@ def make(config):
         return int32(word(base, HEAD) + n - i * members), int32(i * tile_m)
 
     @inlined
-    def write(base, acc_dq, me, n, arrays, strides, sizes, score):
-        """A consumer warpgroup: acc_dq (8, 4), 64 columns of 64 queries of the n-th tile."""
+    def write(base, place, acc_dq, me, n, arrays, strides, sizes, score):
+        """acc_dq (8, 4), 64 columns of 64 queries of the n-th tile; place: where the warpgroup puts rows together."""
         thread = thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(base, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
-        queries_left, place = int32(min(sizes.seqlen_q - first_query, 64)), base + dq_at + me * part_bytes
-        warp_sync()  # all lanes have read the last tile's
+        queries_left = int32(min(sizes.seqlen_q - first_query, 64))
+        warp_sync()  # all lanes have read what is there
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
         to, row = row_base(strides.dq, word(base, BATCH), h, first_query) + first_column, strides.dq[2]
         columns_left = int32(head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
             put(base, STRUCK, 1)
+
+    @inlined
+    def leave(base, acc_dq, me, n, j, arrays, strides, sizes, score):
+        """A consumer warpgroup: acc_dq (8, 4), key tile j's part of 64 columns of 64 queries of the n-th tile. The last
+        key tile comes first, as it does where blocks share a head."""
+        if key_tiles == 1:
+            write(base, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
+            return
+        four = cuda.local.array(4, uint32)
+        thread = thread_index() & int32(127)
+        # A warp has a quarter of the place for itself, in which each thread finds its own numbers side by side.
+        warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes
+        own = place + warp * warp_bytes + (thread & int32(31)) * 16
+        if j < key_tiles - 1:
+            for chunk in range(8):
+                load_v4(four, 0, own + chunk * chunk_bytes)
+                for x in range(4):
+                    acc_dq[4 * chunk + x] += four[x].view(np.float32)
+        if j > 0:
+            for chunk in range(8):
+                for x in range(4):
+                    four[x] = acc_dq[4 * chunk + x].view(np.uint32)
+                store_v4(own + chunk * chunk_bytes, four, 0)
+        else:  # 16 rows of 128 bytes a warp
+            write(base, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
 
     @inlined
     def is_nonfinite(b, h, query, lane, arrays, strides, sizes):
@@ -84,4 +113,4 @@ def make(config):
                 tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), first_query + q_start)
                 recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
 
-    return write, repair
+    return leave, repair

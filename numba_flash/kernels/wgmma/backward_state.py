@@ -16,7 +16,7 @@ STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.p
 # Of a block that owns keys, whose query heads are HEAD and the MEMBERS - 1 behind it:
 STEP = 52  # to the next query tile
 PART = 56  # which of all parts of all groups it has (config.members)
-STRUCK = 60  # whether some row of dQ is not finite (config.single)
+STRUCK = 60  # whether some row of dQ is not finite (config.key_tiles)
 
 
 @functools.cache
@@ -39,6 +39,7 @@ def make(config):
     """-> (set_up, put, put_position, word, position), device functions."""
     at, init = config.barriers(), mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
+    owns_more = config.key_tiles > 1
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
     beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
     a_readers = 32 * consumer_warps if beside else consumer_warps
@@ -47,6 +48,8 @@ def make(config):
     def set_up(base):
         """The mbarriers, by one thread, before a fence and a barrier of the block."""
         init(base + at.own_full, 1)
+        if owns_more:
+            init(base + at.own_empty, consumer_warps)
         for stage in range(stages_a):
             init(base + at.a_full + 8 * stage, 1)
             init(base + at.a_empty + 8 * stage, a_readers)
