@@ -3,6 +3,8 @@
 All of it takes minutes, and runs on a GPU.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 from contract_backward import (  # noqa: F401
@@ -107,6 +109,19 @@ def one_kernel(monkeypatch, nothing_remembered):
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
 
 
+@pytest.fixture
+def key_tiles_of_blocks(monkeypatch):
+    """-> the key tiles that blocks are given, on a GPU that has not room for all blocks at a time."""
+    chosen, choose = [], select_backward.key_tiles_of_a_block
+
+    def chosen_for_a_small_gpu(problem, target):
+        chosen.append(choose(problem, dataclasses.replace(target, multiprocessors=1)))
+        return chosen[-1]
+
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", chosen_for_a_small_gpu)
+    return chosen
+
+
 # Tiles of 128 queries, or from head_dim 65 on of 64, whose dQ two warpgroups write, each a panel. Rows of 16 bytes and
 # others, heads of a group, queries that see nothing: some, a whole tile of them, or all of an entry.
 @pytest.mark.parametrize(
@@ -142,21 +157,20 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
     ids=["two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys"],
 )  # fmt: skip
 def test_a_block_with_more_key_tiles(
-    rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel, monkeypatch
+    rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel, key_tiles_of_blocks
 ):
-    chosen, choose = [], select_backward.key_tiles_of_a_block
-    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *x: chosen.append(choose(*x)) or chosen[-1])
     batch = 3 if "seqlens_k" in options else 1
     case = rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
     assert all(np.isfinite(x).all() for x in rung.check(case, **options)[:3])
-    assert set(chosen) == {-(-seqlen_k // 128)}
+    assert set(key_tiles_of_blocks) == {-(-seqlen_k // 128)}
 
 
-def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, monkeypatch):
+def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tiles_of_blocks, monkeypatch):
     """As of blocks with one each, whose parts of dQ are added in global memory. Three: two would be, in any order."""
     case = rung.problem(20, 270, batch=2, heads=1, head_dim=8)
     given = incoming(case)
     together = rung.check(case, given)
+    assert set(key_tiles_of_blocks) == {3}
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     dispatch._plans.clear()
     select_backward.wgmma_configs.cache_clear()
@@ -198,7 +212,7 @@ def test_blocks_that_share_a_group(rung, members, form, monkeypatch, nothing_rem
 
 
 @pytest.mark.parametrize("form", ["one kernel", "one tile", "one block", "two kernels", "parts"])
-def test_kernels_wait_for_those_before_them(rung, form, monkeypatch, nothing_remembered):
+def test_kernels_wait_for_those_before_them(rung, form, key_tiles_of_blocks, monkeypatch, nothing_remembered):
     """Else the simulator says so: they are launched to start before these have ended."""
     monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form.startswith("one"))
