@@ -53,7 +53,8 @@ class WgmmaConfig(TensorConfig):
     MOST_KEYS: ClassVar[int] = 256
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-    MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224)}  # the scheduler looks which tiles are shown
+    # Where the scheduler looks which tiles are shown:
+    MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224), 3: (56, 152)}
     FINISHED_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {3: (56, 152)}  # with 32 the scheduler spills
 
     def __post_init__(self) -> None:

@@ -201,6 +201,8 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     def takes(row: Any) -> bool:
         if getattr(row, "reads", reads) != reads or (reads and getattr(row, "unread", False)):
             return False
+        if getattr(row, "masked", False) and not _reads_mask_alone(problem):
+            return False
         return plain or not getattr(row, "plain", False)
 
     return [row for row in rows if takes(row)]
@@ -210,6 +212,11 @@ def _reads_scores(problem: Problem) -> bool:
     """Whether there is something to read for each score, or to ask about its position."""
     read = any(problem.array(option) is not None for option in ("bias", "mask"))
     return read or problem.seeded or bool(problem.functions)
+
+
+def _reads_mask_alone(problem: Problem) -> bool:
+    others = problem.array("bias") is not None or problem.seeded or bool(problem.functions)
+    return problem.array("mask") is not None and not others
 
 
 def _most_keys(problem: Problem, most: int) -> int:

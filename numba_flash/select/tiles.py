@@ -57,6 +57,7 @@ class Wgmma(NamedTuple):
     rescale_threshold: int
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # not where something is read or asked for each score
+    masked: bool = False  # only where a mask is read for each score, and nothing else
     gpu: str = MEASURED
 
 
@@ -116,6 +117,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "wgmma": (
         Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8, plain=True),
         Wgmma(64, 192, 96, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
+        Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, masked=True),
         Wgmma(64, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
         Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
@@ -171,6 +173,7 @@ NOT_COLUMNS = (
     "apart",
     "functions",
     "unread",
+    "masked",
     "by_element",
     "dv_tile_m",
     "linear",

@@ -84,3 +84,32 @@ def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
     if turned:
         mask, case = mask.swapaxes(2, 3), rung.problem(170, ROWS, batch=1, heads=1, heads_kv=1, head_dim=8)
     rung.check(case, mask=mask)
+
+
+# Positions hide some scores, in some of the tiles that a mask cuts; and where they hide none, ALiBi asks for them.
+BESIDE = {
+    "lengths": dict(seqlens_k=np.array([130], np.int32)),
+    "causal, and slopes": dict(causal=True, alibi_slopes=np.array([0.2], np.float32)),
+    "a window": dict(window=(70, 20)),
+}
+
+
+def random(rows, columns):
+    return np.random.default_rng(1).random((1, 1, rows, columns)) < 0.8
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_mask_beside_positions(beside, dtype):
+    rung = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    case = rung.problem(ROWS, 200, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype, q_offset=110)
+    rung.check(case, mask=random(ROWS, 200), **BESIDE[beside])
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 200, 110), (200, ROWS, 0)], ids=["many keys", "many queries"])
+@pytest.mark.parametrize("beside", ["causal, and slopes", "a window"])
+def test_gradients_with_a_mask_beside_positions(beside, shape):
+    rung = contract_backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    rows, columns, q_offset = shape
+    case = rung.problem(rows, columns, batch=1, heads=1, heads_kv=1, head_dim=8, q_offset=q_offset)
+    rung.check(case, mask=random(rows, columns), **BESIDE[beside])

@@ -273,14 +273,17 @@ def wide_backward_gates():
 
 def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
-    that does not fit with 64 columns less of v. With softcap where another row is for plain attention.
+    that does not fit with 64 columns less of v. With softcap where another row is for plain attention, and with a mask
+    where the row is for masks.
     """
-    softcap = 5.0 if getattr(row, "unread", False) else None
+    options = dict(softcap=5.0) if getattr(row, "unread", False) else {}
+    if getattr(row, "masked", False):
+        options = dict(mask=empty(1, 1, 4096, 4096, dtype="bool", strides=(2**24, 2**24, 4096, 1)))
     with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
         found = [
             config
             for head_dim_v in (row.head_dim, row.head_dim - 64)
-            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, softcap=softcap), HOPPER)
+            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, **options), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -551,7 +554,8 @@ def gates():
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
         for row in table:  # what sinks alone add
             name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}"
-            configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32"))
+            read = dict(mask="bool") if getattr(row, "masked", False) else {}
+            configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
     for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs

@@ -160,6 +160,24 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
 
 
+# A mask leaves registers for 192 rows, of fewer keys than without it; what else is read does not.
+@pytest.mark.parametrize(
+    ("given", "rows", "keys"),
+    [
+        ({}, 192, 128),
+        (dict(mask=empty(4096, dtype="bool")), 192, 112),
+        (dict(mask=empty(4096, dtype="bool"), softcap=2.0, causal=True), 192, 112),
+        (dict(mask=empty(4096, dtype="bool"), bias=empty(4096)), 128, 96),
+        (dict(mask=empty(4096, dtype="bool"), dropout_p=0.1, seed=3), 128, 128),
+        (dict(mask=empty(4096, dtype="bool"), mask_mod=Function.of("mask_mod", lambda b, h, i, j: j < i)), 128, 128),
+    ],
+    ids=range(6),
+)
+def test_a_mask_alone_has_tiles_of_more_rows(given, rows, keys):
+    config = next(_candidates("wgmma", problem(64, **given), HOPPER))
+    assert (config.tile_m, config.tile_n) == (rows, keys)
+
+
 # In float32 and float64 too, by rows that spill nothing then.
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_read_for_each_score_has_rows_of_its_own(dtype):

@@ -108,7 +108,7 @@ def make(config):
     has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
-    reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
+    reads, added, ranges_of, bias_words = read.reads, read.added, read.ranges, read.bias_words
     bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
@@ -352,7 +352,7 @@ def make(config):
         if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
-            first, end = ends_of(b, h, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = ranges_of(b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
         tiles = (begin, stop, free, cut)

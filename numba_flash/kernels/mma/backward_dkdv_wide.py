@@ -111,7 +111,7 @@ def make(config):
     start_rows, of_pair = lse_delta.staged(config, tile_m)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
-    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # what is seen is a bit for each score
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=True, derivative=of_dk)
@@ -330,7 +330,7 @@ def make(config):
         begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
-            first, end = ends_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = ranges_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))
             stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)

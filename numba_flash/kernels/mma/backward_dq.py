@@ -106,7 +106,7 @@ def make(config):
     behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
-    reads, added, ends_of, bias_words = read.reads, read.added, read.ends, read.bias_words
+    reads, added, ranges_of, bias_words = read.reads, read.added, read.ranges, read.bias_words
     bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     finishes = drops and has_functions  # dP - delta, before their derivative comes to it
@@ -266,7 +266,7 @@ def make(config):
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             end_query = tile.first_query + queries_left
-            first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
         if has_states:

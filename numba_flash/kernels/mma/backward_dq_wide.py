@@ -96,7 +96,7 @@ def make(config):
     drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, columns)
     words_a_row = kept_words // rows if drops else 1
     read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
-    reads, origin_of, load_reads, added, ends_of = read.reads, read.origin, read.load, read.added, read.ends
+    reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # what is seen is a bit for each score
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=False)
@@ -268,7 +268,7 @@ def make(config):
         begin, stop = int32(begin_), int32(stop_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             end_query = tile.first_query + queries_left
-            first, end = ends_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         registers = Registers(

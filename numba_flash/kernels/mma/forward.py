@@ -96,7 +96,7 @@ def make(config):
     row_term = fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     read, has_mask = score_reads.make(config, strips), config.has("mask")
-    reads, origin_of, load_reads, hide, ends_of = read.reads, read.origin, read.load, read.hide, read.ends
+    reads, origin_of, load_reads, hide, ranges_of = read.reads, read.origin, read.load, read.hide, read.ranges
     some_hidden, bias_words = read.some_hidden, read.bias_words
     bits_words, bias_type = read.bits_words, read.bias_type
     # What scores need is asked for before the products, or where these take all registers, behind them.
@@ -325,10 +325,10 @@ def make(config):
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             first_query, end_query = tile.first_query, tile.first_query + queries_left
-            first_shown, end_shown = ends_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
-            begin = max(begin, divide(first_shown, tile_n))
+            first, end, _, _ = ranges_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
-            stop = min(int32(stop), divide(end_shown + int32(tile_n - 1), tile_n))
+            stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
         states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
         if has_states:
             begin, stop = states_ends(states, begin, int32(stop), arrays, strides)

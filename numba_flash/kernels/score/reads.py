@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float64, int32, int64, uint32, uint64
+from numba import cuda, float64, int32, int64, uint32, uint64
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cvt, memory, vote
+from ...ptx import cvt, memory, special, vote
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
@@ -48,8 +48,7 @@ class Reads(NamedTuple):
     added: Callable[..., Any]
     hide: Callable[..., Any]
     some_hidden: Callable[..., Any]
-    ends: Callable[..., Any]
-    whole: Callable[..., Any]
+    ranges: Callable[..., Any]
 
 
 @inlined
@@ -103,8 +102,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     apart, half_of = item > 2, halves(dtype)  # apart: a register for each
     load_b16, load_b32 = memory.load_b16_if, memory.load_b32_if
-    load_v2, load_f64 = memory.load_v2_if, memory.load_f64_if
-    any_lane, address = vote.any_lane, memory.address
+    load_v2, load_f64, load_v4 = memory.load_v2_if, memory.load_f64_if, memory.load_v4
+    any_lane, address, opaque, most = vote.any_lane, memory.address, special.opaque, (1 << 31) - 1
 
     @inlined
     def origin(b, h, first_row, arrays, strides):
@@ -215,34 +214,30 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             some |= ~mask_bits[i] & uint32((1 << count) - 1)
         return any_lane(some) != 0
 
-    def range_of(which, nearest_first, nearest_end, first_of_none, end_of_none):
-        """-> a device function: (b, h, heads, first_row, end_row, ...) -> a range of columns of all pieces that hold
-        these rows, in so many heads from h on. Counted in 32 bits: wgmma's scheduler, which asks, has few registers."""
+    @inlined
+    def ranges(b, h, heads, first_row, end_row, arrays, strides, sizes):
+        """-> (first, end, first, end) of all pieces that hold these rows, in so many heads from h on: no columns but
+        those of the first range are shown in any of the rows, and all of the second one in all of them. Counted in 32
+        bits: wgmma's scheduler, which asks, has few registers."""
+        four = cuda.local.array(4, uint32)
+        bits, by = bits_of(arrays, strides)
+        first, end, whole_first, whole_end = int32(most), int32(0), int32(0), int32(most)
+        piece = int32(first_row) >> 4
+        pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
+        heads_left = int32(heads) if by[1] != 0 else int32(1)
+        of_head = b * by[0] + h * by[1] + piece * by[2]
+        while heads_left > 0:
+            place, left = of_head, pieces
+            while left > 0:
+                load_v4(four, 0, address(bits, place))
+                first, end = min(first, int32(four[SEEN_BY_SOME])), max(end, int32(four[SEEN_BY_SOME + 1]))
+                whole_first = max(whole_first, int32(four[SEEN_BY_ALL]))
+                whole_end = min(whole_end, int32(four[SEEN_BY_ALL + 1]))
+                place, left = place + by[2], opaque(int32(left - 1))
+            of_head, heads_left = of_head + by[1], int32(heads_left - 1)
+        return first, end, whole_first, whole_end
 
-        @inlined
-        def of_rows(b, h, heads, first_row, end_row, arrays, strides, sizes):
-            bits, by = bits_of(arrays, strides)
-            first, end = int32(first_of_none), int32(end_of_none)
-            piece = int32(first_row) >> 4
-            pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
-            heads_left = int32(heads) if by[1] != 0 else int32(1)
-            of_head = b * by[0] + h * by[1] + piece * by[2] + which
-            while heads_left > 0:
-                place, left = of_head, pieces
-                while left > 0:
-                    # By instructions that LLVM does not unroll.
-                    first = nearest_first(first, int32(load_b32(address(bits, place), uint32(1))))
-                    end = nearest_end(end, int32(load_b32(address(bits, place + 1), uint32(1))))
-                    place, left = place + by[2], int32(left - 1)
-                of_head, heads_left = of_head + by[1], int32(heads_left - 1)
-            return first, end
-
-        return of_rows
-
-    most = (1 << 31) - 1
-    ends = range_of(SEEN_BY_SOME, min, max, most, 0)  # no other columns are shown in these rows
-    whole = range_of(SEEN_BY_ALL, max, min, 0, most)  # all of these columns are shown in all of these rows
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     bias_type = float64 if double else uint32
-    functions = (origin, load, load_bias, load_bits, added, hide, some_hidden, ends, whole)
+    functions = (origin, load, load_bias, load_bits, added, hide, some_hidden, ranges)
     return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)

@@ -15,7 +15,21 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles, part_of, parts_of
 from . import backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STOP
+from .backward_state import (
+    BATCH,
+    BEGIN,
+    CUT,
+    FIRST_ROW,
+    FREE,
+    HEAD,
+    HEAD_KV,
+    KEYS,
+    MEMBERS,
+    PART,
+    POS_CUT,
+    POS_FREE,
+    STOP,
+)
 
 
 class KeyWork(NamedTuple):
@@ -31,8 +45,7 @@ def make(config):
     all_keys = config.key_tiles > 0
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
-    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True)
-    ends_of, whole_of = read.ends, read.whole
+    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all = bias_of_entries(config)
 
@@ -67,11 +80,13 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+            put(base, POS_FREE, free)
+            put(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
-            first, end = ends_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            ranges = ranges_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            first, end, whole_first, whole_end = ranges
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
-            first, end = whole_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
-            free, cut = max(free, divide(first + int32(tile_m - 1), tile_m)), min(cut, divide(end, tile_m))
+            free, cut = max(free, divide(whole_first + int32(tile_m - 1), tile_m)), min(cut, divide(whole_end, tile_m))
         if all_keys:  # dQ of queries that see none of the keys is written, too
             begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         elif keys_left <= 0:

@@ -10,7 +10,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tiles, row_keys
 from . import backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, POS_CUT, POS_FREE, STATES, STOP
 
 
 def make(config):
@@ -18,8 +18,7 @@ def make(config):
     tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
-    has_mask, read = config.has("mask"), score_reads.make(config, 1, tile_n)
-    ends_of, whole_of = read.ends, read.whole
+    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_n).ranges
     of_thread = tile_walk.make(config)
     has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -49,12 +48,14 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+            put(base, POS_FREE, free)
+            put(base, POS_CUT, cut)
             end_query = min(first_query + tile_m, sizes.seqlen_q)
-            first, end = ends_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            ranges = ranges_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
+            first, end, whole_first, whole_end = ranges
             begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
             stop = max(begin, stop)
-            first, end = whole_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
-            free, cut = max(free, divide(first + int32(tile_n - 1), tile_n)), min(cut, divide(end, tile_n))
+            free, cut = max(free, divide(whole_first + int32(tile_n - 1), tile_n)), min(cut, divide(whole_end, tile_n))
         if has_states:
             states = states_row(b, h, first_query, arrays, strides)
             begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)

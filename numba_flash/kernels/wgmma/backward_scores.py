@@ -22,7 +22,7 @@ from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import backward_state, bias_boxes
-from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS
+from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS, POS_CUT, POS_FREE
 
 
 class Place(NamedTuple):
@@ -58,7 +58,7 @@ def make(config, of_keys):
     columns = config.stream_rows
     pairs, way = columns // 16, 1 if of_keys else -1  # way: columns of queries lead ahead
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
-    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
     # P has to be kept in 16 bits where dS is not P * (dP - delta), and may be as soon as it is there without dS.
     early = of_p and (config.derivative_varies or not of_ds)
 
@@ -118,7 +118,10 @@ def make(config, of_keys):
             left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
         else:
             left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
-        if masked or has_row_term:
+        cut = masked
+        if has_mask and masked:
+            cut = i >= word(base, POS_CUT) or i < word(base, POS_FREE)
+        if cut or has_row_term:
             visible(i, first_row, lane, position(base), left, right, column_end, own.bits, distance)
         else:
             for r in range(2):

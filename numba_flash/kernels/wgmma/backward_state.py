@@ -17,6 +17,8 @@ STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.p
 STEP = 52  # to the next query tile
 PART = 56  # which of all parts of all groups it has (config.members)
 STRUCK = 60  # whether some row of dQ is not finite (config.key_tiles)
+# With a mask FREE and CUT as positions alone say, in place of words that no kernel has that takes one:
+POS_FREE, POS_CUT = STEP, STRUCK
 
 
 @functools.cache

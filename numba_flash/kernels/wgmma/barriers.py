@@ -12,6 +12,7 @@ from ..steps.inlined import inlined
 
 # A work tile is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
 WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH, STATES = (4 * i for i in range(13))
+POS_FREE, POS_CUT = 52, 56  # with a mask: FREE and CUT as positions alone say
 WORK_TILES = 4
 
 

@@ -91,8 +91,8 @@ def make(config):
     mask_words = fragments.tile(config, 1).mask_words
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
-    reads, hide = read.reads, read.hide
-    find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside = tile_scores.make(config)
+    reads, of_scores = read.reads, tile_scores.make(config)
+    find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
     bias_boxes = config.bias_boxes
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
@@ -257,8 +257,7 @@ def make(config):
             if reads:
                 load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
             if scores_finished or has_mask or masked or has_score_mod or asks:
-                find_visible(j, work_tile, sizes, mask_bits, distance)
-            hide(mask_bits, shown_bits, TRUE)
+                find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
@@ -287,8 +286,7 @@ def make(config):
                     if reads:
                         load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    find_visible(j, work_tile, sizes, mask_bits, distance)
-                    hide(mask_bits, shown_bits, TRUE)
+                    find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)

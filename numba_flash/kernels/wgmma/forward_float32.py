@@ -106,9 +106,10 @@ def make(config):
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
     read = score_reads.make(config, 1)
-    reads, hide, bias_type = read.reads, read.hide, read.bias_type
+    reads, bias_type = read.reads, read.bias_type
     bias_words, bits_words = read.bias_words, read.bits_words
-    find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside = tile_scores.make(config)
+    of_scores = tile_scores.make(config)
+    find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
@@ -328,11 +329,12 @@ def make(config):
         if reads:
             load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE if masked else TRUE)
         scores(base, me, n, acc_s)
-        if masked or scores_finished or has_score_mod or asks:
+        if masked:
+            find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
+        elif scores_finished or has_score_mod or asks:
             find_visible(j, work_tile, sizes, mask_bits, distance)
         if masked or has_score_mod or asks:
             if masked:
-                hide(mask_bits, shown_bits, TRUE)
                 apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
             else:
                 apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)

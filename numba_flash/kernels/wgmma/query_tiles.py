@@ -23,6 +23,8 @@ from .barriers import (
     FREE,
     H_KV,
     KEYS,
+    POS_CUT,
+    POS_FREE,
     POS_HIGH,
     POS_LOW,
     STATES,
@@ -53,8 +55,7 @@ def make(config):
     block_count, rank = special.block_count, cluster.rank
     store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
-    has_mask, read, walk = config.has("mask"), reads.make(config, 1), tile_walk.make(config)
-    ends_of, whole_of = read.ends, read.whole
+    has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     has_states, states_row, states_ends = walk.present, walk.row, walk.ends
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -106,26 +107,21 @@ def make(config):
         store_shared(work_tile + STOP, uint32(stop))
 
     @inlined
-    def leave_hidden_out(work_tile, arrays, strides, sizes):
+    def ask_mask(work_tile, arrays, strides, sizes):
         """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
+        FREE and CUT <- the tiles between in which neither the mask nor positions hide a key.
 
         Reads the work tile and writes it again, because the scheduler has few registers."""
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
-        first, end = ends_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        first, end, whole_first, whole_end = ranges
+        free, cut = divide(whole_first + int32(tile_n - 1), tile_n), divide(whole_end, tile_n)
+        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
+        store_shared(work_tile + CUT, uint32(min(field_of(work_tile + CUT), cut)))
         begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
         stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
         write_ends(work_tile, begin, stop, sizes)
-
-    @inlined
-    def keep_whole_apart(work_tile, arrays, strides, sizes):
-        """FREE and CUT <- the tiles between in which neither the mask nor anything else hides a key."""
-        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
-        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
-        first, end = whole_of(b, h, group, first_query, end_query, arrays, strides, sizes)
-        free = divide(first + int32(tile_n - 1), tile_n)
-        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
-        store_shared(work_tile + CUT, uint32(min(field_of(work_tile + CUT), divide(end, tile_n))))
 
     @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
@@ -155,8 +151,9 @@ def make(config):
         store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
         store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
-            leave_hidden_out(at, arrays, strides, sizes)
-            keep_whole_apart(at, arrays, strides, sizes)
+            store_shared(at + POS_FREE, uint32(free))
+            store_shared(at + POS_CUT, uint32(cut))
+            ask_mask(at, arrays, strides, sizes)
         if has_states:
             leave_empty_out(at, arrays, strides, sizes)
         arrive(base + TILE_FULL + 8 * tile_place_of(i))

@@ -5,18 +5,19 @@ from numba import cuda, int32, uint32
 
 from ...ptx import fence, mbarrier
 from ..score import fragment_functions, fragments, reads
-from ..steps.inlined import inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from . import barriers, bias_boxes
-from .barriers import FIRST_QUERY, KEYS, B, H
+from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    """-> (find_visible, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device functions.
-    apply_inside: to a tile in which only mask_mod removes something."""
+    """-> (find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
+    functions. apply_inside: to a tile in which only mask_mod removes something."""
     queries, read = config.queries, reads.make(config, 1)
-    origin_of, load_direct, load_bits, some_hidden = read.origin, read.load_bias, read.load_bits, read.some_hidden
-    has_mask = config.has("mask")
+    origin_of, load_direct, load_bits = read.origin, read.load_bias, read.load_bits
+    hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
+    has_row_term = fragments.chain(config).has_row_term
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
@@ -32,6 +33,18 @@ def make(config):
         first_row, lane = rows_of_lane()
         keys = word(work_tile + KEYS)
         visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
+
+    @inlined
+    def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
+        """The same without those that the mask hides, whose bits have been loaded. Only in some of the tiles that it is
+        read for do positions hide anything."""
+        if has_mask and word(work_tile + POS_FREE) <= j < word(work_tile + POS_CUT):
+            if has_row_term:
+                find_visible(j, work_tile, sizes, mask_bits, distance)  # for the distance
+            hide(mask_bits, bits, FALSE)
+        else:
+            find_visible(j, work_tile, sizes, mask_bits, distance)
+            hide(mask_bits, bits, TRUE)
 
     @inlined
     def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
@@ -89,5 +102,5 @@ def make(config):
 
         return apply if functions.present else nothing
 
-    made = find_visible, load_for_scores, finish_scores, hide_scores
+    made = find_visible, find_shown, load_for_scores, finish_scores, hide_scores
     return (*made, applying(functions.apply), applying(functions.apply_inside))
