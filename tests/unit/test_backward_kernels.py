@@ -770,8 +770,8 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
         plan = fused.shared_plan()
         assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
-        assert plan.barriers - plan.state == 64 * max(key_tiles, 1)
-        rings = 1 + 4 + 4 + 1 + (0 if key_tiles else 8) + (key_tiles > 1)
+        assert plan.barriers - plan.state == 2 * 64
+        rings = 2 + 4 + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
         assert grid(fused, made) == (100 if key_tiles else 0)
 
