@@ -327,7 +327,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The threads that add keep more in mind than a producer's others."""
+        """The threads that add keep more in mind than a producer's others, and most of all where they stay."""
         return (56, 224) if self.stays else (40, 232)
 
     @property
@@ -345,7 +345,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def stays(self) -> bool:
-        """Where dK and dV can be put together in the place of one dS, while the next K and V come."""
+        """Where dK and dV fit into the place of one dS, in which they are put together while the next K and V come."""
         return self.dq_panels == 1
 
     @property

@@ -85,7 +85,7 @@ def _key_tiles(config: WgmmaDkdvConfig, problem: BackwardProblem) -> int:
 
 
 def blocks_at_a_time(target: Target) -> int:
-    """Of a kernel whose blocks take one tile after the other."""
+    """Of a kernel whose blocks stay, one on a multiprocessor."""
     return max(target.multiprocessors, 1)
 
 
@@ -147,7 +147,7 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     for config, blocks in configs:
         if blocks:
             values = _values(config, problem)
-            if isinstance(config, WgmmaFusedConfig) and config.stays:  # one on a multiprocessor
+            if isinstance(config, WgmmaFusedConfig) and config.stays:
                 blocks = min(blocks, blocks_at_a_time(target))
             behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
             launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem), behind)

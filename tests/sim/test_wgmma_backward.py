@@ -146,7 +146,8 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
 
-# Blocks that stay: one has all tiles, or two share them; some of them no query sees, also the last one.
+# Blocks that stay: one has all tiles, and a second one finds none left, or has every other head. Some tiles no query
+# sees, also the last one.
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "heads", "options", "together"),

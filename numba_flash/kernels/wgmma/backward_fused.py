@@ -23,21 +23,20 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
-Blocks stay, one on each multiprocessor, and take one tile of keys after the other. The thread that fetches Q takes the
-next tile when the last Q of this one is under way, and says in one of two states what it is. Its first Q, K and V come
-while consumers round dK and dV of this one: these are put together in the place of a dS, where both fit. A block that
-waits for its turn waits for tiles with lower tickets, which are at work or behind such: so each wait ends.
+With config.stays a block has one tile of keys after the other (backward_block_tiles). The first Q, K and V of the next
+one come while consumers round dK and dV of this one. So these are put together in the place of a dS, where both fit up
+to head_dim 64. Above that they take the place of K and V, and a block has one tile.
 
 The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
 threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
 the first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
 wait before anything else: so each block has waited.
 
-Launch: grid (as many as run at a time, at most one for each key tile, or with config.key_tiles for each head), block
-(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k, v and do; turns (zeros): the
-ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks
-of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With config.key_tiles neither of turns and
-dq_sums, but dq, which is contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles, and with
+config.stays any smaller one; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k,
+v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch *
+heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With
+config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -307,7 +306,7 @@ def make(config):
             pin_dk(acc_dk)
             pin_dv(acc_dv)
             masked = i >= word(own, CUT) or i < word(own, FREE)
-            if n < end or not stays:
+            if n < end or not stays:  # where a block has one tile there is a Q past the end
                 preload_s(base, acc_s, n, lse_factor)
                 issue_s(base, acc_s, k_desc, n, FALSE)
                 wait_all()
@@ -345,7 +344,7 @@ def make(config):
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
                     )
                 store_ds(base, ds_frag, n)
-                last = stays and n + 1 == end
+                last = stays and n + 1 == end  # the next Q may be of a tile that comes much later
                 ahead = n if last else int32(n + 1)
                 preload_s(base, acc_s, ahead, lse_factor)
                 issue_dv(base, acc_dv, p_frag, n)

@@ -158,8 +158,8 @@ def make(config):
     @inlined
     def produce_a(base, own, n, w, arrays, strides, heads, seqlen_q):
         """One thread: K and V of the block's w-th tile, and Q with its lse, -delta and bias, tile after tile of each
-        head, the n-th of all first. From the second tile on consumers leave the place of K and V last: so a Q comes
-        before. -> n"""
+        head; the first one is the n-th of all. From the second tile on a Q comes before K and V, whose place consumers
+        leave last. -> n"""
         tile_row_blocks, waits = tile_m // 16, stays and w > 0
         if not waits:
             load_keys(base, own)
