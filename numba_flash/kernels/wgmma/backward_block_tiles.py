@@ -5,10 +5,11 @@ when the last Q of this one is under way, and says what it is in one of two stat
 The other roles read it there and say when they are done with it. A state without members ends them all. Without
 config.stays a block has one tile, whose state is written before any role begins.
 
-Tiles are taken by tickets, and a part of dQ waits for parts of tiles with lower tickets alone (steps/dq_order.py). Of
-all tiles that are not done, the one with the lowest ticket waits for none. What its block took before has lower tickets
-still, and is done, so the block is at it. So each wait ends, however many blocks a GPU runs at a time. With
-config.key_tiles there are no waits for other blocks and no tickets: the block's number says which heads it has.
+Tiles are taken by tickets, and a part of dQ waits for parts of tiles with lower tickets alone
+(kernels/steps/dq_order.py). Of all tiles that are not done, the one with the lowest ticket waits for none. What its
+block took before has lower tickets still, and is done, so the block is at it. So each wait ends, however many blocks a
+GPU runs at a time. With config.key_tiles there are no waits for other blocks and no tickets: the block's number says
+which heads it has.
 """
 
 from typing import Any, NamedTuple
