@@ -34,7 +34,9 @@ class Barriers(NamedTuple):
     """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
 
     own_full: int
-    own_empty: int  # of a block that owns one tile after the other
+    own_empty: int  # of a block that stays, as the next two
+    state_full: int
+    state_empty: int
     a_full: int
     a_empty: int
     b_full: int
@@ -169,6 +171,16 @@ class WgmmaBackwardConfig(Config):
         return 4 * self.STATE_WORDS
 
     @property
+    def stays(self) -> bool:
+        """Whether a block has one tile after the other."""
+        return False
+
+    @property
+    def states(self) -> int:
+        """How many tiles of a block have a state: the one at which it works, and the next one where it stays."""
+        return 2 if self.stays else 1
+
+    @property
     def ds_bytes(self) -> int:
         """Of one of two tiles of dS that go through shared memory."""
         return 0
@@ -189,7 +201,8 @@ class WgmmaBackwardConfig(Config):
         return 0
 
     def barriers(self) -> Barriers:
-        counts = [1, int(self.key_tiles > 1), self.stages_a, self.stages_a, self.stages_b, self.stages_b]
+        told = self.states if self.stays else 0
+        counts = [1, int(self.stays), told, told, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
         parts = self.dq_stages * self.consumers
         counts += [int(self.ds_bytes > 0), parts, parts]
         at = [self.shared_plan().barriers]
@@ -206,7 +219,7 @@ class WgmmaBackwardConfig(Config):
         dq = ds + 2 * self.ds_bytes
         lse_delta = dq + self.dq_places * self.consumers * self.dq_part_bytes
         state = lse_delta + self.stages_a * self.lse_delta_bytes
-        barriers = state + self.state_bytes * max(self.key_tiles, 1)
+        barriers = state + self.state_bytes * self.states
         end = barriers + 8 * self.MOST_BARRIERS
         return SharedPlan(0, own_b, stream_a, stream_b, bias, ds, dq, lse_delta, state, barriers, end)
 
@@ -314,8 +327,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The threads that add keep more in mind than a producer's others."""
-        return 40, 232
+        """The threads that add keep more in mind than a producer's others, and most of all where they stay."""
+        return (56, 224) if self.stays else (40, 232)
 
     @property
     def dq_panels(self) -> int:
@@ -329,6 +342,11 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     @property
     def ds_bytes(self) -> int:
         return tile_bytes(self.tile_m, self.tile_n)
+
+    @property
+    def stays(self) -> bool:
+        """Where dK and dV fit into the place of one dS, in which they are put together while the next K and V come."""
+        return self.dq_panels == 1
 
     @property
     def dq_part_bytes(self) -> int:

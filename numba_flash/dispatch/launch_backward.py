@@ -84,6 +84,11 @@ def _key_tiles(config: WgmmaDkdvConfig, problem: BackwardProblem) -> int:
     return -(-problem.forward.seqlen_k // config.tile_n)
 
 
+def blocks_at_a_time(target: Target) -> int:
+    """Of a kernel whose blocks stay, one on a multiprocessor."""
+    return max(target.multiprocessors, 1)
+
+
 def _all_parts(members: int, problem: BackwardProblem) -> int:
     """Of the groups of all batch entries."""
     forward = problem.forward
@@ -142,6 +147,8 @@ def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -
     for config, blocks in configs:
         if blocks:
             values = _values(config, problem)
+            if isinstance(config, WgmmaFusedConfig) and config.stays:
+                blocks = min(blocks, blocks_at_a_time(target))
             behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
             launch = on_gpu(config, target, blocks, values, backward_tensor_maps(config, problem), behind)
             steps.append(Step.of(config, launch, values, every, BACKWARD_WORKSPACE))

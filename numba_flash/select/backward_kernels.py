@@ -266,7 +266,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
     if problem.deterministic and (long_line or lines < (8 if every_key else 4)):
         return False
-    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= 16384
+    least = 8192 if widest <= 64 else 16384  # up to 64 blocks stay (WgmmaFusedConfig.stays), and fewer of them gain
+    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:

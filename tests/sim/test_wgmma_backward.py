@@ -25,6 +25,7 @@ from contract_backward import (  # noqa: F401
 from numba_flash import testing
 from numba_flash.arrays import making
 from numba_flash.dispatch import backward as dispatch
+from numba_flash.dispatch import launch_backward
 from numba_flash.kernels.steps import recompute_queries
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim.errors import InstructionError
@@ -143,6 +144,51 @@ def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, o
 def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
+
+
+# Blocks that stay: one has all tiles, and a second one finds none left, or has every other head. Some tiles no query
+# sees, also the last one.
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "heads", "options", "together"),
+    [
+        (20, 270, 2, {}, True), (20, 270, 2, {}, False), (150, 140, 2, dict(causal=True), False),
+        (70, 60, 3, {}, True), (20, 400, 1, dict(window=(10, 5), q_offset=150), False),
+        (20, 140, 2, dict(seqlens_k=np.array([133, 60], np.int32)), False),
+    ],
+    ids=["together", "full", "causal", "one tile", "tiles without queries", "tails"],
+)  # fmt: skip
+def test_blocks_that_stay(
+    rung, seqlen_q, seqlen_k, heads, options, together, blocks, one_kernel, monkeypatch, key_tiles_of_blocks
+):
+    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: blocks)
+    if not together:
+        monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
+    rung.check(rung.problem(seqlen_q, seqlen_k, batch=2, heads=heads, head_dim=8), **options)
+
+
+# A block has all heads, whose states take turns: the third one's is where the first one's was.
+@pytest.mark.parametrize("seqlen_k", [40, 140])
+def test_rows_are_computed_again_of_heads_that_meet_nan_alone(
+    rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch
+):
+    make, seen = recompute_queries.make, set()
+
+    def made(config):
+        repair = make(config)
+
+        def recorded(nonfinite, first_row, lane, tile, *more):
+            seen.add((int(tile.b), int(tile.h)))
+            repair(nonfinite, first_row, lane, tile, *more)
+
+        return recorded
+
+    monkeypatch.setattr(recompute_queries, "make", made)
+    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    case = rung.problem(20, seqlen_k, batch=4, heads=1, head_dim=8)
+    case.q[0, 0, 3, 2], case.k[1, 0, 35, 0] = np.nan, np.inf
+    rung.check(case, causal=True)
+    assert seen == {(0, 0), (1, 0)}
 
 
 # Two and three tiles of keys, which a block has one after the other; one and two of queries, or one of each of two

@@ -676,6 +676,9 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(seqlen_q=512, seqlen_k=8192, causal=True) == kernels(seqlen_q=512, seqlen_k=2047) == two
     assert kernels(seqlen_q=512, seqlen_k=8192, heads=7) == kernels(seqlen_q=513, seqlen_k=8192) == two
     assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
+    # Fewer keys, where blocks stay.
+    assert kernels(64, seqlen_q=1024, seqlen_k=1024) == kernels(64, 1024, 1024, causal=True) == one
+    assert kernels(64, 1023, 1023) == kernels(88, 1024, 1024) == kernels(88, 1024, 1024, causal=True) == two
     # One tile of keys, whose block writes dQ itself.
     assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
     # More of them, where dQ stays in shared memory: of two tiles of 128 queries, up to head_dim 64.
@@ -770,10 +773,13 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
         plan = fused.shared_plan()
         assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
-        assert plan.barriers - plan.state == 64 * max(key_tiles, 1)
-        rings = 1 + 4 + 4 + 1 + (0 if key_tiles else 8) + (key_tiles > 1)
+        assert plan.barriers - plan.state == 2 * 64
+        rings = 2 + 4 + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
         assert grid(fused, made) == (100 if key_tiles else 0)
+    wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)  # whose blocks do not stay
+    plan = wide.shared_plan()
+    assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
 
 
 @pytest.mark.parametrize(
@@ -829,6 +835,23 @@ def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatc
 def test_where_shared_memory_begins_is_said_to_the_assembler():
     fused = WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128)
     assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(fused, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "seqlen_k", "blocks"),
+    [(64, 1, 2048, 64), (64, 3, 2048, 132), (64, 66, 100, 132), (64, 33, 500, 132), (88, 3, 4096, 384)],
+    ids=["few", "many", "one tile each", "all tiles of a head each", "they do not stay"],
+)
+def test_no_more_blocks_stay_than_there_are_multiprocessors(head_dim, batch, seqlen_k, blocks):
+    seqlen_q = seqlen_k if seqlen_k > 500 else 200
+    arrays = {name: empty(batch, 4, seqlen_q, head_dim, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(batch, 4, seqlen_k, head_dim, dtype="float16") for name in ("k", "v")}
+    lse = empty(batch, 4, seqlen_q, dtype="float32")
+    made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse)
+    choice = select_backward(made, HOPPER, "wgmma", "cupy")
+    _, fused = launch_backward.make_backward_launch(choice, made, HOPPER)._steps[:2]
+    assert fused.launch._config.kernel == "wgmma_fused" and fused.launch._config.stays == (head_dim == 64)
+    assert fused.launch._blocks == blocks
 
 
 def may_start_early(made):

@@ -58,7 +58,7 @@ def make(config):
 
     keys = backward_keys.make(config)
     _, work_of, set_up_state = backward_key_work.make(config)
-    produce_a, produce_b = keys.produce_a, keys.produce_b
+    produce_a, produce_no_a, produce_b = keys.produce_a, keys.produce_no_a, keys.produce_b
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
@@ -119,7 +119,7 @@ def make(config):
         pin_s(acc_dp)
         pin_dk(acc_dk)
         pin_dv(acc_dv)
-        issue_s(base, acc_s, k_desc, n)
+        issue_s(base, acc_s, k_desc, n, FALSE)
         while member < word(base, MEMBERS) if has_states else n < steps:
             stage_b = b_stage_of(n)
             wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
@@ -179,7 +179,7 @@ def make(config):
                 issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
                 issue_dk(base, acc_dk, ds_frag, n)
-            issue_s(base, acc_s, k_desc, int32(n + 1))
+            issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
             if of_dv and of_dk:
                 wait_but_two()
                 release_do(base, n, elected)
@@ -219,9 +219,10 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
+                n = produce_a(base, base, int32(0), int32(0), arrays, strides, sizes.heads, sizes.seqlen_q)
+                produce_no_a(base, n, sizes.seqlen_q)
             if thread == 32:
-                produce_b(base, arrays, strides)
+                produce_b(base, base, int32(0), arrays, strides)
         else:
             take_registers()
             wait_for_kernel()

@@ -23,16 +23,20 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
+With config.stays a block has one tile of keys after the other (backward_block_tiles). The first Q, K and V of the next
+one come while consumers round dK and dV of this one. So these are put together in the place of a dS, where both fit up
+to head_dim 64. Above that they take the place of K and V, and a block has one tile.
+
 The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
 threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
 the first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
 wait before anything else: so each block has waited.
 
-Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles; block
-(config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k, v and do; turns (zeros): the
-ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch * heads, query tiles, 2, chunks
-of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With config.key_tiles neither of turns and
-dq_sums, but dq, which is contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles, and with
+config.stays any smaller one; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k,
+v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch *
+heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With
+config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -56,9 +60,9 @@ from ...ptx import (
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import key_tile_of, parts_before, ways_of
-from . import backward_key_work, backward_keys, backward_single, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP, STRUCK
+from ..steps.plain import parts_before
+from . import backward_block_tiles, backward_keys, backward_single, backward_state
+from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP
 
 
 def make(config):
@@ -68,7 +72,7 @@ def make(config):
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
-    own_tiles, state_bytes = max(config.key_tiles, 1), config.state_bytes
+    stays = config.stays
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -92,13 +96,15 @@ def make(config):
     store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
     store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
-    address, add, load_acquire, add_release = memory.address, memory.add, memory.load_acquire, memory.add_release
-    thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
+    address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
+    thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
-    head_parts_of, _, set_up_state = backward_key_work.make(config)
-    produce_a, produce_b, of_word = keys.produce_a, keys.produce_b, keys.of_word
+    produce_a, produce_no_a, produce_b = keys.produce_a, keys.produce_no_a, keys.produce_b
+    tiles = backward_block_tiles.make(config, keys.of_word)
+    of_word, state_of, take, next_tile, leave = keys.of_word, tiles.state_of, tiles.take, tiles.next_tile, tiles.leave
+    has_tile, warp_has_tile = tiles.has_tile, tiles.warp_has_tile
     first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
@@ -106,62 +112,70 @@ def make(config):
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
-    set_up, put, _, word, _ = backward_state.make(config)
+    set_up, _, _, word, _ = backward_state.make(config)
     leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
     dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
 
     @inlined
-    def work_of_block(arrays, sizes):
-        """-> (b, part of all groups, key tile, step), by one thread."""
-        head_parts = head_parts_of(sizes)
-        if all_keys:
-            b = divide(block_index(), head_parts)
-            return b, int32(block_index() - b * head_parts), int32(0), int32(1)
-        ticket = int32(add(address(arrays.turns, 0), uint32(1)))
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        ways = int32(ways_of(head_parts, sizes.left, sizes.right))
-        return key_tile_of(ticket, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_abreast))
+    def fetch(base, arrays, strides, sizes):
+        """One thread: K, V and Q of one tile after the other."""
+        w, n = int32(0), int32(0)
+        while next_tile(base, w, arrays, strides, sizes):
+            n = produce_a(base, state_of(base, w), n, w, arrays, strides, sizes.heads, sizes.seqlen_q)
+            w = int32(w + 1)
+        if not stays:
+            produce_no_a(base, n, sizes.seqlen_q)
 
     @inlined
-    def parts_before_mine(base, i, step, sizes):
+    def fetch_do(base, arrays, strides):
+        """Another thread: dO."""
+        w, n = int32(0), int32(0)
+        while has_tile(base, w):
+            n = produce_b(base, state_of(base, w), n, arrays, strides)
+            leave(base, w)
+            w = int32(w + 1)
+
+    @inlined
+    def parts_before_mine(own, i, step, sizes):
         """How many key tiles add to query tile i before the block's own."""
-        first_key, first_query = int64(of_word(base, FIRST_ROW)), int64(i) * tile_m
+        first_key, first_query = int64(of_word(own, FIRST_ROW)), int64(i) * tile_m
         last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
-        q_start, keys = first_key - query_position(base), int64(of_word(base, KEYS))
+        q_start, keys = first_key - query_position(own), int64(of_word(own, KEYS))
         first_pos, last_pos = first_query + q_start, last_query + q_start
         return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
     @inlined
-    def query_position(base):
+    def query_position(own):
         """first_key - q_start, for one thread."""
-        high = of_word(base, backward_state.POS_HIGH)
-        return int64(high) << int64(32) | int64(uint32(of_word(base, backward_state.POS_LOW)))
+        high = of_word(own, backward_state.POS_HIGH)
+        return int64(high) << int64(32) | int64(uint32(of_word(own, backward_state.POS_LOW)))
 
     @inlined
-    def add_dq(base, me, arrays, sizes):
-        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come."""
+    def add_dq_of_tile(base, own, n, me, arrays, sizes):
+        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
+        first one is the n-th of all. -> n"""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        heads_before = int64(of_word(base, BATCH)) * sizes.heads + of_word(base, HEAD)
-        begin, stop = of_word(base, BEGIN), of_word(base, STOP)
-        step, members = of_word(base, STEP), of_word(base, MEMBERS)
-        steps = int32(members * (stop - begin))
-        n, member, i = int32(0), int32(0), first_tile(begin, stop, step)
+        heads_before = int64(of_word(own, BATCH)) * sizes.heads + of_word(own, HEAD)
+        begin, stop = of_word(own, BEGIN), of_word(own, STOP)
+        step, members = of_word(own, STEP), of_word(own, MEMBERS)
+        end = int32(n + members * (stop - begin))
+        member, i = int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
-        if steps > 0:
+        if n < end:
             part = (heads_before * m_tiles + i) * 2 + me
-            before = parts_before_mine(base, i, step, sizes)
+            before = parts_before_mine(own, i, step, sizes)
             seen = load_acquire(address(arrays.turns, turns_at + part))
-        while n < steps:
+        while n < end:
             turn = address(arrays.turns, turns_at + part)
             # Without an order only the first part, which is stored, comes before all others.
             while seen < (before if ordered else min(before, uint32(1))):
                 seen = load_acquire(turn)
-            own = dq_stage_of(n) * 2 + me
-            wait(base + at.dq_full + 8 * own, dq_phase_of(n))
+            place = dq_stage_of(n) * 2 + me
+            wait(base + at.dq_full + 8 * place, dq_phase_of(n))
             fence_global()
-            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + own * part_bytes
+            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
             hands_on = ordered or before == 0
             if before == 0:
                 store_bytes(target, staged, part_bytes)
@@ -170,16 +184,26 @@ def make(config):
             commit_bytes()
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
-            if n < steps:  # the next turn is looked at while this copy is under way
+            if n < end:  # the next turn is looked at while this copy is under way
                 part = ((heads_before + member) * m_tiles + i) * 2 + me
-                before = parts_before_mine(base, i, step, sizes)
+                before = parts_before_mine(own, i, step, sizes)
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
-            arrive(base + at.dq_empty + 8 * own)
+            arrive(base + at.dq_empty + 8 * place)
             if hands_on:
                 wait_added()
                 fence_global()
                 add_release(turn, uint32(1))
+        return n
+
+    @inlined
+    def add_dq(base, me, arrays, sizes):
+        """add_dq_of_tile for one tile after the other."""
+        w, n = int32(0), int32(0)
+        while has_tile(base, w):
+            n = add_dq_of_tile(base, state_of(base, w), n, me, arrays, sizes)
+            leave(base, w)
+            w = int32(w + 1)
         wait_added()
 
     @inlined
@@ -229,10 +253,10 @@ def make(config):
         arrive(base + at.dq_full + 8 * own)
 
     @inlined
-    def leave_dq(base, acc_dq, me, n, j, arrays, strides, sizes, score):
-        """The warpgroup's part of dQ of the n-th query tile that key tile j meets."""
+    def leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
+        """The warpgroup's part of dQ of the n-th query tile; `before` are those of the block's other key tiles."""
         if all_keys:
-            leave_own_dq(base, acc_dq, me, n, j, arrays, strides, sizes, score)
+            leave_own_dq(base, own, acc_dq, me, int32(n - before), arrays, strides, sizes, score)
         else:
             store_dq(base, acc_dq, me, n)
 
@@ -261,35 +285,36 @@ def make(config):
             distance[r] = float32(0)
         term, lse_factor = float32(0), lse_factor_of(score)
 
-        steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
-        n, j = int32(0), int32(own_tiles - 1)
-        while j >= 0:
-            own = base + j * state_bytes
+        w, n = int32(0), int32(0)
+        while warp_has_tile(base, w):
+            own = state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
+            end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
             for x in range(dk_count):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
                 acc_dv[x] = float32(0)
-            i, member = first_tile(word(base, BEGIN), word(base, STOP), word(base, STEP)), int32(0)
-            wait(base + at.own_full, int32(own_tiles - 1 - j) & 1)
+            i, member = first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP)), int32(0)
+            wait(base + at.own_full, w & 1)
             if padded:
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
-                if steps > 0 and keys_left < tile_n:
+                if n < end and keys_left < tile_n:
                     zero_tail(base, keys_left, thread_index() - 128)
             # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            preload_s(base, acc_s, n, lse_factor)
-            issue_s(base, acc_s, k_desc, n)
             masked = i >= word(own, CUT) or i < word(own, FREE)
-            wait_all()
-            pin_s(acc_s)
-            while n < before + steps:
+            if n < end or not stays:  # where a block has one tile there is a Q past the end
+                preload_s(base, acc_s, n, lse_factor)
+                issue_s(base, acc_s, k_desc, n, FALSE)
+                wait_all()
+                pin_s(acc_s)
+            while n < end:
                 lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
                 if has_row_term:
-                    term = term_of(base, member, arrays, strides)
+                    term = term_of(own, member, arrays, strides)
                 if has_row_term or masked:
                     find_visible(own, i, sizes, mask_bits, distance)
                 if masked:
@@ -299,7 +324,7 @@ def make(config):
                 wait_all()
                 pin_dq(acc_dq)
                 if n > before:
-                    leave_dq(base, acc_dq, me, int32(n - 1 - before), j, arrays, strides, sizes, score)
+                    leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
                 stage_b = b_stage_of(n)
                 preload_dp(base, acc_dp, n)
                 wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
@@ -319,10 +344,12 @@ def make(config):
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
                     )
                 store_ds(base, ds_frag, n)
-                preload_s(base, acc_s, int32(n + 1), lse_factor)
+                last = stays and n + 1 == end  # the next Q may be of a tile that comes much later
+                ahead = n if last else int32(n + 1)
+                preload_s(base, acc_s, ahead, lse_factor)
                 issue_dv(base, acc_dv, p_frag, n)
                 issue_dk(base, acc_dk, ds_frag, n)
-                issue_s(base, acc_s, k_desc, int32(n + 1))
+                issue_s(base, acc_s, k_desc, ahead, last)
                 wait_but_two()
                 pin_dv(acc_dv)
                 release_do(base, n, elected)
@@ -331,29 +358,29 @@ def make(config):
                 release_q(base, n)
                 issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
                 n = int32(n + 1)
-                i, member = following_tile(i, member, word(base, STEP), word(base, MEMBERS))
+                i, member = following_tile(i, member, word(own, STEP), word(own, MEMBERS))
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)
             wait_all()
             pin_dq(acc_dq)
-            if own_tiles > 1:
+            if stays:
                 arrive_if(base + at.own_empty, elected)
             if n > before:
-                leave_dq(base, acc_dq, me, int32(n - 1 - before), j, arrays, strides, sizes, score)
-            if own_tiles > 1:
+                leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
+            if stays:
                 # In place of the dS that is not the last: both warpgroups' dQ of that is there.
                 place = base + (n & 1) * ds_bytes + me * (64 * 128)
                 write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
                 bar_sync(me + 1, 128)  # all four warps have read it
             else:
                 bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-                write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
-            j = int32(j - 1)
-        if own_tiles > 1:
-            bar_sync(3, all_consumers)  # all of dQ is written
-        if all_keys:
-            repair_dq(base, steps, arrays, strides, sizes, score)
+                write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+            if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
+                bar_sync(3, all_consumers)  # all of dQ is written
+                repair_dq(own, int32(end - before), arrays, strides, sizes, score)
+            leave(base, w)
+            w = int32(w + 1)
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
@@ -366,19 +393,15 @@ def make(config):
         if thread == 0:
             set_up(base)
             fence_init()
-            b, part, j, step = work_of_block(arrays, sizes)
-            for more in range(own_tiles):
-                first_key = int32((j + more) * tile_n)
-                set_up_state(base + more * state_bytes, int32(b), int32(part), first_key, arrays, strides, sizes)
-            put(base, STEP, step)
-            put(base, STRUCK, 0)
+            if not stays:
+                take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays, strides, sizes.heads, sizes.seqlen_q)
+                fetch(base, arrays, strides, sizes)
             if thread == 32:
-                produce_b(base, arrays, strides)
+                fetch_do(base, arrays, strides)
             if not all_keys and (thread == 64 or thread == 96):
                 add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
         else:

@@ -34,6 +34,7 @@ class KeyBlock(NamedTuple):
     following_tile: Any
     of_word: Any
     produce_a: Any
+    produce_no_a: Any
     produce_b: Any
     lse_factor_of: Any
     preload_s: Any
@@ -67,7 +68,7 @@ def make(config):
     )
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first = config.lse_first, config.delta_first
-    own_tiles, state_bytes = max(config.key_tiles, 1), config.state_bytes
+    stays = config.stays
 
     # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -109,8 +110,8 @@ def make(config):
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
-    # Of a tile behind which another comes, dK and dV are put together in place of a dS: 64 rows of each.
-    places = (plan.ds, plan.ds + 64 * 128) if own_tiles > 1 else (plan.own_a, plan.own_b if of_dk else plan.own_a)
+    # Where the next K and V come meanwhile, dK and dV are put together in place of a dS: 64 rows of each.
+    places = (plan.ds, plan.ds + 64 * 128) if stays else (plan.own_a, plan.own_b if of_dk else plan.own_a)
     write_outputs = backward_key_outputs.make(config, tile_n, *places)
     walk = backward_query_walk.make(config, whole_warp=False)
     has_states, up_to = walk.present, walk.up_to
@@ -134,53 +135,47 @@ def make(config):
         return i, member
 
     @inlined
-    def start_of(base):
+    def start_of(own):
         """The query tile with which a thread that fetches begins."""
-        return first_tile(of_word(base, BEGIN), of_word(base, STOP), of_word(base, STEP) if both_ways else int32(-1))
+        return first_tile(of_word(own, BEGIN), of_word(own, STOP), of_word(own, STEP) if both_ways else int32(-1))
 
     @inlined
-    def advance(base, i, member):
+    def advance(own, i, member):
         """following_tile for such a thread, and for blocks that walk one way: all tiles of a member first."""
         if both_ways:
-            i, member = following_tile(i, member, of_word(base, STEP), of_word(base, MEMBERS))
+            i, member = following_tile(i, member, of_word(own, STEP), of_word(own, MEMBERS))
         else:
             i = int32(i - 1)
-            if i < of_word(base, BEGIN):
-                i, member = int32(of_word(base, STOP) - 1), int32(member + 1)
+            if i < of_word(own, BEGIN):
+                i, member = int32(of_word(own, STOP) - 1), int32(member + 1)
         return i, member
 
     @inlined
-    def to_next_keys(base, i, j):
-        """-> (i, j): behind the last query tile the first one again, for the key tile before j."""
-        if own_tiles > 1 and j > 0 and i == of_word(base, STOP):
-            i, j = of_word(base, BEGIN), int32(j - 1)
-        return i, j
+    def load_keys(base, own):
+        """K and V."""
+        load_own(base, of_word(own, FIRST_ROW), of_word(own, HEAD_KV), of_word(own, BATCH))
 
     @inlined
-    def load_keys(base, j):
-        """K and V of the block's tile j."""
-        load_own(base, of_word(base + j * state_bytes, FIRST_ROW), of_word(base, HEAD_KV), of_word(base, BATCH))
-
-    @inlined
-    def produce_a(base, arrays, strides, heads, seqlen_q):
-        """One thread: K and V, then Q with its lse, -delta and bias, tile after tile of each head. Behind the last
-        comes a Q past the end, zeros: its S is issued and dropped, so that consumers need no branch. For the same
-        reason the first Q comes before the next K and V, for which consumers have to leave the place of these."""
-        tile_row_blocks, j = tile_m // 16, int32(own_tiles - 1)
-        load_keys(base, j)
-        n, member, i = int32(0), int32(0), start_of(base)
+    def produce_a(base, own, n, w, arrays, strides, heads, seqlen_q):
+        """One thread: K and V of the block's w-th tile, and Q with its lse, -delta and bias, tile after tile of each
+        head; the first one is the n-th of all. From the second tile on a Q comes before K and V, whose place consumers
+        leave last. -> n"""
+        tile_row_blocks, waits = tile_m // 16, stays and w > 0
+        if not waits:
+            load_keys(base, own)
+        member, i = int32(0), start_of(own)
         if has_states:
-            i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, MEMBERS) and of_word(base, BEGIN) <= i < of_word(base, STOP):
-            h = int32(of_word(base, HEAD) + member)
+            i, member = up_to(own, i, member, arrays, strides)
+        while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
+            h = int32(of_word(own, HEAD) + member)
             # past the last block masks see to what is there
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
-            stage = load_a(base, n, int32(i * tile_m), h, of_word(base, BATCH), int32(count + bias_bytes))
+            stage = load_a(base, n, int32(i * tile_m), h, of_word(own, BATCH), int32(count + bias_bytes))
             if n == 0:
                 wait_for_kernel()  # which writes lse and delta
-            first_row_block = int64(of_word(base, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
+            first_row_block = int64(of_word(own, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
                 address(arrays.lse_delta, first_row_block * block_words),
@@ -189,34 +184,42 @@ def make(config):
             )
             if boxed:
                 to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
-                b, first_key = of_word(base, BATCH), of_word(base, FIRST_ROW)
+                b, first_key = of_word(own, BATCH), of_word(own, FIRST_ROW)
                 fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
-            if own_tiles > 1 and j < own_tiles - 1 and member == 0 and i == of_word(base, BEGIN):
-                wait(base + at.own_empty, int32(own_tiles - 2 - j) & 1)
-                load_keys(base, j)
+            if waits:
+                wait(base + at.own_empty, (w - 1) & 1)
+                load_keys(base, own)
+                waits = False
             n = int32(n + 1)
             if has_states:
-                i, member = up_to(base, int32(i - 1), member, arrays, strides)
+                i, member = up_to(own, int32(i - 1), member, arrays, strides)
             else:
-                i, member = advance(base, i, member)
-                i, j = to_next_keys(base, i, j)
+                i, member = advance(own, i, member)
+        if waits:
+            wait(base + at.own_empty, (w - 1) & 1)
+            load_keys(base, own)
+        return n
+
+    @inlined
+    def produce_no_a(base, n, seqlen_q):
+        """Behind the last Q one past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
-    def produce_b(base, arrays, strides):
-        """Another thread, of another warp, so that neither waits for the other: dO."""
-        n, member, i, j = int32(0), int32(0), start_of(base), int32(own_tiles - 1)
+    def produce_b(base, own, n, arrays, strides):
+        """Another thread, of another warp, so that neither waits for the other: dO. -> n"""
+        member, i = int32(0), start_of(own)
         if has_states:
-            i, member = up_to(base, i, member, arrays, strides)
-        while member < of_word(base, MEMBERS) and of_word(base, BEGIN) <= i < of_word(base, STOP):
-            h = int32(of_word(base, HEAD) + member)
-            load_b(base, n, int32(i * tile_m), h, of_word(base, BATCH))
+            i, member = up_to(own, i, member, arrays, strides)
+        while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
+            h = int32(of_word(own, HEAD) + member)
+            load_b(base, n, int32(i * tile_m), h, of_word(own, BATCH))
             n = int32(n + 1)
             if has_states:
-                i, member = up_to(base, int32(i - 1), member, arrays, strides)
+                i, member = up_to(own, int32(i - 1), member, arrays, strides)
             else:
-                i, member = advance(base, i, member)
-                i, j = to_next_keys(base, i, j)
+                i, member = advance(own, i, member)
+        return n
 
     @inlined
     def preload(acc, place, factor):
@@ -254,11 +257,13 @@ def make(config):
             preload(acc_dp, place + 64, float32(1))
 
     @inlined
-    def issue_s(base, acc_s, k_desc, n):
-        """S^T of the n-th query tile, once it has come."""
+    def issue_s(base, acc_s, k_desc, n, none):
+        """S^T of the n-th query tile, once it has come; with `none` K V^T instead, which is dropped: so consumers need
+        no branch where no tile comes behind the n-th."""
         stage = a_stage_of(n)
         wait(base + at.a_full + 8 * stage, a_phase_of(n))
-        multiply_k_q(acc_s, k_desc, describe_rows(base + plan.stream_a + stage * a_bytes), to_lse)
+        place = base + (plan.own_b if none else plan.stream_a + stage * a_bytes)
+        multiply_k_q(acc_s, k_desc, describe_rows(place), to_lse)
         commit()
 
     @inlined
@@ -419,7 +424,7 @@ def make(config):
             write_outputs(place, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
 
     return KeyBlock(
-        first_tile, following_tile, of_word, produce_a, produce_b, lse_factor_of,
+        first_tile, following_tile, of_word, produce_a, produce_no_a, produce_b, lse_factor_of,
         preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
         to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
     )  # fmt: skip

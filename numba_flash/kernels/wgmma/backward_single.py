@@ -17,12 +17,13 @@ from ..steps.integers import divide
 from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
 from . import backward_state
-from .backward_state import BATCH, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
+from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
 
 
 def make(config):
     """-> (leave, repair), device functions."""
-    tile_m, head_dim, of_warp = config.tile_m, config.head_dim, config.tile_m // (4 * config.consumers)
+    tile_m, tile_n, head_dim = config.tile_m, config.tile_n, config.head_dim
+    of_warp = config.tile_m // (4 * config.consumers)
     dq_at, part_bytes, parts = config.shared_plan().dq, config.dq_part_bytes, -(-head_dim // 32)
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, head_dim % 8 == 0)
@@ -35,52 +36,52 @@ def make(config):
     _, put, _, word, position = backward_state.make(config)
 
     @inlined
-    def tile_of(base, n):
+    def tile_of(own, n):
         """-> (head, first query) of the n-th tile: those of all members stand side by side, from the first on."""
-        members = word(base, MEMBERS)
+        members = word(own, MEMBERS)
         i = divide(n, members)
-        return int32(word(base, HEAD) + n - i * members), int32(i * tile_m)
+        return int32(word(own, HEAD) + n - i * members), int32(i * tile_m)
 
     @inlined
-    def write(base, place, acc_dq, me, n, arrays, strides, sizes, score):
+    def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
         """acc_dq (8, 4), 64 columns of 64 queries of the n-th tile; place: where the warpgroup puts rows together."""
         thread = thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
-        h, first_query = tile_of(base, n)
+        h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
         queries_left = int32(min(sizes.seqlen_q - first_query, 64))
         warp_sync()  # all lanes have read what is there
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
-        to, row = row_base(strides.dq, word(base, BATCH), h, first_query) + first_column, strides.dq[2]
+        to, row = row_base(strides.dq, word(own, BATCH), h, first_query) + first_column, strides.dq[2]
         columns_left = int32(head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
-            put(base, STRUCK, 1)
+            put(own, STRUCK, 1)
 
     @inlined
-    def leave(base, acc_dq, me, n, j, arrays, strides, sizes, score):
-        """A consumer warpgroup: acc_dq (8, 4), key tile j's part of 64 columns of 64 queries of the n-th tile. The last
-        key tile comes first, as it does where blocks share a head."""
+    def leave(base, own, acc_dq, me, n, arrays, strides, sizes, score):
+        """A consumer warpgroup: acc_dq (8, 4), a key tile's part of 64 columns of 64 queries of the n-th tile. The last
+        key tile comes first, as it does where blocks share a head. own: the base, for words of the key tile."""
         if key_tiles == 1:
-            write(base, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
+            write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return
         four = cuda.local.array(4, uint32)
         thread = thread_index() & int32(127)
         # A warp has a quarter of the place for itself, in which each thread finds its own numbers side by side.
         warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes
-        own = place + warp * warp_bytes + (thread & int32(31)) * 16
-        if j < key_tiles - 1:
+        mine, first_key = place + warp * warp_bytes + (thread & int32(31)) * 16, word(own, FIRST_ROW)
+        if first_key < (key_tiles - 1) * tile_n:
             for chunk in range(8):
-                load_v4(four, 0, own + chunk * chunk_bytes)
+                load_v4(four, 0, mine + chunk * chunk_bytes)
                 for x in range(4):
                     acc_dq[4 * chunk + x] += four[x].view(np.float32)
-        if j > 0:
+        if first_key > 0:
             for chunk in range(8):
                 for x in range(4):
                     four[x] = acc_dq[4 * chunk + x].view(np.uint32)
-                store_v4(own + chunk * chunk_bytes, four, 0)
+                store_v4(mine + chunk * chunk_bytes, four, 0)
         else:  # 16 rows of 128 bytes a warp
-            write(base, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
+            write(own, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
 
     @inlined
     def is_nonfinite(b, h, query, lane, arrays, strides, sizes):
@@ -95,14 +96,14 @@ def make(config):
         return any_lane(found) != 0
 
     @inlined
-    def repair(base, steps, arrays, strides, sizes, score):
+    def repair(own, steps, arrays, strides, sizes, score):
         """All consumers, when all of dQ is written and a barrier of theirs has passed."""
-        if word(base, STRUCK) != 0:
+        if word(own, STRUCK) != 0:
             thread = thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
-            b, q_start, term = word(base, BATCH), -position(base), float32(0)
+            b, q_start, term = word(own, BATCH), -position(own), float32(0)
             for n in range(steps):
-                h, first_query = tile_of(base, n)
+                h, first_query = tile_of(own, n)
                 nonfinite = uint32(0)
                 for row in range(of_warp):
                     if is_nonfinite(b, h, first_query + first_row + row, lane, arrays, strides, sizes):
@@ -110,7 +111,7 @@ def make(config):
                 if has_row_term:
                     term = row_term(b, h, arrays, strides)
                 tile = QueryTile(b, h, int64(first_query), int32(0))
-                tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), first_query + q_start)
+                tile_keys = TileKeys(word(own, HEAD_KV), word(own, KEYS), first_query + q_start)
                 recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
 
     return leave, repair

@@ -41,8 +41,10 @@ def make(config):
     """-> (set_up, put, put_position, word, position), device functions."""
     at, init = config.barriers(), mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
-    owns_more = config.key_tiles > 1
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
+    # Of a state: the consumers, the thread that fetches dO, and those that add dQ.
+    stays, states = config.stays, config.states
+    state_readers = 32 * consumer_warps + 1 + (consumers if dq_stages else 0)
     beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
     a_readers = 32 * consumer_warps if beside else consumer_warps
 
@@ -50,8 +52,11 @@ def make(config):
     def set_up(base):
         """The mbarriers, by one thread, before a fence and a barrier of the block."""
         init(base + at.own_full, 1)
-        if owns_more:
+        if stays:
             init(base + at.own_empty, consumer_warps)
+            for place in range(states):
+                init(base + at.state_full + 8 * place, 1)
+                init(base + at.state_empty + 8 * place, state_readers)
         for stage in range(stages_a):
             init(base + at.a_full + 8 * stage, 1)
             init(base + at.a_empty + 8 * stage, a_readers)
