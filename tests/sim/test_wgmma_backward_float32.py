@@ -16,6 +16,8 @@ from contract_backward import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
+from numba_flash.ptx.sim import now
+from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -72,10 +74,7 @@ def test_what_is_read_for_each_score(rung, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(48, 2, 1), (64, 1, 1), (16, 3, 2)], ids=str)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
-    rows, *stages = how
-    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
+    use_rows(monkeypatch, *how)
     rung.check(rung.problem(130, 150, batch=1, heads=1, head_dim=69, head_dim_v=24), causal=True)
 
 
@@ -88,6 +87,34 @@ def test_each_gradient_alone_has_the_same_bits(rung, wanted):
         name in wanted for name in ("dq", "dk", "dv")
     ]
     assert same([getattr(alone, name) for name in wanted], [getattr(together, name) for name in wanted])
+
+
+def use_rows(monkeypatch, rows, *stages):
+    """Tables in which a block walks over so many rows at a time, with stages_a and stages_b."""
+    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
+
+
+# Several tiles of the walk, of more than one head. dV alone has one consumer, which frees both kinds of tiles.
+@pytest.mark.parametrize(
+    ("wanted", "stages"), [(("dk", "dv", "dq"), (2, 1)), (("dk",), (2, 1)), (("dv",), (1, 2))], ids=["all", "dk", "dv"]
+)
+def test_products_may_take_long(rung, wanted, stages, monkeypatch, nothing_remembered):
+    """Nobody gives a place back before the product that reads it is done: the producer writes there at once."""
+    together = sim_wgmma.together
+
+    def late(instruction, *given):
+        if instruction[0] == "wgmma.wait_group":
+            for _ in range(3):
+                now.current().turns.let_others_run(now.current())
+        together(instruction, *given)
+
+    monkeypatch.setattr(sim_wgmma, "together", late)
+    use_rows(monkeypatch, 32, *stages)
+    case = rung.problem(70, 70, batch=1, heads=2, heads_kv=1, head_dim=8)
+    gradients = rung(case, incoming(case), wanted)
+    assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)
 
 
 def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
