@@ -16,7 +16,7 @@ from contract_backward import (  # noqa: F401
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_queries
-from numba_flash.ptx.sim import now
+from numba_flash.ptx.sim import block, now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_tiles as tiles
 
@@ -115,6 +115,20 @@ def test_products_may_take_long(rung, wanted, stages, monkeypatch, nothing_remem
     case = rung.problem(70, 70, batch=1, heads=2, heads_kv=1, head_dim=8)
     gradients = rung(case, incoming(case), wanted)
     assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)
+
+
+def test_every_turn_that_is_given_on_is_taken(rung, monkeypatch):
+    """No named barrier is half full when its block ends."""
+    blocks, make_threads = [], block.Block.make_threads
+
+    def note(made, *given):
+        blocks.append(made)
+        make_threads(made, *given)
+
+    monkeypatch.setattr(block.Block, "make_threads", note)
+    rung(rung.problem(5, 6, batch=1, heads=1, head_dim=8))
+    used = [barrier for made in blocks for barrier in made.barriers.values()]
+    assert used and not any(barrier.came for barrier in used)
 
 
 def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
