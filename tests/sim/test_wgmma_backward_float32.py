@@ -13,11 +13,14 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
+from numba import cuda
 
-from numba_flash import testing
-from numba_flash.kernels.steps import recompute_queries
+from numba_flash import arrays, testing
+from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.wgmma import gradient_rows_float32
 from numba_flash.ptx.sim import block, now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
+from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -141,6 +144,45 @@ def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
     case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
     gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
     assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+def test_what_nothing_sees_costs_no_row_a_second_time(rung, monkeypatch, nothing_remembered):
+    """V of a key that a mask hides, and a query whose lse is -inf: rows would come out right if computed again."""
+
+    def repair(*_):
+        raise AssertionError("a row was not finite")
+
+    for module in (recompute_keys, recompute_queries):
+        monkeypatch.setattr(module, "make", lambda *_: repair)
+    case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
+    case.v[:, :, 20] = np.nan
+    bias = np.zeros((8, 24), np.float32)
+    bias[5] = -np.inf
+    gradients = rung.check(case, mask=np.arange(24)[None] != 20, bias=bias)
+    assert not gradients.dq[:, :, 5].any() and not gradients.dv[:, :, 20].any() and gradients.dv[:, :, 19].any()
+
+
+@pytest.mark.parametrize("columns", [23, 24])
+def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
+    acc = np.random.default_rng(0).standard_normal((32, 16), dtype=np.float32)  # of each lane (32 / 8, 4)
+    rows, each = np.arange(16)[:, None], np.arange(columns)
+    expected = 2 * acc[rows % 8 * 4 + each % 8 // 2, each // 8 * 4 + rows // 8 * 2 + each % 2]
+    acc[5, 1], acc[14, 6], acc[20, 2] = np.inf, np.nan, np.nan  # in rows 1, 11 and 13
+    expected[12:] = 0
+    expected[[1, 11, 15]] = -1
+
+    def kernel(acc, target, found):
+        lane = cuda.threadIdx.x
+        mine = cuda.local.array(16, np.float32)
+        for x in range(16):
+            mine[x] = acc[16 * lane + x]
+        store = gradient_rows_float32.make(columns, 32)
+        found[lane] = store(mine, np.float32(2), lane, target, 0, columns, 15, 12)
+
+    target, found = np.full((16, columns), -1, np.float32), np.zeros(32, np.uint32)
+    run(lambda: cuda.jit(kernel), 1, 32, 0, tuple(arrays.read("array", x) for x in (acc, target, found)), ())
+    np.testing.assert_array_equal(target, expected)
+    assert (found == (1 << 1 | 1 << 11)).all()
 
 
 # A key that some queries do not see and a query that does not see some keys.
