@@ -134,12 +134,16 @@ def test_every_turn_that_is_given_on_is_taken(rung, monkeypatch):
     assert used and not any(barrier.came for barrier in used)
 
 
-def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
+# Their own scores would be 0. Where the others are below -100, that is a weight of e^100 or more.
+@pytest.mark.parametrize("level", [0, -318])
+def test_keys_past_the_end_may_be_anything(rung, level, monkeypatch, nothing_remembered):
     def repair(*_):
         raise AssertionError("a row of dQ was not finite: K past the end was multiplied by 0")
 
     monkeypatch.setattr(recompute_queries, "make", lambda *_: repair)  # rows would come out right by it, and slowly
     case = rung.problem(24, 90, batch=2, heads=1, head_dim=8)
+    if level:
+        case.q[..., 0], case.k[..., 0] = 30, level * 8**0.5 / 30
     case.k[1, :, 70:], case.v[1, :, 70:] = np.nan, np.inf
     case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
     gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
