@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py)."""
+"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_dkdv_float32.py, backward_dq_float32.py)."""
 
 import itertools
 from dataclasses import dataclass
@@ -111,13 +111,28 @@ class WgmmaBackwardFloat32Config(Config):
         """Of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
 
+    @property
+    def own_a_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_padded)
+
+    @property
+    def own_b_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
+
+    @property
+    def stream_a_bytes(self) -> int:
+        """Of one of the tiles that a block walks over."""
+        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
+
     def shared_plan(self) -> SharedPlan:
-        columns = self.head_dim_padded, self.head_dim_v_padded
-        own = [self.parts_bytes(self.own_rows, n) for n in columns]
-        streamed = [self.parts_bytes(self.stream_rows, n) for n in columns]
+        streamed = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
         weights, state = 4 * self.own_rows * self.stream_rows, 4 * self.STATE_WORDS
         barriers = 8 * (2 * self.stages_a + 2 * self.stages_b + 2)
-        sizes = *own, self.stages_a * streamed[0], self.stages_b * streamed[1], weights, state, barriers
+        sizes = self.own_a_bytes, self.own_b_bytes, *streamed, weights, state, barriers
         return SharedPlan(0, *itertools.accumulate(sizes))
 
     def barriers(self) -> Barriers:
@@ -135,6 +150,11 @@ class WgmmaDkdvFloat32Config(WgmmaBackwardFloat32Config):
     of_dv: bool = True
 
     of_keys: ClassVar[bool] = True
+
+    @property
+    def has_second(self) -> bool:
+        """Whether the second consumer has anything to do: dV needs the first alone."""
+        return self.of_dk
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
@@ -155,6 +175,8 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
     """Of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     of_keys: ClassVar[bool] = False
+    of_dv: ClassVar[bool] = False
+    has_second: ClassVar[bool] = True
 
     @property
     def own_rows(self) -> int:

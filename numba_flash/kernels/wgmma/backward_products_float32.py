@@ -9,6 +9,7 @@ Of the tile that the block owns and of one that it walks over,
 Both read the same streamed tile: as rows for scores, as columns for sums.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Products(NamedTuple):
     finish_sums: Callable[..., Any]  # (acc, first, second, frag): waits; acc += both
 
 
+@functools.cache
 def make(config, columns):
     """columns: of the tiles, in whole steps of 16, at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
