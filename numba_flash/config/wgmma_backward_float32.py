@@ -57,7 +57,7 @@ class WgmmaBackwardFloat32Config(Config):
     whole_program: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
     members: ClassVar[int] = 0  # a block that owns keys takes all query heads of a group
-    single: ClassVar[bool] = False  # as of WgmmaFusedConfig
+    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     PARTS: ClassVar[int] = 3
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
