@@ -285,12 +285,16 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
         WgmmaBackwardFloat32(128, 48, 64, stages_a=2, stages_b=1, unread=True),
         WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(256, 64, 64, stages_a=1, stages_b=1),
         WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=1, gpu=SIMULATOR),
+        WgmmaBackwardFloat32(256, 32, 64, stages_a=1, stages_b=1, gpu=SIMULATOR),
     ),
     "wgmma_dq_float32": (
         WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
         WgmmaBackwardFloat32(128, 64, 48, stages_a=2, stages_b=1),
+        WgmmaBackwardFloat32(256, 64, 64, stages_a=1, stages_b=1),
         WgmmaBackwardFloat32(128, 64, 32, stages_a=2, stages_b=1, gpu=SIMULATOR),
+        WgmmaBackwardFloat32(256, 64, 32, stages_a=1, stages_b=1, gpu=SIMULATOR),
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (

@@ -89,6 +89,11 @@ def arrive_expect_tx(barrier, count):
     mbarrier.arrive(thread)
 
 
+def arrive_expect_tx_if(barrier, count, condition):
+    if condition:
+        arrive_expect_tx(barrier, count)
+
+
 def wait(barrier, parity):
     thread, parity = current(), int(parity)
     mbarrier = find(thread, barrier)
