@@ -26,7 +26,10 @@ class PairedPlan(NamedTuple):
 
 
 class PairedBarriers(NamedTuple):
-    """Where the mbarriers are, 8 bytes each; tiles have one of each kind for each panel."""
+    """Where the mbarriers are, 8 bytes each; tiles have one of each kind for each panel.
+
+    The next tile of a comes while the last one is still read. So those that count who has read it are there twice.
+    """
 
     a_full: int
     a_empty: int
@@ -73,11 +76,12 @@ class Paired(WgmmaBackwardFloat32Config):
         own = [self.parts_bytes(self.own_rows, n) for n in (self.head_dim_padded, self.head_dim_v_padded)]
         streamed = 2 * self.panels * self.parts_bytes(self.stream_rows, 64)
         scores = 4 * self.own_rows * self.stream_rows
-        struck, state, barriers = 4 * 4 * self.CONSUMERS, 4 * self.STATE_WORDS, 8 * (4 * self.panels + 5)
+        struck, state, barriers = 4 * 4 * self.CONSUMERS, 4 * self.STATE_WORDS, 8 * (5 * self.panels + 5)
         return PairedPlan(0, *itertools.accumulate((*own, streamed, scores, scores, struck, state, barriers)))
 
     def barriers(self) -> PairedBarriers:  # type: ignore[override]
-        starts = itertools.accumulate((*[self.panels] * 4, *[1] * 5), initial=0)
+        n = self.panels
+        starts = itertools.accumulate((n, 2 * n, n, n, *[1] * 5), initial=0)
         return PairedBarriers(*(self.shared_plan().barriers + 8 * count for count in starts))
 
 

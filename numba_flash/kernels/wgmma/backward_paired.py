@@ -107,7 +107,8 @@ def make(config):
         """The mbarriers and the block's work, by one thread. A warp arrives once."""
         for panel in range(panels):
             mbarrier.init(base + at.a_full + 8 * panel, 4)
-            mbarrier.init(base + at.a_empty + 8 * panel, 4 + 4 * has_second)
+            for place in range(2):
+                mbarrier.init(base + at.a_empty + 8 * (place * panels + panel), 4 + 4 * has_second)
             mbarrier.init(base + at.b_full + 8 * panel, 4)
             mbarrier.init(base + at.b_empty + 8 * panel, 4 * sums_dv + 4 * has_second)
         mbarrier.init(base + at.scores_full, arrivals)
@@ -149,6 +150,10 @@ def make(config):
         return int32(base + plan.streamed + ((n & 1) ^ 1) * place_bytes)
 
     @inlined
+    def empty_of_a(base, n):
+        return int32(base + at.a_empty + (n & 1) * 8 * panels)
+
+    @inlined
     def release(empty, first):
         """The panels of a tile from `first` on have been read; also those that only the other tile has."""
         for panel in range(first, panels):
@@ -183,6 +188,7 @@ def make(config):
         n, member, i, steps = int32(0), int32(0), int32(word(base, STOP) - 1), steps_of(base)
         while n < steps:
             last = (n & 1) ^ 1
+            a_empty, a_last = empty_of_a(base, int32(n - 1)), int32(n - 1) >> 1 & 1
             source, rows_left = source_of(array_a, of_a, base, i, member, sizes)
             to = place_of_a(base, n)
             fetch_a0(raw, source, 4 * of_a[2], rows_left, own_thread())
@@ -197,12 +203,12 @@ def make(config):
             source, rows_left = source_of(array_b, of_b, base, i, member, sizes)
             to = place_of_b(base, n)
             fetch_b0(raw, source, 4 * of_b[2], rows_left, own_thread())
-            mbarrier.wait(base + at.a_empty, last)
+            mbarrier.wait(a_empty, a_last)
             store_b0(raw, to, two, own_thread())
             hand_over(base + at.b_full)
             if two_b:
                 fetch_b1(raw, source, 4 * of_b[2], rows_left, own_thread())
-                mbarrier.wait(base + at.a_empty + 8, last)
+                mbarrier.wait(a_empty + 8, a_last)
                 store_b1(raw, int32(to + panel_bytes), two, own_thread())
                 hand_over(base + at.b_full + 8)
             n = int32(n + 1)
@@ -273,7 +279,7 @@ def make(config):
             next_turn(me)
             find_visible(base, i, sizes, mask_bits, shown_bits, distance)
             finish_s(acc_s, other)
-            release(base + at.a_empty, 0)
+            release(empty_of_a(base, n), 0)
             give_s(acc_s, base, n)
             take_s(acc_s, base, n)
             to_weights(acc_s, base, i, lse, mask_bits, loaded, term, distance, score, weights)
@@ -350,9 +356,9 @@ def make(config):
             if both_sum:
                 next_turn(me)
             finish_first_ds(acc, even)
-            mbarrier.arrive_if(base + at.a_empty, elected())
+            mbarrier.arrive_if(empty_of_a(base, n), elected())
             finish_second_ds(acc, odd, ds_frag)
-            release(base + at.a_empty, 1)
+            release(empty_of_a(base, n), 1)
             n = int32(n + 1)
             i, member = behind(base, i, member)
         if of_keys:
