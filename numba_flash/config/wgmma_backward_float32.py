@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py)."""
+"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_dkdv_float32.py, backward_dq_float32.py)."""
 
 import itertools
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class WgmmaBackwardFloat32Config(Config):
     key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     PARTS: ClassVar[int] = 3
-    panels_apart: ClassVar[bool] = False  # of a streamed tile the parts of each panel lie together, not the panels of each part
+    paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns (wgmma_paired_float32.py)
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
     OWN_ROWS: ClassVar[int] = 64
     LONGEST: ClassVar[int] = 64  # rows that are one sum: a longer one would drift
@@ -112,13 +112,28 @@ class WgmmaBackwardFloat32Config(Config):
         """Of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
 
+    @property
+    def own_a_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_padded)
+
+    @property
+    def own_b_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
+
+    @property
+    def stream_a_bytes(self) -> int:
+        """Of one of the tiles that a block walks over."""
+        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
+
     def shared_plan(self) -> SharedPlan:
-        columns = self.head_dim_padded, self.head_dim_v_padded
-        own = [self.parts_bytes(self.own_rows, n) for n in columns]
-        streamed = [self.parts_bytes(self.stream_rows, n) for n in columns]
+        streamed = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
         weights, state = 4 * self.own_rows * self.stream_rows, 4 * self.STATE_WORDS
         barriers = 8 * (2 * self.stages_a + 2 * self.stages_b + 2)
-        sizes = *own, self.stages_a * streamed[0], self.stages_b * streamed[1], weights, state, barriers
+        sizes = self.own_a_bytes, self.own_b_bytes, *streamed, weights, state, barriers
         return SharedPlan(0, *itertools.accumulate(sizes))
 
     def barriers(self) -> Barriers:
@@ -136,6 +151,11 @@ class WgmmaDkdvFloat32Config(WgmmaBackwardFloat32Config):
     of_dv: bool = True
 
     of_keys: ClassVar[bool] = True
+
+    @property
+    def has_second(self) -> bool:
+        """Whether the second consumer has anything to do: dV needs the first alone."""
+        return self.of_dk
 
     def __post_init__(self) -> None:
         if not (self.of_dk or self.of_dv):
@@ -156,6 +176,8 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
     """Of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     of_keys: ClassVar[bool] = False
+    of_dv: ClassVar[bool] = False
+    has_second: ClassVar[bool] = True
 
     @property
     def own_rows(self) -> int:

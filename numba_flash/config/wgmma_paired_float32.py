@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 with head_dim above 128 (kernels/wgmma/backward_paired.py)."""
+"""Configs of the Hopper backward in float32 with head_dim above 128 (kernels/wgmma/paired_tiles.py)."""
 
 import itertools
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from .wgmma_backward_float32 import WgmmaBackwardFloat32Config, WgmmaDkdvFloat32
 class PairedPlan(NamedTuple):
     """Where things begin in a block's shared memory, in bytes; tiles are in parts, of the block's half of the columns.
 
-    own_a, own_b: the tile that the pair owns. streamed: two places for tiles that it walks over, each of panels of 64
+    own_a, own_b: the tiles that the pair owns. stream: two places for tiles that it walks over, each of panels of 64
     columns: one has a tile of a, the other of b, and in the next step the other way around.
     """
 
     own_a: int
     own_b: int
-    streamed: int
-    scores: int  # what the other block has of S, and then weights on their way from one consumer to the other
+    stream: int
+    weights: int  # what the other block has of S, and then as in SharedPlan
     score_gradients: int  # what the other block has of dP
     struck: int  # rows of results that are not finite in the other block
     state: int
@@ -48,9 +48,7 @@ class Paired(WgmmaBackwardFloat32Config):
 
     WIDEST: ClassVar[int] = 256
     cluster: ClassVar[int] = 2
-    shared_alignment: ClassVar[int] = 1024
-    panels_apart: ClassVar[bool] = True
-    ALIGNMENT: ClassVar[int] = 0  # shared memory begins where panels may
+    paired: ClassVar[bool] = True
     ptx_version: ClassVar[str] = "8.1"  # st.async
 
     def __post_init__(self) -> None:
@@ -72,12 +70,16 @@ class Paired(WgmmaBackwardFloat32Config):
         """Of the tile that has more."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // 64)
 
+    @property
+    def panel_bytes(self) -> int:
+        """Of 64 columns of a tile of the walk."""
+        return self.parts_bytes(self.stream_rows, 64)
+
     def shared_plan(self) -> PairedPlan:  # type: ignore[override]
-        own = [self.parts_bytes(self.own_rows, n) for n in (self.head_dim_padded, self.head_dim_v_padded)]
-        streamed = 2 * self.panels * self.parts_bytes(self.stream_rows, 64)
-        scores = 4 * self.own_rows * self.stream_rows
-        struck, state, barriers = 4 * 4 * self.CONSUMERS, 4 * self.STATE_WORDS, 8 * (5 * self.panels + 5)
-        return PairedPlan(0, *itertools.accumulate((*own, streamed, scores, scores, struck, state, barriers)))
+        tiles, scores = 2 * self.panels * self.panel_bytes, 4 * self.own_rows * self.stream_rows
+        struck, state, barriers = self.threads // 32 * 4, 4 * self.STATE_WORDS, 8 * (5 * self.panels + 5)
+        sizes = self.own_a_bytes, self.own_b_bytes, tiles, scores, scores, struck, state, barriers
+        return PairedPlan(0, *itertools.accumulate(sizes))
 
     def barriers(self) -> PairedBarriers:  # type: ignore[override]
         n = self.panels

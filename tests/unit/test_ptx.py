@@ -71,7 +71,10 @@ USES = {
     "cluster.rank": ("%cluster_ctarank", "u[0] = cluster.rank()"),
     "cluster.place_in": ("mapa.shared::cluster.u32", "u[0] = cluster.place_in(at, i)"),
     "cluster.store_b32": ("st.shared::cluster.b32", "cluster.store_b32(at, uint32(i))"),
-    "cluster.store_v4": ("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32", "cluster.store_v4(at, u, 0, at)"),
+    "cluster.store_v4": (
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32",
+        "cluster.store_v4(at, u, 0, at)",
+    ),
     "cluster.sync": ("barrier.cluster.wait.acquire", "cluster.sync()"),
     "cp_async.copy16": ("cp.async.cg.shared.global", "cp_async.copy16(at, g, i)"),
     "cp_async.small_copy": ("cp.async.ca.shared.global", "made(at, g, i)", (8,)),

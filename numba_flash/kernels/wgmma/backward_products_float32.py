@@ -9,6 +9,7 @@ Of the tile that the block owns and of one that it walks over,
 Both read the same streamed tile: as rows for scores, as columns for sums.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,12 +37,14 @@ class Products(NamedTuple):
     finish_second_sums: Callable[..., Any]  # (acc, second, frag): for the second, if there is one; acc += second
 
 
+@functools.cache
 def make(config, columns):
     """columns: of the tiles, in whole steps of 16, at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
     own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
     own_part = own_panel * panels
-    part, step = (panel, config.PARTS * panel) if config.panels_apart else (panel * panels, panel)  # of streamed tiles
+    # of streamed tiles: in a pair they come panel by panel, and the parts of a panel lie together
+    part, step = (panel, config.PARTS * panel) if config.paired else (panel * panels, panel)
     score_count, frag_count = rows // 2, config.PARTS * rows // 4
     widths = tuple(min(64, columns - 64 * number) for number in range(panels))
     counts = tuple(width // 2 for width in widths)

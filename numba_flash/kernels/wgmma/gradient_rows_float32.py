@@ -55,17 +55,21 @@ def make(columns, padded, of_row=None):
 
 
 @functools.cache
-def of_half(head_dim, half):
-    """-> store, as above, for the columns of a gradient of head_dim that a block of a pair has. half: of the first one;
-    base: of the whole row."""
-    second = max(head_dim - half, 0)
-    same = second == half
-    store_first, store_second = make(min(half, head_dim), half, head_dim), make(second, half, head_dim)
+def of_block(config, head_dim, padded):
+    """-> store, as above, for the columns of a gradient of head_dim that a block has: all, or in a pair its half.
+
+    padded: of the first block's half; base: of the whole row.
+    """
+    if not config.paired:
+        return make(head_dim, padded)
+    second = max(head_dim - padded, 0)
+    store_first, store_second = make(min(padded, head_dim), padded, head_dim), make(second, padded, head_dim)
+    same = second == padded
 
     @inlined
     def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
         rank = cluster.rank()
-        base += rank * half
+        base += rank * padded
         if same or rank == 0:
             found = store_first(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         else:

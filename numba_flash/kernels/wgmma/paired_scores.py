@@ -10,31 +10,28 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
-from ...ptx import bar, cluster, ld_st, mbarrier, special
+from ...ptx import bar, cluster, ld_st, mbarrier
 from ..steps.inlined import inlined
+from .backward_producer_float32 import elected, own_thread
 
 
 class Exchange(NamedTuple):
     """Device functions of a consumer warpgroup, for one of both kinds of scores. n: the step, from 0 on."""
 
-    arrivals: int  # that each of the two mbarriers counts
     give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
     take: Callable[..., Any]  # (acc, base, n): acc += what the other block has
     give_back: Callable[..., Any]  # (base): by whoever read the place last; the other block may fill it again
 
 
-def make(rows, scores_at, full, empty):
-    """rows: of the tile that is walked over, which are columns of scores; the others: places in shared memory."""
-    blocks = rows // 8
-
-    @inlined
-    def elected():
-        return special.thread_index() & int32(31) == 0
+def make(config, scores_at, full, empty):
+    """Where the other block's scores come to, and two mbarriers: they have come; the other block has read what this one
+    gave. A warp arrives once."""
+    blocks = config.stream_rows // 8
 
     @inlined
     def place_of(base):
         """The thread's first four numbers."""
-        return int32(base + scores_at + (special.thread_index() & int32(127)) * 16)
+        return int32(base + scores_at + own_thread() * 16)
 
     @inlined
     def give(acc, base, n):
@@ -62,4 +59,4 @@ def make(rows, scores_at, full, empty):
         bar.warp_sync()
         mbarrier.arrive_there_if(cluster.place_in(int32(base + empty), cluster.rank() ^ 1), elected())
 
-    return Exchange(4, give, take, give_back)
+    return Exchange(give, take, give_back)

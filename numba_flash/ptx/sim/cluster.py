@@ -46,7 +46,9 @@ class _Arrival:
 
     def __call__(self):
         if not self.block.alive:
-            raise InstructionError(f"16 bytes arrive at block {self.block.rank} of the cluster, which has left the kernel")
+            raise InstructionError(
+                f"16 bytes come to block {self.block.rank} of the cluster, which has left the kernel"
+            )
         shared = self.block.shared
         shared.data[self.address : self.address + 16].view(np.uint32)[:] = self.values
         shared.copied(self.words, self.column, self.epoch)
@@ -59,7 +61,9 @@ def store_v4(place, values, at, barrier):
     thread = current()
     (block, address), (other, barrier) = there(thread, place), there(thread, barrier)
     if block is not other:
-        raise InstructionError(f"16 bytes go to block {block.rank} of the cluster, their mbarrier is block {other.rank}'s")
+        raise InstructionError(
+            f"16 bytes go to block {block.rank} of the cluster, their mbarrier is of block {other.rank}"
+        )
     mbarrier, words = find(thread, barrier, block), block.shared.words(address, 16, 16)
     block.shared.start_copy(words, thread)
     values = values[at : at + 4].view(np.uint32).copy()

@@ -1,0 +1,168 @@
+"""Gradients of keys and values in float32 for Hopper (sm_90a): wgmma with products of parts.
+
+Read backward_dkdv.py first, and parts.py: what is multiplied. A block owns 64 keys of one KV head and walks over the
+tiles of queries that see them, of each query head of the group in turn,
+
+    S^T = K Q^T    P^T = e^(S^T - lse)    dV += P^T dO    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)    dK += dS^T Q
+
+and at the end dK *= scale.
+
+Roles. The producer warpgroup takes tiles of Q and dO apart (backward_producer_float32.py). Of two consumers, the first
+has S, P and dV, the second dP, dS and dK (backward_scores_float32.py). Each begins by taking apart a tile of the
+block's own, K or V. Without dK there is no second consumer.
+
+Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from ...ptx import memory, setmaxnreg, shared, shfl, special
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import first_column_of
+from ..steps.tiles import row_base
+from . import (
+    backward_key_work,
+    backward_producer_float32,
+    backward_scores_float32,
+    backward_state,
+    backward_tiles_float32,
+    gradient_rows_float32,
+    paired_producer,
+    paired_tiles,
+)
+from .backward_scores_float32 import FIRST, SECOND, Held, rows_of_lane
+from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS
+
+
+def make(config):
+    of_dk, of_dv, tile_m, alignment = config.of_dk, config.of_dv, config.tile_m, config.ALIGNMENT
+    blocks, query_count = tile_m // 8, tile_m // 4
+    pair = config.cluster  # how many blocks own the same keys
+    give_registers = setmaxnreg.decrease(config.registers[0])
+    take_registers = setmaxnreg.increase(config.registers[1])
+    _, work_of, set_up_state = backward_key_work.make(config)
+    _, _, word, position = backward_state.words(config)
+    producer = paired_producer if config.paired else backward_producer_float32
+    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    set_up, start_together, leave = of_tiles.set_up, of_tiles.start, of_tiles.leave
+    steps_of, first_step, step_behind, produce, load_k, load_v = producer.make(config)
+    scores = backward_scores_float32.make(config)
+    s_count, other_count, mask_words, distance_count, bias_words, bits_words = scores.words
+    bias_type, frag_count = scores.bias_type, scores.frag_count
+    dk_count, dk_even, dk_odd = scores.counts_a
+    dv_count, dv_even, dv_odd = scores.counts_b if of_dv else (1, 1, 1)
+    my_turn, next_turn = scores.my_turn, scores.next_turn
+    start, weights_at = scores.start, scores.weights_at
+    to_weights, to_score_gradients = scores.to_weights, scores.to_score_gradients
+    add_dk, add_dv = scores.add_a, scores.add_b
+    store_dk = gradient_rows_float32.of_block(config, config.head_dim, config.head_dim_padded)
+    store_dv = gradient_rows_float32.of_block(config, config.head_dim_v, config.head_dim_v_padded)
+    recompute_dk, recompute_dv = recompute.make(config, True, False), recompute.make(config, False, True)
+
+    @inlined
+    def load_columns(found, values, base, step, sizes):
+        """found (tile_m / 8, 2) <- numbers of the queries that are the lane's columns; 0 past the last query."""
+        _, lane = rows_of_lane()
+        first = int32(step.i * tile_m + first_column_of(lane))
+        head = int64(word(base, BATCH)) * sizes.heads + word(base, HEAD) + step.member
+        place = memory.address(values, head * sizes.seqlen_q + first)
+        queries_left = int32(sizes.seqlen_q - first)
+        for n in range(blocks):
+            for x in range(2):
+                here = uint32(1) if 8 * n + x < queries_left else uint32(0)
+                found[2 * n + x] = memory.load_b32_if(place + 4 * (8 * n + x), here).view(np.float32)
+
+    @inlined
+    def write(base, acc, factor, target, of_target, store, recompute_rows, arrays, strides, sizes, score):
+        """A warp's rows of dK or dV: factor * acc."""
+        first_row, lane = rows_of_lane()
+        b, h_kv, first_key = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW)
+        first = int32(first_key + first_row)
+        rows_left, valid = int32(sizes.seqlen_k - first), int32(word(base, KEYS) - first)
+        to, step = row_base(of_target, b, h_kv, first), of_target[2]
+        nonfinite = leave(base, store(acc, factor, lane, target, to, step, rows_left, valid))
+        if nonfinite != 0:
+            q_start = first_key - position(base)
+            recompute_rows(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    @inlined
+    def consume_first(base, arrays, strides, sizes, score):
+        """S and P of all tiles of the walk, and dV."""
+        held = Held(
+            cuda.local.array(s_count, float32),
+            cuda.local.array(other_count, float32),
+            cuda.local.array(mask_words, uint32),
+            cuda.local.array(distance_count, float32),
+            cuda.local.array(bias_words, bias_type),
+            cuda.local.array(bits_words, uint32),
+        )
+        lse = cuda.local.array(query_count, float32)  # (tile_m / 8, 2)
+        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
+        p_frag = cuda.local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        even, odd = cuda.local.array(dv_even, float32), cuda.local.array(dv_odd, float32)
+        for x in range(dv_count):
+            acc_dv[x] = float32(0)
+        start(held)
+        load_k(base, FIRST, arrays, strides, sizes)
+        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        while step.n < steps:
+            load_columns(lse, arrays.lse, base, step, sizes)
+            to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
+            if of_dv:
+                add_dv(base, step, held.acc_s, acc_dv, p_frag, even, odd)
+            step = step_behind(base, step)
+        my_turn(FIRST)  # takes the turn that was given on when there was nothing left to do
+        if of_dv:
+            write(
+                base, acc_dv, float32(1), arrays.dv, strides.dv, store_dv, recompute_dv, arrays, strides, sizes, score
+            )
+        else:
+            leave(base, uint32(0))
+
+    @inlined
+    def consume_second(base, arrays, strides, sizes, score):
+        """dP and dS of all tiles of the walk, and dK."""
+        acc_dp, other = cuda.local.array(s_count, float32), cuda.local.array(other_count, float32)  # (tile_m / 8, 4)
+        delta = cuda.local.array(query_count, float32)  # (tile_m / 8, 2)
+        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        ds_frag = cuda.local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        even, odd = cuda.local.array(dk_even, float32), cuda.local.array(dk_odd, float32)
+        for x in range(dk_count):
+            acc_dk[x] = float32(0)
+        next_turn(SECOND)  # the first turn is the first consumer's
+        load_v(base, SECOND, arrays, strides, sizes)
+        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        while step.n < steps:
+            load_columns(delta, arrays.delta, base, step, sizes)
+            to_score_gradients(base, step, weights, acc_dp, other, delta)
+            add_dk(base, step, acc_dp, acc_dk, ds_frag, even, odd)
+            step = step_behind(base, step)
+        write(base, acc_dk, score.scale, arrays.dk, strides.dk, store_dk, recompute_dk, arrays, strides, sizes, score)
+
+    @cuda.jit
+    def flash_attention_wgmma_dkdv_float32(arrays, strides, sizes, score):
+        smem = cuda.shared.array(0, uint8)
+        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = special.thread_index()
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        if thread == 0:
+            set_up(base)
+            b, part, first_key = work_of(divide(special.block_index(), pair), arrays, strides, sizes)
+            set_up_state(base, b, part, first_key, arrays, strides, sizes)
+        start_together()
+        if warpgroup == 0:
+            give_registers()
+            produce(base, arrays, strides, sizes)
+            leave(base, uint32(0))
+        elif warpgroup == 1:
+            take_registers()
+            consume_first(base, arrays, strides, sizes, score)
+        elif of_dk:
+            take_registers()
+            consume_second(base, arrays, strides, sizes, score)
+
+    return flash_attention_wgmma_dkdv_float32

@@ -1,0 +1,172 @@
+"""How tiles of wgmma's backward in float32 come to shared memory, in three parts (parts.py): those that a block walks
+over by its producer, a whole warpgroup, and those that it owns by its consumers.
+
+With keys of its own a block walks over the tiles of queries, of each query head of the group in turn; with queries of
+its own it walks over the tiles of keys. Tiles a are of head_dim, Q and K, tiles b of head_dim_v, dO and V. The producer
+tells at `full` mbarriers that a tile is there, and consumers say at `empty` ones that they are done with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import cuda, int32, int64, uint32
+
+from ...ptx import bar, fence, mbarrier, memory, special
+from ..steps.inlined import inlined
+from ..steps.tiles import row_base
+from . import backward_state, parts
+from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STOP
+
+LOADED_ROWS = 32  # of its own 64 that a consumer takes apart at a time
+
+
+class Step(NamedTuple):
+    """Where a block is in its walk."""
+
+    n: int  # tiles before this one
+    i: int  # which tile
+    member: int  # which head of the group
+
+
+class Producer(NamedTuple):
+    """Device functions. Those of the walk are for a whole warp."""
+
+    steps_of: Callable[..., Any]  # (base) -> how many tiles the block walks over
+    first_step: Callable[..., Any]  # (base) -> Step
+    step_behind: Callable[..., Any]  # (base, step) -> Step
+    produce: Callable[..., Any]  # (base, arrays, strides, sizes): what the producer does
+    load_own_a: Callable[..., Any]  # (base, me, arrays, strides, sizes): K or Q by consumer me, 0 or 1
+    load_own_b: Callable[..., Any]  # likewise, V or dO
+
+
+@inlined
+def elected():
+    """Whether the lane is the one that acts for its warp."""
+    return special.thread_index() & int32(31) == 0
+
+
+@inlined
+def own_thread():
+    """Of the warpgroup."""
+    return special.thread_index() & int32(127)
+
+
+@inlined
+def hand_over(full):
+    """What the warp wrote is there for wgmma."""
+    fence.proxy_async()
+    bar.warp_sync()
+    mbarrier.arrive_if(full, elected())
+
+
+def walk(config):
+    """-> (steps_of, first_step, step_behind), as of Producer."""
+    _, _, word, _ = backward_state.words(config)
+
+    @inlined
+    def steps_of(base):
+        return int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
+
+    @inlined
+    def first_step(base):
+        return Step(int32(0), int32(word(base, STOP) - 1), int32(0))
+
+    @inlined
+    def step_behind(base, step):
+        """All tiles of a member come first, the last of them first."""
+        i, member = int32(step.i - 1), step.member
+        if i < word(base, BEGIN):
+            i, member = int32(word(base, STOP) - 1), int32(member + 1)
+        return Step(int32(step.n + 1), i, member)
+
+    return steps_of, first_step, step_behind
+
+
+def sources(config):
+    """-> (source_of, own_source_of), device functions -> (address of a tile's first row, how many of its rows exist).
+
+    The tile is that of a step of the walk, (base, step, array, of_array, sizes), or the block's own, without a step.
+    """
+    of_keys, rows = config.of_keys, config.stream_rows
+    _, _, word, _ = backward_state.words(config)
+
+    @inlined
+    def source_of(base, step, array, of_array, sizes):
+        first = int32(step.i * rows)
+        if of_keys:
+            head, rows_left = int32(word(base, HEAD) + step.member), int32(sizes.seqlen_q - first)
+        else:
+            head, rows_left = word(base, HEAD_KV), int32(word(base, KEYS) - first)
+        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+
+    @inlined
+    def own_source_of(base, array, of_array, sizes):
+        first = word(base, FIRST_ROW)
+        head = word(base, HEAD_KV) if of_keys else word(base, HEAD)
+        rows_left = int32((word(base, KEYS) if of_keys else sizes.seqlen_q) - first)
+        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+
+    return source_of, own_source_of
+
+
+def make(config):
+    of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    plan, at = config.shared_plan(), config.barriers()
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
+    own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
+    a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)
+    b_words, fetch_b, store_b = parts.loader(rows, head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
+    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, head_dim, 64, own_rows * 128, own_a_part)
+    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, head_dim_v, 64, own_rows * 128, own_b_part)
+    raw_words = max(a_words, b_words)
+    (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
+    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
+    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+
+    @inlined
+    def produce(base, arrays, strides, sizes):
+        raw = cuda.local.array(raw_words, uint32)
+        two = cuda.local.array(2, uint32)
+        array_a, of_a = (arrays.q, strides.q) if of_keys else (arrays.k, strides.k)
+        array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
+        step, steps = first_step(base), steps_of(base)
+        while step.n < steps:
+            stage = a_stage_of(step.n)
+            source, rows_left = source_of(base, step, array_a, of_a, sizes)
+            fetch_a(raw, source, 4 * of_a[2], int64(0), int32(0), rows_left, own_thread())
+            mbarrier.wait(base + at.a_empty + 8 * stage, a_phase_of(step.n) ^ 1)
+            store_a(raw, int32(base + plan.stream_a + stage * a_bytes), two, own_thread())
+            hand_over(base + at.a_full + 8 * stage)
+            stage = b_stage_of(step.n)
+            source, rows_left = source_of(base, step, array_b, of_b, sizes)
+            fetch_b(raw, source, 4 * of_b[2], int64(0), int32(0), rows_left, own_thread())
+            mbarrier.wait(base + at.b_empty + 8 * stage, b_phase_of(step.n) ^ 1)
+            store_b(raw, int32(base + plan.stream_b + stage * b_bytes), two, own_thread())
+            hand_over(base + at.b_full + 8 * stage)
+            step = step_behind(base, step)
+
+    @inlined
+    def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, sizes):
+        """The parts of the rows of an own tile that exist; zeros past them."""
+        two = cuda.local.array(2, uint32)
+        source, rows_left = own_source_of(base, array, of_array, sizes)
+        for first_row in range(0, own_rows, LOADED_ROWS):
+            fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(first_row), rows_left, own_thread())
+            store_rows(raw, int32(target + first_row * 128), two, own_thread())
+        fence.proxy_async()
+        bar.sync(me + 3, 128)
+
+    @inlined
+    def load_own_a(base, me, arrays, strides, sizes):
+        raw = cuda.local.array(own_a_words, uint32)
+        array, of_array = (arrays.k, strides.k) if of_keys else (arrays.q, strides.q)
+        load_own(base, me, raw, fetch_own_a, store_own_a, int32(base + plan.own_a), array, of_array, sizes)
+
+    @inlined
+    def load_own_b(base, me, arrays, strides, sizes):
+        raw = cuda.local.array(own_b_words, uint32)
+        array, of_array = (arrays.v, strides.v) if of_keys else (arrays.do, strides.do)
+        load_own(base, me, raw, fetch_own_b, store_own_b, int32(base + plan.own_b), array, of_array, sizes)
+
+    return Producer(steps_of, first_step, step_behind, produce, load_own_a, load_own_b)

@@ -1,0 +1,233 @@
+"""What the two consumers of wgmma's backward in float32 do with a tile of the walk, alike in dK and dV and in dQ.
+
+They share all 64 rows of the block, because sums of both gradients and scores in parts are more than the registers of
+one. The first computes S and P, and hands P times the derivative of the score over to the second through shared memory:
+the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile a, Q or K, to
+dK or dQ. In dK and dV the first has sums, too: those of dV.
+
+Products of one consumer run beside what the other does between its own. They take turns with the tensor cores,
+
+    first   S(0)       dV(0)       S(1)       dV(1) ...      and for dQ   S(0)       S(1)         S(2) ...
+    second       dP(0)       dK(0)      dP(1)       ...                        dP(0)      dQ(0) dP(1) ...
+
+so that P is worked out beside dP, and dS beside dV, or beside the next S.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import bar, ld_st, mbarrier
+from ..score import fragments
+from ..score import reads as score_reads
+from ..score.stage import FragmentAt, exponent_unit
+from ..steps.inlined import FALSE, TRUE, inlined
+from . import backward_products_float32, backward_state, backward_tiles_float32, paired_tiles, parts
+from .backward_producer_float32 import elected, own_thread
+from .backward_state import BATCH, CUT, FIRST_ROW, FREE, HEAD, KEYS
+
+FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python's own: see inlined.py
+WEIGHTS_STEP = 128 * 16  # bytes of four weights of each thread of a consumer
+
+
+class Held(NamedTuple):
+    """The registers of the first consumer's scores."""
+
+    acc_s: Any  # float32 (stream_rows / 8, 4)
+    other: Any  # likewise, of the second panel
+    mask_bits: Any
+    distance: Any  # float32 (2,)
+    loaded: Any  # (2, stream_rows / 8, 2), of bias
+    shown_bits: Any  # by the mask that was given
+
+
+class Scores(NamedTuple):
+    """Device functions of a consumer, and how many registers they take."""
+
+    words: tuple[int, ...]  # of each part of Held
+    bias_type: Any  # of Held.loaded
+    frag_count: int  # uint32 of scores in parts
+    counts_a: tuple[int, ...]  # float32 of sums of head_dim, dK or dQ, and of each of its panels
+    counts_b: tuple[int, ...]  # likewise of head_dim_v, dV
+    my_turn: Callable[..., Any]  # (me)
+    next_turn: Callable[..., Any]  # (me)
+    start: Callable[..., Any]  # (held)
+    weights_at: Callable[..., Any]  # (base)
+    to_weights: Callable[..., Any]  # (base, step, weights, held, lse, arrays, strides, sizes, score)
+    to_score_gradients: Callable[..., Any]  # (base, step, weights, acc_dp, other, delta)
+    add_a: Callable[..., Any]  # (base, step, scores, acc, frag, even, odd): dK or dQ
+    add_b: Callable[..., Any]  # likewise, dV
+
+
+@inlined
+def rows_of_lane():
+    """-> (the warp's first row in the own tile, lane), worked out anew: registers are dear."""
+    thread = own_thread()
+    return (thread >> int32(5)) * 16, thread & int32(31)
+
+
+def make(config):
+    of_keys, rows, varies = config.of_keys, config.stream_rows, config.derivative_varies
+    has_second, both_sum = config.has_second, config.of_dv and config.has_second
+    plan, at, blocks = config.shared_plan(), config.barriers(), config.stream_rows // 8
+    a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
+    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    await_a, issue_s, finish_s = of_tiles.await_a, of_tiles.issue_s, of_tiles.finish_s
+    await_b, issue_dp, finish_dp = of_tiles.await_b, of_tiles.issue_dp, of_tiles.finish_dp
+    await_weights_place, give_weights_place = of_tiles.await_weights_place, of_tiles.give_weights_place
+    to_parts = parts.to_operand(rows)
+
+    _, _, word, position = backward_state.words(config)
+    mask_words, visible, _, _ = fragments.tile(config, 1, rows)
+    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
+    row_term, has_row_term = chain.row_term, chain.has_row_term
+    read, has_mask = score_reads.make(config, 1, rows, of_keys), config.has("mask")
+    reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
+
+    @inlined
+    def my_turn(me):
+        if has_second:
+            bar.sync(me + 1, 256)  # threads of two warpgroups
+
+    @inlined
+    def next_turn(me):
+        if has_second:
+            bar.arrive(int32(2 - me), 256)
+
+    @inlined
+    def weights_at(base):
+        """Where the thread's weights of a tile begin; its next four are WEIGHTS_STEP behind."""
+        return int32(base + plan.weights + own_thread() * 16)
+
+    @inlined
+    def start(held):
+        for x in range(mask_words):
+            held.mask_bits[x] = uint32(0)
+        for r in range(2):
+            held.distance[r] = float32(0)
+
+    @inlined
+    def find_visible(base, i, sizes, mask_bits, distance):
+        """mask_bits <- which of the lane's scores of tile i count; distance: q_pos - k_pos."""
+        first_row, lane = rows_of_lane()
+        if of_keys:  # seen from the keys, left and right change places
+            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
+        else:
+            left, right, end = sizes.left, sizes.right, int64(word(base, KEYS))
+        visible(i, first_row, lane, position(base), left, right, end, mask_bits, distance)
+
+    @inlined
+    def load_for_scores(base, step, held, arrays, strides, sizes):
+        """What is read for each of the lane's scores of a tile."""
+        first_row, lane = rows_of_lane()
+        head = int32(word(base, HEAD) + step.member)
+        origin = origin_of(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
+        load_reads(held.loaded, held.shown_bits, step.i, origin, first_row, lane, arrays, strides, sizes, FALSE)
+
+    @inlined
+    def lse_of(lse, n, r, x):
+        """Of a column as the forward left it, where a query without keys has -inf; of a row as lse_delta gives it."""
+        if of_keys:
+            found = lse[2 * n + x] * unit
+            return inf if found == minus_inf else found
+        return lse[r]
+
+    @inlined
+    def weigh(weights, held, lse, term, score, masked):
+        """acc_s <- P, and to the second consumer goes P times the derivative of the score. masked, a constant: some
+        row does not see some column."""
+        four = cuda.local.array(4, uint32)
+        for n in range(blocks):
+            for r in range(2):
+                for x in range(2):
+                    at_x = 4 * n + 2 * r + x
+                    away = held.distance[0] - float32((n - r) * 8 + x)
+                    here = FragmentAt(term, away, added(held.loaded, r, n, x))
+                    p, derivative = weight(held.acc_s[at_x], here, score, lse_of(lse, n, r, x))
+                    given = p * derivative if varies else p
+                    if masked:
+                        seen = (held.mask_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        p, given = p if seen else float32(0), given if seen else float32(0)
+                    held.acc_s[at_x] = p
+                    four[2 * r + x] = given.view(np.uint32)
+            if has_second:
+                ld_st.store_v4(weights + n * WEIGHTS_STEP, four, 0)
+
+    @inlined
+    def to_weights(base, step, weights, held, lse, arrays, strides, sizes, score):
+        """By the first consumer: S of a tile, and P in its place. lse: of the lane's columns, or of its rows, whichever
+        are queries."""
+        n, i = step.n, step.i
+        masked = i >= word(base, CUT) or i < word(base, FREE)
+        term = float32(0)
+        if has_row_term:
+            term = row_term(word(base, BATCH), word(base, HEAD) + step.member, arrays, strides)
+        if reads:
+            load_for_scores(base, step, held, arrays, strides, sizes)
+        await_a(base, n)
+        my_turn(FIRST)
+        issue_s(held.acc_s, held.other, base, n)
+        next_turn(FIRST)
+        if has_row_term or has_mask or masked:
+            find_visible(base, i, sizes, held.mask_bits, held.distance)
+        hide(held.mask_bits, held.shown_bits, TRUE)
+        finish_s(held.acc_s, held.other, base, n)
+        await_weights_place(base, n)
+        if has_mask or masked:
+            weigh(weights, held, lse, term, score, TRUE)
+        else:
+            weigh(weights, held, lse, term, score, FALSE)
+        if has_second:
+            bar.warp_sync()
+            mbarrier.arrive_if(base + at.weights_full, elected())
+
+    @inlined
+    def to_score_gradients(base, step, weights, acc_dp, other, delta):
+        """By the second consumer: dP of a tile, and dS in its place. delta: as lse."""
+        four = cuda.local.array(4, uint32)
+        n = step.n
+        await_b(base, n)
+        my_turn(SECOND)
+        issue_dp(acc_dp, other, base, n)
+        next_turn(SECOND)
+        finish_dp(acc_dp, other, base, n)
+        mbarrier.wait(base + at.weights_full, n & 1)
+        for block in range(blocks):
+            ld_st.load_v4(four, 0, weights + block * WEIGHTS_STEP)
+            for r in range(2):
+                for x in range(2):
+                    at_x, p = 4 * block + 2 * r + x, four[2 * r + x].view(np.float32)
+                    ds = p * (acc_dp[at_x] - delta[2 * block + x if of_keys else r])
+                    acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0 dP may be NaN
+        bar.warp_sync()
+        give_weights_place(base)
+
+    def adder(me, issue, finish, of_a):
+        """-> add, a device function of consumer me: acc += scores times the tile a, or b, of this step."""
+
+        @inlined
+        def add(base, step, scores, acc, frag, even, odd):
+            to_parts(scores, frag)
+            if not of_a:  # for a the first consumer has waited, before its weights
+                await_b(base, step.n)
+            if both_sum:
+                my_turn(me)
+            issue(even, odd, frag, base, step.n)
+            if both_sum:
+                next_turn(me)
+            finish(acc, even, odd, frag, base, step.n)
+
+        return add
+
+    words = a.score_count, a.score_count, mask_words, 2, read.bias_words, read.bits_words
+    counts_a, counts_b = ((products.sum_count, *products.panel_counts) for products in (a, b))
+    add_a = adder(SECOND, of_tiles.issue_a_sums, of_tiles.finish_a_sums, of_a=True)
+    add_b = adder(FIRST, of_tiles.issue_b_sums, of_tiles.finish_b_sums, of_a=False)
+    return Scores(
+        words, read.bias_type, a.frag_count, counts_a, counts_b, my_turn, next_turn, start, weights_at,
+        to_weights, to_score_gradients, add_a, add_b,
+    )  # fmt: skip
