@@ -52,7 +52,7 @@ def make(config):
 
     @inlined
     def produce(base, arrays, strides, sizes):
-        raw = cuda.local.array(raw_words, uint32)
+        raw, second = cuda.local.array(raw_words, uint32), cuda.local.array(raw_words, uint32)  # of each panel
         two = cuda.local.array(2, uint32)
         array_a, of_a = (arrays.q, strides.q) if of_keys else (arrays.k, strides.k)
         array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
@@ -61,23 +61,25 @@ def make(config):
             n, before = step.n, int32(step.n - 1)
             source, rows_left = source_of(base, step, array_a, of_a, sizes)
             fetch_a(raw, source, 4 * of_a[2], rows_left, own_thread())
+            if two_a:
+                fetch_second_a(second, source, 4 * of_a[2], rows_left, own_thread())
             mbarrier.wait(base + at.b_empty, before & 1)
             store_a(raw, place_of_a(base, n), two, own_thread())
             hand_over(base + at.a_full)
             if two_a:
-                fetch_second_a(raw, source, 4 * of_a[2], rows_left, own_thread())
                 mbarrier.wait(base + at.b_empty + 8, before & 1)
-                store_second_a(raw, int32(place_of_a(base, n) + panel_bytes), two, own_thread())
+                store_second_a(second, int32(place_of_a(base, n) + panel_bytes), two, own_thread())
                 hand_over(base + at.a_full + 8)
             source, rows_left = source_of(base, step, array_b, of_b, sizes)
             fetch_b(raw, source, 4 * of_b[2], rows_left, own_thread())
+            if two_b:
+                fetch_second_b(second, source, 4 * of_b[2], rows_left, own_thread())
             mbarrier.wait(empty_of_a(base, before), before >> 1 & 1)
             store_b(raw, place_of_b(base, n), two, own_thread())
             hand_over(base + at.b_full)
             if two_b:
-                fetch_second_b(raw, source, 4 * of_b[2], rows_left, own_thread())
                 mbarrier.wait(empty_of_a(base, before) + 8, before >> 1 & 1)
-                store_second_b(raw, int32(place_of_b(base, n) + panel_bytes), two, own_thread())
+                store_second_b(second, int32(place_of_b(base, n) + panel_bytes), two, own_thread())
                 hand_over(base + at.b_full + 8)
             step = step_behind(base, step)
 

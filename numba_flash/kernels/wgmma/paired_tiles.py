@@ -58,7 +58,8 @@ def make(config):
     of_dp = paired_scores.make(config, plan.score_gradients, at.score_gradients_full, at.score_gradients_empty)
     give_s, take_s, give_back_s = of_s.give, of_s.take, of_s.give_back
     give_dp, take_dp, give_back_dp = of_dp.give, of_dp.take, of_dp.give_back
-    finish_half_s, finish_half_dp, commit = a.finish_scores, b.finish_scores, wgmma.commit_group
+    finish_half_s, finish_half_dp = a.finish_scores, b.finish_scores
+    commit, wait_but_one, two_b = wgmma.commit_group, wgmma.wait_group(1), b.panels > 1
 
     @inlined
     def set_up(base):
@@ -115,6 +116,7 @@ def make(config):
         def issue(acc, other, base, n):
             issue_first(acc, int32(base + own), place_of(base, n))
             if two_panels:
+                commit()
                 mbarrier.wait(base + full + 8, n & 1)
                 issue_second(other, int32(base + own), place_of(base, n))
             commit()
@@ -145,8 +147,11 @@ def make(config):
 
     @inlined
     def finish_dp(acc, other, base, n):
+        if two_b:  # the next tile of a may come beside the second panel
+            wait_but_one()
+            mbarrier.arrive_if(empty_of_b(base, n), elected())
         finish_half_dp(acc, other)
-        give_back(empty_of_b(base, n), 0)
+        give_back(empty_of_b(base, n), int32(two_b))
         give_dp(acc, base, n)
         take_dp(acc, base, n)
         give_back_dp(base)
