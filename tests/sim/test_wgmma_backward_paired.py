@@ -1,11 +1,9 @@
 """Gradients in float32 with head_dim above 128 in the simulator: two blocks have half of the columns each."""
 
-import numpy as np
 import pytest
-from contract_backward import Rung, incoming, same
+from contract_backward import Rung
 
 from numba_flash import testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
 
 
 @pytest.fixture(scope="module")
