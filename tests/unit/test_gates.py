@@ -216,6 +216,7 @@ def wgmma_backward_float32_gates():
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(uses=uses(**used), q_offset_source="array")
     reading = dict(uses=uses(**used, bias="float32", mask="bool"))
+    lengths = rich | dict(uses=uses(seqlens_k="int32", q_offset="int32"))
     kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
     paired = dict(wgmma_dkdv_float32=WgmmaPairedDkdvConfig, wgmma_dq_float32=WgmmaPairedDqConfig)
     for table in kinds:
@@ -226,8 +227,9 @@ def wgmma_backward_float32_gates():
             features = dict(kernel=kernel, dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
             features |= tiles.columns(row)
             odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
-            served = {"": {}, "-odd": odd, "-rich": rich, "-rich-odd": rich | odd}
-            if not row.unread:
+            words, most = ("-lengths", lengths) if row.plain else ("-rich", rich)
+            served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
+            if not (row.unread or row.plain):
                 served["-reading"] = rich | reading
             if kind.of_keys:
                 served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}

@@ -1,8 +1,8 @@
 """Twins of ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
 
-from .cluster import there
 from .errors import InstructionError, name
 from .now import current
+from .places import there
 
 MOST = 2**20 - 1  # arrivals, and bytes at a time
 
