@@ -68,7 +68,7 @@ for kernel in OF_PARTS:
     IN_PTX[kernel] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
     IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
 for kernel in PAIRED:
-    IN_PTX[kernel] += (".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
+    IN_PTX[kernel] += (".version 8.1", ".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
 for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
