@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
     set_up: Callable[..., Any]  # (base): the mbarriers, by one thread
     start: Callable[..., Any]  # (): of all threads, behind what one thread has set up
-    leave: Callable[..., Any]  # (found) -> rows that the warp computes again, if `found` are not finite; of all threads
+    leave: Callable[..., Any]  # (base, found) -> rows that the warp computes again; `found`: not finite; of all threads
     await_a: Callable[..., Any]  # (base, n): until products with the tile of a may be issued
     issue_s: Callable[..., Any]  # (acc, other, base, n)
     finish_s: Callable[..., Any]  # (acc, other, base, n)
