@@ -38,6 +38,7 @@ class LaunchFacts:
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
+    ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
 
 

@@ -60,6 +60,7 @@ class WgmmaBackwardFloat32Config(Config):
     key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     PARTS: ClassVar[int] = 3
+    paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns (wgmma_paired_float32.py)
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
     OWN_ROWS: ClassVar[int] = 64
     LONGEST: ClassVar[int] = 64  # rows that are one sum: a longer one would drift

@@ -67,7 +67,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, WgmmaAddPartsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig | WideFusedConfig):
-        return forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
+        return config.cluster * forward.batch * forward.heads_kv * -(-forward.seqlen_k // config.tile_n)
     if isinstance(config, WgmmaRoundConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
     if isinstance(config, DbiasConfig | MmaDbiasConfig):
@@ -77,7 +77,8 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return -(-aux_elements(problem) // config.threads)
     if isinstance(config, HeadSumsConfig):
         return math.prod(problem.shape_of(config.gradient))
-    return forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)  # a block for each query tile
+    # a block for each query tile, or a cluster
+    return config.cluster * forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)
 
 
 def _key_tiles(config: WgmmaDkdvConfig, problem: BackwardProblem) -> int:

@@ -68,8 +68,8 @@ MODULES = {
     "wgmma_fused": "wgmma.backward_fused",
     "wgmma_round": "wgmma.backward_round",
     "wgmma_add_parts": "wgmma.backward_add_parts",
-    "wgmma_dkdv_float32": "wgmma.backward_dkdv_float32",
-    "wgmma_dq_float32": "wgmma.backward_dq_float32",
+    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dkdv_paired"), "wgmma.backward_dkdv_float32"),
+    **dict.fromkeys(("wgmma_dq_float32", "wgmma_dq_paired"), "wgmma.backward_dq_float32"),
     "safe": "softmax.safe",
     "online": "softmax.online",
     "blocked": "softmax.blocked",
@@ -183,7 +183,8 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
     if config.whole_program and cc in PTX_VERSIONS:
-        ptx = re.sub(r"^\.version \d+\.\d+", f".version {PTX_VERSIONS[cc]}", ptx, count=1, flags=re.M)
+        version = config.ptx_version or PTX_VERSIONS[cc]
+        ptx = re.sub(r"^\.version \d+\.\d+", f".version {version}", ptx, count=1, flags=re.M)
     if config.shared_alignment:
         ptx = re.sub(r"^(\.extern \.shared) \.align \d+", rf"\1 .align {config.shared_alignment}", ptx, flags=re.M)
     return _with_tensor_maps(_in_clusters(ptx, config), config)

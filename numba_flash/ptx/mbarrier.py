@@ -59,6 +59,13 @@ def arrive_expect_tx(typingctx, barrier, count):
 
 
 @intrinsic
+def arrive_expect_tx_if(typingctx, barrier, count, condition):
+    """`arrive_expect_tx` of the threads whose condition is not 0, as arrive_if."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }"
+    return asm.scalars(text, types.void(types.int32, types.int32, types.int32))
+
+
+@intrinsic
 def wait(typingctx, barrier, parity):
     """Waits for the end of the phase of that parity: a loop around mbarrier.try_wait.parity.shared::cta.b64.
 

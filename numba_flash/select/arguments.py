@@ -159,6 +159,8 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "wgmma_dkdv_float32": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "wgmma_dq_float32": _wide_backward(("dq",)),
+    "wgmma_dkdv_paired": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
+    "wgmma_dq_paired": _wide_backward(("dq",)),
     "wgmma_fused": _with_arrays(
         _tensor_backward(("dq", "dk", "dv"), _TENSOR_OPTIONS, "heads_abreast"), "turns", "dq_sums", "dk_sums", "dv_sums"
     ),

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from ..config.backward import BackwardConfig, MmaBackwardConfig
-from ..config.wgmma_backward_float32 import NOT_TAKEN, WgmmaBackwardFloat32Config
+from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
@@ -84,11 +84,7 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
 
 def _no_float32(problem: BackwardProblem) -> str | None:
     """Why the kernels of "wgmma" do not take the problem in float32, which take less than those in 16 bits."""
-    forward, widest = problem.forward, WgmmaBackwardFloat32Config.WIDEST
-    if max(forward.head_dim, forward.head_dim_v) > widest:
-        given = f"{forward.head_dim} and {forward.head_dim_v}"
-        return f"its gradients take head_dim up to {widest} in float32, not {given}"
-    for option, _ in forward.uses:
+    for option, _ in problem.forward.uses:
         if option in NOT_TAKEN:
             return f"its gradients take no {option} in float32 yet"
     return None

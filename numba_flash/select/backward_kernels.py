@@ -22,7 +22,12 @@ from ..config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
+from ..config.wgmma_backward_float32 import (
+    WgmmaBackwardFloat32Config,
+    WgmmaDkdvFloat32Config,
+    WgmmaDqFloat32Config,
+)
+from ..config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -198,14 +203,16 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
     """What select_backward leaves to it."""
     features, wanted = features_of(problem) | bias_pairs_of(problem), set(problem.wanted)
-    own: list[Config] = []
+    paired = max(problem.forward.head_dim, problem.forward.head_dim_v) > WgmmaBackwardFloat32Config.WIDEST
+    kinds = (WgmmaPairedDkdvConfig, WgmmaPairedDqConfig) if paired else (WgmmaDkdvFloat32Config, WgmmaDqFloat32Config)
+    form, own = "paired" if paired else "float32", list[Config]()
     if {"dk", "dv"} & wanted:
         row = usable("wgmma_dkdv", problem, target)[0]
         of_both = dict(of_dk="dk" in wanted, of_dv="dv" in wanted)
-        own.append(WgmmaDkdvFloat32Config(**features | columns(row) | of_both, kernel="wgmma_dkdv_float32"))
+        own.append(kinds[0](**features | columns(row) | of_both, kernel=f"wgmma_dkdv_{form}"))
     if "dq" in wanted:
         row = usable("wgmma_dq", problem, target)[0]
-        own.append(WgmmaDqFloat32Config(**features | columns(row), kernel="wgmma_dq_float32"))
+        own.append(kinds[1](**features | columns(row), kernel=f"wgmma_dq_{form}"))
     made = [delta_config(problem, target), *with_what_goes_before(own, target)]
     if "dbias" in wanted:  # it has no kernel of its own for it yet
         made.append(_fitting(DbiasConfig, ("dbias",), problem, target))

@@ -126,6 +126,7 @@ class WgmmaBackwardFloat32(NamedTuple):
     stages_a: int
     stages_b: int
     unread: bool = False  # as of MmaWide
+    plain: bool = False
     gpu: str = MEASURED
 
 
@@ -280,17 +281,23 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, by_element="all", gpu=SIMULATOR),
         WgmmaDq(256, False, 64, 32, stages_a=2, stages_b=2, gpu=SIMULATOR),
     ),
-    # With head_dim above 64 two places for 64 rows of a do not fit, nor do two of both kinds for 48.
+    # With head_dim above 64 two places for 64 rows of a do not fit, nor do two of both kinds for 48. Above 128 two
+    # blocks share the columns (config/wgmma_paired_float32.py).
     "wgmma_dkdv_float32": (
         WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
         WgmmaBackwardFloat32(128, 48, 64, stages_a=2, stages_b=1, unread=True),
         WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=2),
+        WgmmaBackwardFloat32(256, 64, 64, stages_a=1, stages_b=1, plain=True),
+        WgmmaBackwardFloat32(256, 48, 64, stages_a=1, stages_b=1),
         WgmmaBackwardFloat32(128, 32, 64, stages_a=2, stages_b=1, gpu=SIMULATOR),
+        WgmmaBackwardFloat32(256, 32, 64, stages_a=1, stages_b=1, gpu=SIMULATOR),
     ),
     "wgmma_dq_float32": (
         WgmmaBackwardFloat32(64, 64, 64, stages_a=2, stages_b=2),
         WgmmaBackwardFloat32(128, 64, 48, stages_a=2, stages_b=1),
+        WgmmaBackwardFloat32(256, 64, 64, stages_a=1, stages_b=1),
         WgmmaBackwardFloat32(128, 64, 32, stages_a=2, stages_b=1, gpu=SIMULATOR),
+        WgmmaBackwardFloat32(256, 64, 32, stages_a=1, stages_b=1, gpu=SIMULATOR),
     ),
     # backward_kernels.gains_by_one_kernel: for what
     "wgmma_fused": (

@@ -42,6 +42,7 @@ FIRST_LINES = {
     ),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
+    **dict.fromkeys(("wgmma_dkdv_paired", "wgmma_dq_paired"), "warpgroup = int32("),
     **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
@@ -98,9 +99,9 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel, seqlen=24, wide=False, **options):
+def differentiate(kernel, seqlen=24, wide=False, head_dim=4, **options):
     """All kernels of a backward; those on tensor cores have fewer gradients."""
-    given = (q, k, v) if kernel == "v2" or wide else half
+    given = [np.tile(x, head_dim // 4) for x in (q, k, v)] if kernel == "v2" or wide else half
     arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", given, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
     wanted = ("dq", "dk", "dv")
@@ -225,6 +226,8 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", wide=True)
         elif kernel in ("wgmma_dkdv_float32", "wgmma_dq_float32"):
             differentiate("wgmma", wide=True)
+        elif kernel in ("wgmma_dkdv_paired", "wgmma_dq_paired"):
+            differentiate("wgmma", wide=True, head_dim=136)
         elif "daux" in kernel:
             aux = (np.ones(1, np.float32),)
             differentiate("mma" if "mma" in kernel else "v2", score_mod=lambda s, b, h, i, j, x: s * x[0], aux=aux)

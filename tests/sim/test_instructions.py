@@ -693,6 +693,63 @@ def test_what_is_forgotten_in_a_cluster_is_named(right, wrong, match):
         )
 
 
+def give_each_other(out):
+    """A thread of each block gives four numbers to the other block, twice; another one there reads them."""
+    i, rank = cuda.threadIdx.x, int(cluster.rank())
+    at, other = shared.address(cuda.shared.array(0, np.dtype(np.uint32))), 1 - rank
+    full, empty, left = at + 64, at + 72, at + 80
+    if i == 0:
+        mbarrier.init(full, 1)
+        mbarrier.init(empty, 1)
+    cluster.sync()
+    for step in range(2):
+        if i == 0:
+            four = np.arange(4, dtype=np.uint32) + np.uint32(100 * rank + 10 * step)
+            mbarrier.wait(empty, 1 - step)
+            cluster.store_v4(cluster.place_in(at, other), four, 0, cluster.place_in(full, other))
+        else:
+            mbarrier.arrive_expect_tx_if(full, 99, 0)
+            mbarrier.arrive_expect_tx_if(full, 16, 1)
+            mbarrier.wait(full, step)
+            for x in range(4):
+                out[9 * rank + 4 * step + x] = ld_st.load_b32(at + 4 * x)
+            mbarrier.arrive_there_if(cluster.place_in(empty, other), 1)
+    if i == 1:
+        cluster.store_b32(cluster.place_in(left, other), 7 + rank)
+    cluster.sync()
+    if i == 0:
+        out[9 * rank + 8] = ld_st.load_b32(left)
+
+
+def test_blocks_of_a_cluster_give_each_other_numbers():
+    out = np.zeros((2, 9), np.uint32)
+    launch(give_each_other, 2, out, shared_bytes=96, blocks=2, in_cluster=2)
+    np.testing.assert_array_equal(out, [[100, 101, 102, 103, 110, 111, 112, 113, 8], [0, 1, 2, 3, 10, 11, 12, 13, 7]])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "match"),
+    [
+        ("mbarrier.wait(empty, 1 - step)", "pass", "is written|an arrival more"),
+        (
+            "place_in(full, other)",
+            "place_in(full, rank)",
+            "to block [01] of the cluster, their mbarrier is of block [01]",
+        ),
+        ("16, 1)", "32, 1)", "waits for ever"),
+        ("    cluster.sync()\n    if i == 0:", "    if i == 0:", "no barrier in between|has left the kernel"),
+    ],
+    ids=["wait", "mbarrier", "bytes", "sync"],
+)
+def test_what_is_forgotten_when_blocks_give_is_named(right, wrong, match):
+    text = inspect.getsource(give_each_other)
+    assert text.count(right) == 1
+    names = dict(globals())
+    exec(text.replace(right, wrong), names)
+    with pytest.raises(InstructionError, match=match):
+        launch(names["give_each_other"], 2, np.zeros((2, 9), np.uint32), shared_bytes=96, blocks=2, in_cluster=2)
+
+
 def test_threads_of_a_cluster_are_named_by_their_block():
     """They have one clock, and numbers in it that nobody else knows."""
 

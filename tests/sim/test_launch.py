@@ -30,6 +30,7 @@ from numba_flash.config.wgmma_backward import (
 from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
+from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import MODULES, source
@@ -123,6 +124,8 @@ def test_every_kernel_can_be_made():
         WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
         WgmmaDkdvFloat32Config("wgmma_dkdv_float32", "float32", 8, 8, 32, 64),
         WgmmaDqFloat32Config("wgmma_dq_float32", "float32", 8, 8, 64, 32),
+        WgmmaPairedDkdvConfig("wgmma_dkdv_paired", "float32", 136, 8, 32, 64, stages_a=1, stages_b=1),
+        WgmmaPairedDqConfig("wgmma_dq_paired", "float32", 136, 8, 64, 32, stages_a=1, stages_b=1),
         WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
         WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
         WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 128),

@@ -23,6 +23,7 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaDqFloat32Config,
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
+from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch import launch_backward
 from numba_flash.dispatch.launch_backward import grid, workspace
@@ -302,7 +303,7 @@ def by_pairs(b, h, i, j):
         (problem(), dataclasses.replace(HOPPER, arrays_on_host=True), "v2", "in host memory; copy them there first"),
         (problem(), HOPPER, "reference", "host memory"),
         (problem(), HOPPER, "cpu", "host memory"),
-        (problem(136), HOPPER, "wgmma", "gradients take head_dim up to 128 in float32, not 136 and 136.*'mma'"),
+        (problem(264), HOPPER, "wgmma", "it takes head_dim up to 256, not 264 and 264.*'v2'"),
         (
             problem(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s)),
             HOPPER,
@@ -327,7 +328,7 @@ def test_what_auto_takes():
     assert kernel(TURING) == kernel(SIMULATOR) == "v2"
     assert kernel(A100) == kernel(HOPPER, dtype="float64") == kernel(A100, dtype="float64") == kernel(B200) == "mma"
     assert kernel(HOPPER) == kernel(HOPPER, mask=empty(500, dtype="bool")) == "wgmma"
-    assert kernel(HOPPER, head_dim=136) == kernel(HOPPER, dropout_p=0.5) == "mma"
+    assert kernel(HOPPER, head_dim=256) == "wgmma" and kernel(HOPPER, dropout_p=0.5) == "mma"
     assert kernel(HOPPER, dtype="float16") == "wgmma" and kernel(TURING, dtype="float16") == "v2"
     assert kernel(A100, dtype="float16") == kernel(B200, dtype="bfloat16") == "mma"
     assert kernel(HOST) == "cpu"
@@ -371,7 +372,7 @@ def test_rows_for_plain_scores_serve_no_others():
 def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     given = dict(mask=empty(500, dtype="bool"), bias=empty(500, dtype="float32"))
     made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
-    configs = select_backward(made, HOPPER, "auto", "cupy").configs
+    configs = select_backward(made, HOPPER, "mma", "cupy").configs
     names = [config.kernel for config in configs]
     apart = ["mma_dkdv_wide"] * 2
     assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias"]
@@ -398,6 +399,51 @@ def test_what_wgmma_runs_in_float32():
     assert list(made(64, wanted=("dq",))) == ["wgmma_dq_float32"]
     (dkdv,) = select_backward(problem(64, wanted=("dv",)), HOPPER, "wgmma", "cupy").configs[1:]
     assert dkdv.of_dv and not dkdv.of_dk and grid(dkdv, problem(64)) == 2 * 8
+
+
+def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
+    def made(head_dim, **options):
+        choice = select_backward(problem(head_dim, **options), HOPPER, "auto", "cupy")
+        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if isinstance(c, WgmmaBackwardFloat32Config)}
+
+    plain = dict(wgmma_dkdv_paired=(64, 64), wgmma_dq_paired=(64, 64))
+    assert made(132, head_dim_v=8) == made(8, head_dim_v=256) == made(256) == plain
+    changed = dict(wgmma_dkdv_paired=(48, 64), wgmma_dq_paired=(64, 64))
+    assert made(256, softcap=3.0) == made(256, mask=empty(500, dtype="bool")) == changed, "it takes registers"
+    given = problem(256)
+    _, dkdv, dq = select_backward(given, HOPPER, "wgmma", "cupy").configs
+    assert grid(dkdv, given) == 2 * (2 * 8) and grid(dq, given) == 2 * (2 * 5), "pairs of blocks"
+
+
+@pytest.mark.parametrize("kind", [WgmmaPairedDkdvConfig, WgmmaPairedDqConfig])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "halves", "panels"),
+    [(129, 8, (80, 16), 2), (256, 256, (128, 128), 2), (40, 255, (32, 128), 2), (130, 136, (80, 80), 2)],
+)
+def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
+    """Halves are whole steps of a product; two places for tiles, of so many panels; all of it in a block's 227 KB."""
+    config = kind("", "float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
+    assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
+    own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
+    sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
+    plan, at = config.shared_plan(), config.barriers()
+    assert list(plan) == [0, *itertools.accumulate(sizes)] and all(place % 1024 == 0 for place in plan[:3])
+    assert at.a_empty - at.a_full == 8 * panels and at.b_full - at.a_empty == 16 * panels and at.end == plan.end
+    assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(stages_a=2), "must be 1, not 2 and 1"), (dict(head_dim=257), "at most 256, not 257 and 64"),
+        (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(uses=uses(dropout_p=True)), "no dropout_p"),
+    ],
+)  # fmt: skip
+def test_what_a_config_of_a_pair_may_say(changed, words):
+    given = dict(kernel="", dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
+    WgmmaPairedDkdvConfig(**given)
+    with pytest.raises(ValueError, match=words):
+        WgmmaPairedDkdvConfig(**given | changed)
 
 
 @pytest.mark.parametrize("kind", [WgmmaDkdvFloat32Config, WgmmaDqFloat32Config])

@@ -35,6 +35,7 @@ from numba_flash.config.wgmma_backward import (
     WgmmaRoundConfig,
 )
 from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
+from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
     WideDkdvConfig,
@@ -54,7 +55,8 @@ pytestmark = compiler.needed
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
-OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32")  # products of 16 bits in float32
+PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
+OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32", *PAIRED)  # products of 16 bits in float32
 ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
@@ -65,6 +67,8 @@ IN_SASS = {"mma": ("HMMA.16816", "LDSM", "LDGSTS"), "wgmma": ("HGMMA", "UTMALDG"
 for kernel in OF_PARTS:
     IN_PTX[kernel] = (".f32.bf16.bf16", "cvt.rn.bf16x2.f32", "setmaxnreg.inc", "setmaxnreg.dec")
     IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
+for kernel in PAIRED:
+    IN_PTX[kernel] += (".version 8.1", ".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
 for kernel in ("mma_dkdv", "mma_dq", *SCORES):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
@@ -212,16 +216,22 @@ def wgmma_backward_float32_gates():
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     rich = dict(uses=uses(**used), q_offset_source="array")
     reading = dict(uses=uses(**used, bias="float32", mask="bool"))
+    lengths = rich | dict(uses=uses(seqlens_k="int32", q_offset="int32"))
     kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
-    for kernel, kind in kinds.items():
-        for row in backward_tiles.rows_for(kernel, HOPPER):
+    paired = dict(wgmma_dkdv_float32=WgmmaPairedDkdvConfig, wgmma_dq_float32=WgmmaPairedDqConfig)
+    for table in kinds:
+        for row in backward_tiles.rows_for(table, HOPPER):
+            kind, kernel = kinds[table], table
+            if row.head_dim > kind.WIDEST:
+                kind, kernel = paired[table], table.replace("float32", "paired")
             features = dict(kernel=kernel, dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
             features |= tiles.columns(row)
             odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
-            served = {"": {}, "-odd": odd, "-rich": rich, "-rich-odd": rich | odd}
-            if not row.unread:
+            words, most = ("-lengths", lengths) if row.plain else ("-rich", rich)
+            served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
+            if not (row.unread or row.plain):
                 served["-reading"] = rich | reading
-            if kind is WgmmaDkdvFloat32Config:
+            if kind.of_keys:
                 served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
             for words, options in served.items():
                 yield f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", kind(**features | options)
@@ -625,7 +635,11 @@ def measured(name, config, folder):
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, machines[0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
-    wrong = [f"PTX: no {word}" for word in in_ptx + IN_PAIRS * (config.cluster > 1) if word not in ptx]
+    wrong = [
+        f"PTX: no {word}"
+        for word in in_ptx + IN_PAIRS * (config.kernel == "wgmma" and config.cluster > 1)
+        if word not in ptx
+    ]
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)

@@ -21,6 +21,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import memory, setmaxnreg, shared, shfl, special
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
+from ..steps.integers import divide
 from ..steps.plain import first_column_of
 from ..steps.tiles import row_base
 from . import (
@@ -28,7 +29,10 @@ from . import (
     backward_producer_float32,
     backward_scores_float32,
     backward_state,
+    backward_tiles_float32,
     gradient_rows_float32,
+    paired_producer,
+    paired_tiles,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held, rows_of_lane
 from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS
@@ -37,22 +41,26 @@ from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS
 def make(config):
     of_dk, of_dv, tile_m, alignment = config.of_dk, config.of_dv, config.tile_m, config.ALIGNMENT
     blocks, query_count = tile_m // 8, tile_m // 4
+    pair = config.cluster  # how many blocks own the same keys
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     _, work_of, set_up_state = backward_key_work.make(config)
     _, _, word, position = backward_state.words(config)
-    steps_of, first_step, step_behind, produce, load_k, load_v = backward_producer_float32.make(config)
+    producer = paired_producer if config.paired else backward_producer_float32
+    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    set_up, start_together, leave = of_tiles.set_up, of_tiles.start, of_tiles.leave
+    steps_of, first_step, step_behind, produce, load_k, load_v = producer.make(config)
     scores = backward_scores_float32.make(config)
     s_count, other_count, mask_words, distance_count, bias_words, bits_words = scores.words
     bias_type, frag_count = scores.bias_type, scores.frag_count
     dk_count, dk_even, dk_odd = scores.counts_a
     dv_count, dv_even, dv_odd = scores.counts_b if of_dv else (1, 1, 1)
-    set_up, my_turn, next_turn = scores.set_up, scores.my_turn, scores.next_turn
+    my_turn, next_turn = scores.my_turn, scores.next_turn
     start, weights_at = scores.start, scores.weights_at
     to_weights, to_score_gradients = scores.to_weights, scores.to_score_gradients
     add_dk, add_dv = scores.add_a, scores.add_b
-    store_dk = gradient_rows_float32.make(config.head_dim, config.head_dim_padded)
-    store_dv = gradient_rows_float32.make(config.head_dim_v, config.head_dim_v_padded)
+    store_dk = gradient_rows_float32.of_block(config, config.head_dim, config.head_dim_padded)
+    store_dv = gradient_rows_float32.of_block(config, config.head_dim_v, config.head_dim_v_padded)
     recompute_dk, recompute_dv = recompute.make(config, True, False), recompute.make(config, False, True)
 
     @inlined
@@ -76,7 +84,7 @@ def make(config):
         first = int32(first_key + first_row)
         rows_left, valid = int32(sizes.seqlen_k - first), int32(word(base, KEYS) - first)
         to, step = row_base(of_target, b, h_kv, first), of_target[2]
-        nonfinite = store(acc, factor, lane, target, to, step, rows_left, valid)
+        nonfinite = leave(base, store(acc, factor, lane, target, to, step, rows_left, valid))
         if nonfinite != 0:
             q_start = first_key - position(base)
             recompute_rows(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
@@ -112,6 +120,8 @@ def make(config):
             write(
                 base, acc_dv, float32(1), arrays.dv, strides.dv, store_dv, recompute_dv, arrays, strides, sizes, score
             )
+        else:
+            leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
@@ -141,12 +151,13 @@ def make(config):
         warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
         if thread == 0:
             set_up(base)
-            b, part, first_key = work_of(special.block_index(), arrays, strides, sizes)
+            b, part, first_key = work_of(divide(special.block_index(), pair), arrays, strides, sizes)
             set_up_state(base, b, part, first_key, arrays, strides, sizes)
-        cuda.syncthreads()
+        start_together()
         if warpgroup == 0:
             give_registers()
             produce(base, arrays, strides, sizes)
+            leave(base, uint32(0))
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)

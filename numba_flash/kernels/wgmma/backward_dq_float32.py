@@ -27,7 +27,10 @@ from . import (
     backward_query_work,
     backward_scores_float32,
     backward_state,
+    backward_tiles_float32,
     gradient_rows_float32,
+    paired_producer,
+    paired_tiles,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held, rows_of_lane
 from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS
@@ -39,16 +42,19 @@ def make(config):
     take_registers = setmaxnreg.increase(config.registers[1])
     set_up_state = backward_query_work.make(config)
     put, _, word, position = backward_state.words(config)
-    steps_of, first_step, step_behind, produce, load_q, load_do = backward_producer_float32.make(config)
+    producer = paired_producer if config.paired else backward_producer_float32
+    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    set_up, start_together, leave = of_tiles.set_up, of_tiles.start, of_tiles.leave
+    steps_of, first_step, step_behind, produce, load_q, load_do = producer.make(config)
     scores = backward_scores_float32.make(config)
     s_count, other_count, mask_words, distance_count, bias_words, bits_words = scores.words
     bias_type, frag_count = scores.bias_type, scores.frag_count
     dq_count, dq_even, dq_odd = scores.counts_a
-    set_up, my_turn, next_turn = scores.set_up, scores.my_turn, scores.next_turn
+    my_turn, next_turn = scores.my_turn, scores.next_turn
     start, weights_at = scores.start, scores.weights_at
     to_weights, to_score_gradients, add_dq = scores.to_weights, scores.to_score_gradients, scores.add_a
     of_query, row_term = lse_delta.of_query(config), fragments.chain(config).row_term
-    store_dq = gradient_rows_float32.make(config.head_dim, config.head_dim_padded)
+    store_dq = gradient_rows_float32.of_block(config, config.head_dim, config.head_dim_padded)
     recompute_dq = recompute.make(config)
 
     @inlined
@@ -67,7 +73,7 @@ def make(config):
         first = int32(tile.first_query + first_row)
         left = int32(sizes.seqlen_q - first)
         to, step = row_base(strides.dq, tile.b, tile.h, first), strides.dq[2]
-        nonfinite = store_dq(acc_dq, score.scale, lane, arrays.dq, to, step, left, left)
+        nonfinite = leave(base, store_dq(acc_dq, score.scale, lane, arrays.dq, to, step, left, left))
         if nonfinite != 0:
             term = row_term(tile.b, tile.h, arrays, strides)
             tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
@@ -93,6 +99,7 @@ def make(config):
             to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
             step = step_behind(base, step)
         my_turn(FIRST)  # takes the turn that was given on when there was nothing left to do
+        leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
@@ -124,10 +131,11 @@ def make(config):
             set_up(base)
             set_up_state(base, arrays, strides, sizes)
             put(base, MEMBERS, 1)
-        cuda.syncthreads()
+        start_together()
         if warpgroup == 0:
             give_registers()
             produce(base, arrays, strides, sizes)
+            leave(base, uint32(0))
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)

@@ -51,20 +51,17 @@ def own_thread():
     return special.thread_index() & int32(127)
 
 
-def make(config):
-    of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    plan, at = config.shared_plan(), config.barriers()
-    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
-    own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
-    a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)
-    b_words, fetch_b, store_b = parts.loader(rows, head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
-    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, head_dim, 64, own_rows * 128, own_a_part)
-    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, head_dim_v, 64, own_rows * 128, own_b_part)
-    raw_words = max(a_words, b_words)
+@inlined
+def hand_over(full):
+    """What the warp wrote is there for wgmma."""
+    fence.proxy_async()
+    bar.warp_sync()
+    mbarrier.arrive_if(full, elected())
+
+
+def walk(config):
+    """-> (steps_of, first_step, step_behind), as of Producer."""
     _, _, word, _ = backward_state.words(config)
-    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
     @inlined
     def steps_of(base):
@@ -82,23 +79,50 @@ def make(config):
             i, member = int32(word(base, STOP) - 1), int32(member + 1)
         return Step(int32(step.n + 1), i, member)
 
-    @inlined
-    def hand_over(full):
-        """What the warp wrote is there for wgmma."""
-        fence.proxy_async()
-        bar.warp_sync()
-        mbarrier.arrive_if(full, elected())
+    return steps_of, first_step, step_behind
+
+
+def sources(config):
+    """-> (source_of, own_source_of), device functions -> (address of a tile's first row, how many of its rows exist).
+
+    The tile is that of a step of the walk, (base, step, array, of_array, sizes), or the block's own, without a step.
+    """
+    of_keys, rows = config.of_keys, config.stream_rows
+    _, _, word, _ = backward_state.words(config)
 
     @inlined
-    def fetch(raw, fetch_rows, array, of_array, base, step, sizes):
-        """raw <- the rows of the tile that exist; zeros past them."""
+    def source_of(base, step, array, of_array, sizes):
         first = int32(step.i * rows)
         if of_keys:
             head, rows_left = int32(word(base, HEAD) + step.member), int32(sizes.seqlen_q - first)
         else:
             head, rows_left = word(base, HEAD_KV), int32(word(base, KEYS) - first)
-        source = memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first)))
-        fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, own_thread())
+        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+
+    @inlined
+    def own_source_of(base, array, of_array, sizes):
+        first = word(base, FIRST_ROW)
+        head = word(base, HEAD_KV) if of_keys else word(base, HEAD)
+        rows_left = int32((word(base, KEYS) if of_keys else sizes.seqlen_q) - first)
+        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+
+    return source_of, own_source_of
+
+
+def make(config):
+    of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    plan, at = config.shared_plan(), config.barriers()
+    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
+    own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
+    a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)
+    b_words, fetch_b, store_b = parts.loader(rows, head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
+    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, head_dim, 64, own_rows * 128, own_a_part)
+    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, head_dim_v, 64, own_rows * 128, own_b_part)
+    raw_words = max(a_words, b_words)
+    (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
+    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
+    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
     @inlined
     def produce(base, arrays, strides, sizes):
@@ -109,12 +133,14 @@ def make(config):
         step, steps = first_step(base), steps_of(base)
         while step.n < steps:
             stage = a_stage_of(step.n)
-            fetch(raw, fetch_a, array_a, of_a, base, step, sizes)
+            source, rows_left = source_of(base, step, array_a, of_a, sizes)
+            fetch_a(raw, source, 4 * of_a[2], int64(0), int32(0), rows_left, own_thread())
             mbarrier.wait(base + at.a_empty + 8 * stage, a_phase_of(step.n) ^ 1)
             store_a(raw, int32(base + plan.stream_a + stage * a_bytes), two, own_thread())
             hand_over(base + at.a_full + 8 * stage)
             stage = b_stage_of(step.n)
-            fetch(raw, fetch_b, array_b, of_b, base, step, sizes)
+            source, rows_left = source_of(base, step, array_b, of_b, sizes)
+            fetch_b(raw, source, 4 * of_b[2], int64(0), int32(0), rows_left, own_thread())
             mbarrier.wait(base + at.b_empty + 8 * stage, b_phase_of(step.n) ^ 1)
             store_b(raw, int32(base + plan.stream_b + stage * b_bytes), two, own_thread())
             hand_over(base + at.b_full + 8 * stage)
@@ -124,10 +150,7 @@ def make(config):
     def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, sizes):
         """The parts of the rows of an own tile that exist; zeros past them."""
         two = cuda.local.array(2, uint32)
-        first = word(base, FIRST_ROW)
-        head = word(base, HEAD_KV) if of_keys else word(base, HEAD)
-        rows_left = int32((word(base, KEYS) if of_keys else sizes.seqlen_q) - first)
-        source = memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first)))
+        source, rows_left = own_source_of(base, array, of_array, sizes)
         for first_row in range(0, own_rows, LOADED_ROWS):
             fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(first_row), rows_left, own_thread())
             store_rows(raw, int32(target + first_row * 128), two, own_thread())

@@ -28,9 +28,13 @@ class Products(NamedTuple):
     panel_counts: tuple[int, int]  # of these, of each panel
     frag_count: int  # uint32 of scores in parts
     issue_scores: Callable[..., Any]  # (acc, other, own, streamed); other: for the second panel
+    issue_first_scores: Callable[..., Any]  # (acc, own, streamed): those of the first panel
+    issue_second_scores: Callable[..., Any]  # (other, own, streamed): of the second, if there is one
     finish_scores: Callable[..., Any]  # (acc, other): waits; acc <- the scores
     issue_sums: Callable[..., Any]  # (first, second, frag, streamed); first, second: for each panel
     finish_sums: Callable[..., Any]  # (acc, first, second, frag): waits; acc += both
+    finish_first_sums: Callable[..., Any]  # (acc, first): waits for the first panel; acc += first
+    finish_second_sums: Callable[..., Any]  # (acc, second, frag): for the second, if there is one; acc += second
 
 
 @functools.cache
@@ -38,7 +42,9 @@ def make(config, columns):
     """columns: of the tiles, in whole steps of 16, at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
     own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
-    own_part, part = own_panel * panels, panel * panels
+    own_part = own_panel * panels
+    # of streamed tiles: in a pair they come panel by panel, and the parts of a panel lie together
+    part, step = (panel, config.PARTS * panel) if config.paired else (panel * panels, panel)
     score_count, frag_count = rows // 2, config.PARTS * rows // 4
     widths = tuple(min(64, columns - 64 * number) for number in range(panels))
     counts = tuple(width // 2 for width in widths)
@@ -46,13 +52,13 @@ def make(config, columns):
     def of_scores(number):
         steps = range(widths[number] // 16)
         a = tuple((i * own_part + number * own_panel + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
-        b = tuple((j * part + number * panel + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
+        b = tuple((j * part + number * step + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
         return wgmma.new_product_shared(rows, "bf16", a, b, 0)
 
     def of_sums(number):
         steps = range(rows // 16)
         a = tuple(i * rows // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
-        b = tuple((j * part + number * panel + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
+        b = tuple((j * part + number * step + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
         return wgmma.new_product_registers(widths[number], "bf16", a, b, 1)
 
     multiply_0, multiply_1 = of_scores(0), of_scores(panels - 1)
@@ -66,11 +72,18 @@ def make(config, columns):
     two_panels = panels > 1
 
     @inlined
-    def issue_scores(acc, other, own, streamed):
-        own_desc, streamed_desc = describe_rows(own), describe_rows(streamed)
-        multiply_0(acc, own_desc, streamed_desc)
+    def issue_first_scores(acc, own, streamed):
+        multiply_0(acc, describe_rows(own), describe_rows(streamed))
+
+    @inlined
+    def issue_second_scores(other, own, streamed):
         if two_panels:
-            multiply_1(other, own_desc, streamed_desc)
+            multiply_1(other, describe_rows(own), describe_rows(streamed))
+
+    @inlined
+    def issue_scores(acc, other, own, streamed):
+        issue_first_scores(acc, own, streamed)
+        issue_second_scores(other, own, streamed)
         commit()
 
     @inlined
@@ -92,8 +105,7 @@ def make(config, columns):
             commit()
 
     @inlined
-    def finish_sums(acc, first, second, frag):
-        """One panel is added while the next is computed."""
+    def finish_first_sums(acc, first):
         if two_panels:
             wait_but_one()
         else:
@@ -101,6 +113,9 @@ def make(config, columns):
         pin_first(first)
         for x in range(first_count):
             acc[x] += first[x]
+
+    @inlined
+    def finish_second_sums(acc, second, frag):
         if two_panels:
             wait_all()
             pin_second(second)
@@ -108,8 +123,13 @@ def make(config, columns):
                 acc[first_count + x] += second[x]
         pin_frag(frag)  # in their registers until here
 
-    sums = issue_sums, finish_sums
-    return Products(
-        panels, score_count, columns // 2, (first_count, second_count if two_panels else 1), frag_count, issue_scores,
-        finish_scores, *sums,
-    )  # fmt: skip
+    @inlined
+    def finish_sums(acc, first, second, frag):
+        """One panel is added while the next is computed."""
+        finish_first_sums(acc, first)
+        finish_second_sums(acc, second, frag)
+
+    scores = issue_scores, issue_first_scores, issue_second_scores, finish_scores
+    sums = issue_sums, finish_sums, finish_first_sums, finish_second_sums
+    panel_counts = first_count, second_count if two_panels else 1
+    return Products(panels, score_count, columns // 2, panel_counts, frag_count, *scores, *sums)

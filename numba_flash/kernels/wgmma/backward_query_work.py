@@ -16,6 +16,7 @@ from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, K
 def make(config):
     """-> set_up(base, arrays, strides, sizes), a device function of one thread."""
     tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
+    blocks = config.cluster  # that own the same queries
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_n).ranges
@@ -40,7 +41,7 @@ def make(config):
     @inlined
     def set_up(base, arrays, strides, sizes):
         left, right = sizes.left, sizes.right
-        b, h, first_query = work_of(block_index(), arrays, strides, sizes)
+        b, h, first_query = work_of(divide(block_index(), blocks), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import bar, fence, ld_st, mbarrier
+from ...ptx import bar, ld_st, mbarrier
 from ..score import fragments
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt, exponent_unit
 from ..steps.inlined import FALSE, TRUE, inlined
-from . import backward_products_float32, backward_state, parts
+from . import backward_products_float32, backward_state, backward_tiles_float32, paired_tiles, parts
 from .backward_producer_float32 import elected, own_thread
 from .backward_state import BATCH, CUT, FIRST_ROW, FREE, HEAD, KEYS
 
@@ -52,7 +52,6 @@ class Scores(NamedTuple):
     frag_count: int  # uint32 of scores in parts
     counts_a: tuple[int, ...]  # float32 of sums of head_dim, dK or dQ, and of each of its panels
     counts_b: tuple[int, ...]  # likewise of head_dim_v, dV
-    set_up: Callable[..., Any]  # (base): the mbarriers, by one thread
     my_turn: Callable[..., Any]  # (me)
     next_turn: Callable[..., Any]  # (me)
     start: Callable[..., Any]  # (held)
@@ -72,36 +71,22 @@ def rows_of_lane():
 
 def make(config):
     of_keys, rows, varies = config.of_keys, config.stream_rows, config.derivative_varies
-    of_dv, has_second, both_sum = config.of_dv, config.has_second, config.of_dv and config.has_second
+    has_second, both_sum = config.has_second, config.of_dv and config.has_second
     plan, at, blocks = config.shared_plan(), config.barriers(), config.stream_rows // 8
-    stages_a, stages_b = config.stages_a, config.stages_b
-    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
-    issue_s, finish_s, issue_dp, finish_dp = a.issue_scores, a.finish_scores, b.issue_scores, b.finish_scores
+    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    await_a, issue_s, finish_s = of_tiles.await_a, of_tiles.issue_s, of_tiles.finish_s
+    await_b, issue_dp, finish_dp = of_tiles.await_b, of_tiles.issue_dp, of_tiles.finish_dp
+    await_weights_place, give_weights_place = of_tiles.await_weights_place, of_tiles.give_weights_place
     to_parts = parts.to_operand(rows)
 
     _, _, word, position = backward_state.words(config)
-    a_stage_of, a_phase_of = backward_state.ring(stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(stages_b)
     mask_words, visible, _, _ = fragments.tile(config, 1, rows)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     read, has_mask = score_reads.make(config, 1, rows, of_keys), config.has("mask")
     reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
-
-    @inlined
-    def set_up(base):
-        """A warp arrives once, be it of the producer or of a consumer."""
-        for stage in range(stages_a):
-            mbarrier.init(base + at.a_full + 8 * stage, 4)
-            mbarrier.init(base + at.a_empty + 8 * stage, 4 + 4 * has_second)
-        for stage in range(stages_b):
-            mbarrier.init(base + at.b_full + 8 * stage, 4)
-            mbarrier.init(base + at.b_empty + 8 * stage, 4 * of_dv + 4 * has_second)
-        mbarrier.init(base + at.weights_full, 4)
-        mbarrier.init(base + at.weights_empty, 4)
-        fence.mbarrier_init()
 
     @inlined
     def my_turn(me):
@@ -183,18 +168,15 @@ def make(config):
             term = row_term(word(base, BATCH), word(base, HEAD) + step.member, arrays, strides)
         if reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
-        stage = a_stage_of(n)
-        mbarrier.wait(base + at.a_full + 8 * stage, a_phase_of(n))
+        await_a(base, n)
         my_turn(FIRST)
-        issue_s(held.acc_s, held.other, int32(base + plan.own_a), int32(base + plan.stream_a + stage * a_bytes))
+        issue_s(held.acc_s, held.other, base, n)
         next_turn(FIRST)
         if has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
         hide(held.mask_bits, held.shown_bits, TRUE)
-        finish_s(held.acc_s, held.other)
-        mbarrier.arrive_if(base + at.a_empty + 8 * stage, elected())
-        if has_second:
-            mbarrier.wait(base + at.weights_empty, (n & 1) ^ 1)
+        finish_s(held.acc_s, held.other, base, n)
+        await_weights_place(base, n)
         if has_mask or masked:
             weigh(weights, held, lse, term, score, TRUE)
         else:
@@ -207,13 +189,12 @@ def make(config):
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
         """By the second consumer: dP of a tile, and dS in its place. delta: as lse."""
         four = cuda.local.array(4, uint32)
-        n, stage = step.n, b_stage_of(step.n)
-        mbarrier.wait(base + at.b_full + 8 * stage, b_phase_of(n))
+        n = step.n
+        await_b(base, n)
         my_turn(SECOND)
-        issue_dp(acc_dp, other, int32(base + plan.own_b), int32(base + plan.stream_b + stage * b_bytes))
+        issue_dp(acc_dp, other, base, n)
         next_turn(SECOND)
-        finish_dp(acc_dp, other)
-        mbarrier.arrive_if(base + at.b_empty + 8 * stage, elected())
+        finish_dp(acc_dp, other, base, n)
         mbarrier.wait(base + at.weights_full, n & 1)
         for block in range(blocks):
             ld_st.load_v4(four, 0, weights + block * WEIGHTS_STEP)
@@ -223,35 +204,30 @@ def make(config):
                     ds = p * (acc_dp[at_x] - delta[2 * block + x if of_keys else r])
                     acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0 dP may be NaN
         bar.warp_sync()
-        mbarrier.arrive_if(base + at.weights_empty, elected())
+        give_weights_place(base)
 
-    def adder(me, products, of_a):
+    def adder(me, issue, finish, of_a):
         """-> add, a device function of consumer me: acc += scores times the tile a, or b, of this step."""
-        stage_of, phase_of = (a_stage_of, a_phase_of) if of_a else (b_stage_of, b_phase_of)
-        full, empty, stream, tile_bytes = (
-            (at.a_full, at.a_empty, plan.stream_a, a_bytes) if of_a else (at.b_full, at.b_empty, plan.stream_b, b_bytes)
-        )
-        issue, finish = products.issue_sums, products.finish_sums
 
         @inlined
         def add(base, step, scores, acc, frag, even, odd):
-            stage = stage_of(step.n)
             to_parts(scores, frag)
             if not of_a:  # for a the first consumer has waited, before its weights
-                mbarrier.wait(base + full + 8 * stage, phase_of(step.n))
+                await_b(base, step.n)
             if both_sum:
                 my_turn(me)
-            issue(even, odd, frag, int32(base + stream + stage * tile_bytes))
+            issue(even, odd, frag, base, step.n)
             if both_sum:
                 next_turn(me)
-            finish(acc, even, odd, frag)
-            mbarrier.arrive_if(base + empty + 8 * stage, elected())
+            finish(acc, even, odd, frag, base, step.n)
 
         return add
 
     words = a.score_count, a.score_count, mask_words, 2, read.bias_words, read.bits_words
     counts_a, counts_b = ((products.sum_count, *products.panel_counts) for products in (a, b))
+    add_a = adder(SECOND, of_tiles.issue_a_sums, of_tiles.finish_a_sums, of_a=True)
+    add_b = adder(FIRST, of_tiles.issue_b_sums, of_tiles.finish_b_sums, of_a=False)
     return Scores(
-        words, read.bias_type, a.frag_count, counts_a, counts_b, set_up, my_turn, next_turn, start, weights_at,
-        to_weights, to_score_gradients, adder(SECOND, a, of_a=True), adder(FIRST, b, of_a=False),
+        words, read.bias_type, a.frag_count, counts_a, counts_b, my_turn, next_turn, start, weights_at,
+        to_weights, to_score_gradients, add_a, add_b,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import shfl
+from ...ptx import cluster, shfl
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 from . import rows_float32
@@ -14,10 +14,13 @@ FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python's own: see inlined
 
 
 @functools.cache
-def make(columns, padded):
-    """-> store, a device function, for a gradient of `columns` columns, of which a lane's sums are (padded / 8, 4)."""
+def make(columns, padded, of_row=None):
+    """-> store, a device function, for a gradient of `columns` columns, of which a lane's sums are (padded / 8, 4).
+
+    of_row: columns of a whole row, where these are only a part.
+    """
     blocks = padded // 8
-    write_row = rows_float32.row_writer(blocks, columns, columns % 2 == 0)
+    write_row = rows_float32.row_writer(blocks, columns, (of_row or columns) % 2 == 0)
     bfly, bfly_b32 = shfl.bfly_f32, shfl.bfly_b32
 
     @inlined
@@ -46,6 +49,31 @@ def make(columns, padded):
         found |= store_row(SECOND, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         for distance in (1, 2, 4, 8, 16):
             found |= bfly_b32(found, distance)
+        return found
+
+    return store
+
+
+@functools.cache
+def of_block(config, head_dim, padded):
+    """-> store, as above, for the columns of a gradient of head_dim that a block has: all, or in a pair its half.
+
+    padded: of the first block's half; base: of the whole row.
+    """
+    if not config.paired:
+        return make(head_dim, padded)
+    second = max(head_dim - padded, 0)
+    store_first, store_second = make(min(padded, head_dim), padded, head_dim), make(second, padded, head_dim)
+    same = second == padded
+
+    @inlined
+    def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        rank = cluster.rank()
+        base += rank * padded
+        if same or rank == 0:
+            found = store_first(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        else:
+            found = store_second(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         return found
 
     return store

@@ -1,11 +1,13 @@
-"""Twins of ptx.cluster. An address of the cluster is a block's number, from 1 on, above a shared address."""
+"""Twins of ptx.cluster."""
 
 import numpy as np
 
 from .errors import InstructionError
+from .mbarrier import find
 from .now import current
-
-ADDRESS_BITS = 24
+from .places import ADDRESS_BITS, there
+from .registers import u32
+from .tma import BytesArrival
 
 
 def rank():
@@ -19,12 +21,25 @@ def place_in(address, rank):
     return np.int32(rank + 1 << ADDRESS_BITS | int(address))
 
 
-def there(thread, place):
-    """(block, shared address in it) of an address of the cluster; a shared address is one of the thread's own block."""
-    above, address = divmod(int(place), 1 << ADDRESS_BITS)
-    return (thread.turns.blocks[above - 1] if above else thread.block), address
-
-
 def sync():
     thread = current()
     thread.turns.sync(thread)
+
+
+def store_b32(place, value):
+    thread = current()
+    block, address = there(thread, place)
+    block.shared.store(address, [u32(value)], thread)
+
+
+def store_v4(place, values, at, barrier):
+    thread = current()
+    (block, address), (other, barrier) = there(thread, place), there(thread, barrier)
+    if block is not other:
+        raise InstructionError(
+            f"16 bytes go to block {block.rank} of the cluster, their mbarrier is of block {other.rank}"
+        )
+    mbarrier, words = find(thread, barrier, block), block.shared.words(address, 16, 16)
+    block.shared.start_copy(words, thread)
+    data = values[at : at + 4].copy().view(np.uint8)
+    block.transfers.append(BytesArrival(block, address, data, words, mbarrier))

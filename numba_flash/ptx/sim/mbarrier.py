@@ -1,8 +1,8 @@
 """Twins of ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
 
-from .cluster import there
 from .errors import InstructionError, name
 from .now import current
+from .places import there
 
 MOST = 2**20 - 1  # arrivals, and bytes at a time
 
@@ -87,6 +87,11 @@ def arrive_expect_tx(barrier, count):
     if not 0 <= int(count) <= MOST or mbarrier.bytes > MOST:
         raise InstructionError(f"{mbarrier}: 0 to {MOST} bytes can be expected, not {int(count)}")
     mbarrier.arrive(thread)
+
+
+def arrive_expect_tx_if(barrier, count, condition):
+    if condition:
+        arrive_expect_tx(barrier, count)
 
 
 def wait(barrier, parity):

@@ -119,7 +119,7 @@ def load_5d(target, tensor_map, barrier, c0, c1, c2, c3, c4):
     _load(target, tensor_map, barrier, c0, c1, c2, c3, c4)
 
 
-class _BytesArrival:
+class BytesArrival:
     """Bytes on their way to a block; called when they come."""
 
     def __init__(self, block, target, data, words, mbarrier):
@@ -127,6 +127,8 @@ class _BytesArrival:
         self.column, self.epoch = block.order.transfer(mbarrier.number)
 
     def __call__(self):
+        if not self.block.alive:
+            raise InstructionError(f"bytes come to block {self.block.rank} of the cluster, which has left the kernel")
         shared = self.block.shared
         shared.data[self.target : self.target + self.data.size] = self.data
         shared.copied(self.words, self.column, self.epoch)
@@ -141,7 +143,7 @@ def load_bytes(target, source, barrier, count):
     _check_known(mbarrier)
     words, data = block.shared.words(target, count, 16), block.memory.bytes_at(source, count, 16)
     block.shared.start_copy(words, thread)
-    block.transfers.append(_BytesArrival(block, target, data, words, mbarrier))
+    block.transfers.append(BytesArrival(block, target, data, words, mbarrier))
 
 
 def _leave(target, source, count, adds):

@@ -1,0 +1,62 @@
+"""Scores of a tile whose columns two blocks share: each multiplies its half, and both add what the other has.
+
+A thread hands its numbers to the same thread of the other block, into its shared memory. The sum of both halves is the
+same in both blocks, because a + b is b + a.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...ptx import bar, cluster, ld_st, mbarrier
+from ..steps.inlined import inlined
+from .backward_producer_float32 import elected, own_thread
+
+
+class Exchange(NamedTuple):
+    """Device functions of a consumer warpgroup, for one of both kinds of scores. n: the step, from 0 on."""
+
+    give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
+    take: Callable[..., Any]  # (acc, base, n): acc += what the other block has
+    give_back: Callable[..., Any]  # (base): by whoever read the place last; the other block may fill it again
+
+
+def make(config, scores_at, full, empty):
+    """Where the other block's scores come to, and two mbarriers: they have come; the other block has read what this one
+    gave. A warp arrives once."""
+    blocks = config.stream_rows // 8
+
+    @inlined
+    def place_of(base):
+        """The thread's first four numbers."""
+        return int32(base + scores_at + own_thread() * 16)
+
+    @inlined
+    def give(acc, base, n):
+        four = cuda.local.array(4, uint32)
+        other = cluster.rank() ^ 1
+        place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(int32(base + full), other)
+        mbarrier.wait(base + empty, (n & 1) ^ 1)
+        for block in range(blocks):
+            for x in range(4):
+                four[x] = acc[4 * block + x].view(np.uint32)
+            cluster.store_v4(int32(place + block * 2048), four, 0, arrived)
+
+    @inlined
+    def take(acc, base, n):
+        four, place = cuda.local.array(4, uint32), place_of(base)
+        mbarrier.arrive_expect_tx_if(base + full, blocks * 512, elected())
+        mbarrier.wait(base + full, n & 1)
+        for block in range(blocks):
+            ld_st.load_v4(four, 0, int32(place + block * 2048))
+            for x in range(4):
+                acc[4 * block + x] = float32(acc[4 * block + x] + four[x].view(np.float32))
+
+    @inlined
+    def give_back(base):
+        bar.warp_sync()
+        mbarrier.arrive_there_if(cluster.place_in(int32(base + empty), cluster.rank() ^ 1), elected())
+
+    return Exchange(give, take, give_back)

@@ -1,0 +1,168 @@
+"""Products with the tiles of a step where a cluster of two blocks, a pair, owns 64 rows: gradients in float32 with
+head_dim above 128.
+
+A consumer has 128 columns of a gradient in registers, and shared memory has no place for wider tiles. So each block has
+half of the columns of every tile, own or walked over. It computes half of the sum of each score,
+
+    S = Q K^T = Q' K'^T + Q" K"^T        dP = dO V^T = dO' V'^T + dO" V"^T
+
+hands it to the other block, and adds up both (paired_scores.py). Then both have P and dS, and each computes its own
+columns of dV and dK, or of dQ. No product is computed twice, only P and dS.
+
+Tiles of the walk are of 64 rows: with fewer, a product of scores takes longer to read its tiles from shared memory than
+to multiply. There are two places for them, each of two panels of 64 columns. One has a tile of a (Q, or K), the other
+one of b (dO, or V), and the next tile of a comes to the place of b, panel by panel, when nobody needs b any more:
+
+    tensor cores   S(n)  dP(n)  dV(n)  dK(n)             S(n+1)            dP(n+1) ...
+    comes                              a(n+1) for b(n)   b(n+1) for a(n)
+
+The next tile of a thus comes while the last one is still read, so who has read it is counted in two mbarriers in turn.
+"""
+
+from numba import int32, uint32
+
+from ...ptx import cluster, fence, ld_st, mbarrier, special, wgmma
+from ..steps.inlined import inlined
+from . import backward_products_float32, paired_scores
+from .backward_producer_float32 import elected
+from .backward_tiles_float32 import Tiles
+
+
+def places(config):
+    """-> (place_of_a, place_of_b, empty_of_a), device functions of (base, n): where the tiles of step n are, and the
+    mbarriers that count who has read the one of a."""
+    streamed, place_bytes = config.shared_plan().stream, config.panels * config.panel_bytes
+    a_empty, panels = config.barriers().a_empty, config.panels
+
+    @inlined
+    def place_of_a(base, n):
+        return int32(base + streamed + (n & 1) * place_bytes)
+
+    @inlined
+    def place_of_b(base, n):
+        return int32(base + streamed + ((n & 1) ^ 1) * place_bytes)
+
+    @inlined
+    def empty_of_a(base, n):
+        return int32(base + a_empty + (n & 1) * 8 * panels)
+
+    return place_of_a, place_of_b, empty_of_a
+
+
+def make(config):
+    of_dv, has_second, panels = config.of_dv, config.has_second, config.panels
+    plan, at = config.shared_plan(), config.barriers()
+    a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
+    place_of_a, place_of_b, empty_of_a = places(config)
+    of_s = paired_scores.make(config, plan.weights, at.scores_full, at.scores_empty)
+    of_dp = paired_scores.make(config, plan.score_gradients, at.score_gradients_full, at.score_gradients_empty)
+    give_s, take_s, give_back_s = of_s.give, of_s.take, of_s.give_back
+    give_dp, take_dp, give_back_dp = of_dp.give, of_dp.take, of_dp.give_back
+    finish_half_s, finish_half_dp = a.finish_scores, b.finish_scores
+    commit, wait_but_one, two_b = wgmma.commit_group, wgmma.wait_group(1), b.panels > 1
+
+    @inlined
+    def set_up(base):
+        """A warp arrives once, be it of the producer or of a consumer, here or in the other block."""
+        for panel in range(panels):
+            mbarrier.init(base + at.a_full + 8 * panel, 4)
+            mbarrier.init(base + at.b_full + 8 * panel, 4)
+            mbarrier.init(base + at.b_empty + 8 * panel, 4 * of_dv + 4 * has_second)
+        for panel in range(2 * panels):
+            mbarrier.init(base + at.a_empty + 8 * panel, 4 + 4 * has_second)
+        mbarrier.init(base + at.scores_full, 4)
+        mbarrier.init(base + at.scores_empty, 4)
+        mbarrier.init(base + at.score_gradients_full, 4)
+        mbarrier.init(base + at.score_gradients_empty, 4)
+        mbarrier.init(base + at.weights_full, 4)
+        fence.mbarrier_init()
+
+    @inlined
+    def start():
+        cluster.sync()
+
+    @inlined
+    def leave(base, found):
+        """Behind it neither block needs the other, and all that both wrote is there. A row that is not finite in one of
+        them is computed again as a whole, by the first."""
+        note = int32(base + plan.struck + (special.thread_index() >> int32(5)) * 4)
+        first = cluster.rank() == 0
+        if not first and elected():
+            cluster.store_b32(cluster.place_in(note, 0), found)
+        cluster.sync()
+        return uint32(found | ld_st.load_b32(note)) if first else uint32(0)
+
+    @inlined
+    def empty_of_b(base, n):
+        return int32(base + at.b_empty)
+
+    @inlined
+    def give_back(empty, first):
+        """The panels from `first` on have been read; also those that only the other kind of tile has."""
+        for panel in range(first, panels):
+            mbarrier.arrive_if(empty + 8 * panel, elected())
+
+    def of_kind(products, full, own, place_of, empty_of, is_a):
+        issue_first, issue_second = products.issue_first_scores, products.issue_second_scores
+        finish_first, finish_second = products.finish_first_sums, products.finish_second_sums
+        issue_sums, two_panels = products.issue_sums, products.panels > 1
+
+        @inlined
+        def wait(base, n):
+            """For the first panel."""
+            mbarrier.wait(base + full, n & 1)
+
+        @inlined
+        def issue(acc, other, base, n):
+            issue_first(acc, int32(base + own), place_of(base, n))
+            if two_panels:
+                commit()
+                mbarrier.wait(base + full + 8, n & 1)
+                issue_second(other, int32(base + own), place_of(base, n))
+            commit()
+
+        @inlined
+        def issue_of_sums(even, odd, frag, base, n):
+            if two_panels and not is_a:  # for a the first consumer has waited, before its weights
+                mbarrier.wait(base + full + 8, n & 1)
+            issue_sums(even, odd, frag, place_of(base, n))
+
+        @inlined
+        def finish_of_sums(acc, even, odd, frag, base, n):
+            finish_first(acc, even)
+            mbarrier.arrive_if(empty_of(base, n), elected())
+            finish_second(acc, odd, frag)
+            give_back(empty_of(base, n), 1)
+
+        return (wait, issue), (issue_of_sums, finish_of_sums)
+
+    @inlined
+    def finish_s(acc, other, base, n):
+        finish_half_s(acc, other)
+        give_back(empty_of_a(base, n), 0)
+        give_s(acc, base, n)
+        take_s(acc, base, n)
+        if not has_second:
+            give_back_s(base)
+
+    @inlined
+    def finish_dp(acc, other, base, n):
+        if two_b:  # the next tile of a may come beside the second panel
+            wait_but_one()
+            mbarrier.arrive_if(empty_of_b(base, n), elected())
+        finish_half_dp(acc, other)
+        give_back(empty_of_b(base, n), int32(two_b))
+        give_dp(acc, base, n)
+        take_dp(acc, base, n)
+        give_back_dp(base)
+
+    @inlined
+    def await_weights_place(base, n):
+        """It is that of the other block's half of S, which the same thread has read."""
+
+    scores_a, sums_a = of_kind(a, at.a_full, plan.own_a, place_of_a, empty_of_a, True)
+    scores_b, sums_b = of_kind(b, at.b_full, plan.own_b, place_of_b, empty_of_b, False)
+    return Tiles(
+        set_up, start, leave, *scores_a, finish_s, *scores_b, finish_dp, *sums_a, *sums_b, await_weights_place,
+        give_back_s,
+    )  # fmt: skip
