@@ -10,12 +10,11 @@ and keeps it: a new function in each call would be a new program in each call.
 
 import ctypes
 import functools
-import itertools
 import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -237,6 +236,7 @@ class _Callback:
     known: Known
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
+    order: ClassVar[tuple[str, ...]]  # of the launch's own operands
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.known, self.names, self.dtypes)))
@@ -250,11 +250,11 @@ class _Callback:
         aligned = functools.reduce(operator.or_, addresses) % 16 == 0
         plan = _plan(self, tuple([x.shape for x in buffers]), device, aligned)
         stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
-        seeds: Iterable[Any] = itertools.repeat(None)
+        seeds: list[Any] = [None] * len(plan.turns)
         if (at := plan.seed) is not None:
             begins = [starts[at] for starts in plan.turns]
             seeds = jax_seed.read(addresses[at], buffers[at].shape, plan.layouts[at], begins, stream)
-        for starts, seed in zip(plan.turns, seeds):  # noqa: B905 - without dropout there is no end of them
+        for starts, seed in zip(plan.turns, seeds, strict=True):
             given = [
                 None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]

@@ -160,8 +160,8 @@ def test_a_seed_has_no_gradient():
     assert of_seed.dtype == jax.dtypes.float0
 
 
-# What is mapped: q alone, q and the seed, the seed alone, all. k with a whole batch that is not mapped makes turns.
-MAPS = [(0, None, None, None), (0, None, 0, 0), (None, None, None, 0), (1, 0, 2, 0)]
+# What is mapped: all arrays, which without dropout would be one batch; q; q, v and the seed; the seed; all.
+MAPS = [(1, 0, 2, None), (0, None, None, None), (0, None, 0, 0), (None, None, None, 0), (1, 0, 2, 0)]
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -312,7 +312,8 @@ def test_a_negative_seed_is_named_when_it_runs(dtype):
         jax.block_until_ready(jax.jit(dropping)(q, k, v, jnp.asarray(-1, dtype)))
 
 
-def test_a_seed_without_dropout_is_not_an_operand():
+def test_a_seed_without_dropout_is_not_read(monkeypatch):
+    monkeypatch.setattr(jax_seed, "read", None)
     q, k, v = arrays(Q, K, V)
     function = lambda q, seed: numba_flash.attention(q, k, v, dropout_p=0.0, seed=seed)  # noqa: E731
     same(jax.jit(function)(q, 3), numba_flash.attention(q, k, v))
