@@ -23,7 +23,7 @@ DTYPES = ("int32", "uint32", "int64", "uint64")
 
 
 def operand_of(seed: Any) -> jax.Array:
-    """What the operation is given. Raises as `attention` does, but for numbers that only running can show."""
+    """What the operation is given. A number that `attention` refuses is refused here, one of an array when it runs."""
     if not isinstance(seed, jax.Array):
         return jax.numpy.asarray(np.array([seed_number(seed)], np.uint64).view(np.uint32))
     if seed.shape or str(seed.dtype) not in DTYPES:
