@@ -36,7 +36,7 @@ def attention(
     block_mask: Any = None,
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
-    seed: int | None = None,
+    seed: Any = None,
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Any = None,
@@ -96,7 +96,7 @@ def attention(
         1 / (1 - dropout_p) times as much. It is taken as the nearest multiple of 2^-16. lse is that without dropout.
     seed: of dropout_p, a whole number from 0 to below 2**64; needed with it, because nothing is drawn from a state
         that is not seen. Which weights count follows from (seed, b, h, q_pos, k_pos) alone, so it is the same in
-        every kernel, tile and part; `testing.dropout_mask` gives it.
+        every kernel, tile and part; `testing.dropout_mask` gives it. Where JAX traces, it may be a scalar of JAX's.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.

@@ -8,7 +8,7 @@ import numpy as np
 
 from .layout import CUPY_LAYOUTS, LAYOUTS_OF, NUMPY_LAYOUTS, TORCH_LAYOUTS, Array, host_pointer, strides_of_contiguous
 from .one_go import NUMPY, OneGo, of_cupy, of_torch
-from .recording import NeedsBridge, torch_check, torch_differentiates
+from .recording import NeedsBridge, refuse_jax_tracer, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
 
 
@@ -77,11 +77,7 @@ def _torch_dispatching(x: Any) -> Array:
 
 
 def _jax(x: Any) -> Array:
-    jax = sys.modules["jax"]
-    if isinstance(x, jax.core.Tracer):
-        raise NeedsBridge(
-            "a traced JAX array was given, which has no values: call this outside jax.jit and jax.grad", "jax"
-        )
+    refuse_jax_tracer(x)
     if next(iter(x.devices())).platform != "cpu":
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read

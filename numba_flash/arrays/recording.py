@@ -17,6 +17,15 @@ class NeedsBridge(NotImplementedError):
         self.family = family
 
 
+def refuse_jax_tracer(x: Any) -> None:
+    """Raise where x is what JAX traces."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise NeedsBridge(
+            "a traced JAX array was given, which has no values: call this outside jax.jit and jax.grad", "jax"
+        )
+
+
 def torch_check() -> Callable[[Iterable[Any]], None]:
     """A function of a call's arrays, which raises where torch records for this thread whatever is done.
 

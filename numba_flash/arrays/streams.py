@@ -41,6 +41,18 @@ def core_stream(address: int) -> Any:
     return Stream.from_handle(address) if address > LEGACY_DEFAULT else LEGACY_DEFAULT_STREAM
 
 
+def move(destination: int, origin: int, size: int, stream: Any) -> None:
+    """Copy bytes between host and GPU, behind what is enqueued on this stream of cuda.core's, and wait for them."""
+    from cuda.bindings import driver
+
+    if not size:
+        return
+    (error,) = driver.cuMemcpyAsync(destination, origin, size, int(stream.handle))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a copy of {size} bytes between host and GPU failed: {error.name}")
+    stream.sync()  # the host's bytes may go away, or be read or written next
+
+
 def current_stream(like: Array) -> int:
     family, device = like.layout.family, like.layout.device
     if family == "cupy":

@@ -14,7 +14,7 @@ import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -41,6 +41,7 @@ from ..problem.options import (
 from ..problem.strides import contiguous_strides
 from ..select import rungs
 from ..select.arguments import aux_names
+from . import jax_seed
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
@@ -58,15 +59,9 @@ SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with 
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
-NO_DROPOUT = (
-    "dropout_p and seed are not implemented where JAX traces: a seed would be compiled in. Meanwhile: attention and "
-    "attention_backward outside of jit, grad and vmap"
-)
-
-
 class Known(NamedTuple):
-    """What is known when XLA compiles: Options without its arrays and aux, with its functions as they were read when
-    JAX traced, and the kernel."""
+    """What is known when XLA compiles: Options without its arrays, aux and seed, with its functions as they were read
+    when JAX traced, and the kernel."""
 
     options: Options
     kernel: str
@@ -87,12 +82,13 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     The arguments and errors are the same, except that out and stream are refused: memory and stream are XLA's. An
     error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
     JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
-    batch entries is not mapped over, one callback computes the problems one after the other. There is reverse mode,
-    once; forward mode and second derivatives raise NotImplementedError.
+    batch entries is not mapped over, or with dropout or functions, one callback computes the problems one after the
+    other. There is reverse mode, once; forward mode and second derivatives raise NotImplementedError.
+
+    seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
+    host waits for what XLA's stream has before it.
     """
     causal, window, q_offset, numbers, given_arrays, functions, layout, seed = options
-    if seed is not None or numbers[NUMBERS.index("dropout_p")]:
-        raise NotImplementedError(NO_DROPOUT)
     functions, aux = (None, ()) if functions is None else caller_functions.functions_of(functions)
     functions = functions and caller_functions.without_blocks(functions)
     for name, given in (("out", out), ("stream", stream)):
@@ -112,7 +108,11 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     window = None if window is None else window_sides(window)
     known = Known(Options(causal, window, q_offset, numbers, None, functions, layout), kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
-    _check(known.options, operands, return_lse)
+    problem = _check(known.options, operands, return_lse)
+    if seed is not None or problem.seeded:
+        seed = jax_seed.operand_of(seed)
+    if problem.seeded:
+        operands[jax_seed.NAME] = seed
     axes = axes_of(operands.values())
     operands = {name: varying(array, axes) for name, array in operands.items()}
     for name in (*GRADIENT_OF.values(), *_gradients_of_aux(operands).values()):
@@ -127,7 +127,7 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     return AttentionOutput(o, lse) if return_lse else o
 
 
-def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
+def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> Problem:
     """From shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
 
     def layout(array: Any) -> Layout:
@@ -136,7 +136,7 @@ def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> None:
 
     known: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
     options = dispatch.with_layouts(options, [known.get(name) for name in (*ARRAY_NAMES, *_aux_of(known))])
-    Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
+    return Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,7 +196,7 @@ def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
 
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
     """q first; JAX hands dictionaries over in the order of the alphabet."""
-    return {name: operands[name] for name in (*OPERANDS, *_aux_of(operands)) if name in operands}
+    return {name: operands[name] for name in (*OPERANDS, jax_seed.NAME, *_aux_of(operands)) if name in operands}
 
 
 def _gradients_of_aux(operands: dict[str, Any]) -> dict[str, str]:
@@ -224,6 +224,7 @@ class _Plan(NamedTuple):
     forward: Problem
     launch: Launch
     where: tuple[int | None, ...]  # which buffer is the kernel's first operand, and so on; None = there is none
+    seed: int | None  # which buffer is the seed
     layouts: tuple[Layout, ...]  # of the buffers, as one problem has them
     turns: tuple[tuple[int, ...], ...]  # for each problem, where it begins in each buffer, in bytes
 
@@ -235,6 +236,7 @@ class _Callback:
     known: Known
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
+    order: ClassVar[tuple[str, ...]]  # of the launch's own operands
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.known, self.names, self.dtypes)))
@@ -248,11 +250,17 @@ class _Callback:
         aligned = functools.reduce(operator.or_, addresses) % 16 == 0
         plan = _plan(self, tuple([x.shape for x in buffers]), device, aligned)
         stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
-        for starts in plan.turns:
+        seeds: list[Any] = [None] * len(plan.turns)
+        if (at := plan.seed) is not None:
+            begins = [starts[at] for starts in plan.turns]
+            seeds = jax_seed.read(addresses[at], buffers[at].shape, plan.layouts[at], begins, stream)
+        for starts, seed in zip(plan.turns, seeds, strict=True):
             given = [
                 None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]
             check_lengths(given[SEQLENS_K], plan.forward)
+            if seed is not None:
+                given = dispatch.with_seed(given, len(self.order), plan.forward, seed)
             _run(plan.launch, given, stream)
 
 
@@ -307,8 +315,11 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     names, dtypes = callback.names, callback.dtypes
     aux = _aux_of(names)
     of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
-    # A function is told the batch entry, so that mapped dimensions are none of the batch's.
-    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.options.functions is not None)
+    seed = names.index(jax_seed.NAME) if jax_seed.NAME in names else None
+    # A function is told the batch entry, and what dropout leaves out depends on it: mapped dimensions are none of the
+    # batch's.
+    alone = seed is not None or callback.known.options.functions is not None
+    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=alone)
     layouts = tuple(
         arrays.jax_layout(
             device, shape, strides, dtype, readonly=name not in callback.results and not name.startswith("daux")
@@ -323,7 +334,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
     forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
     where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux, *of_aux))
-    return _Plan(forward, launch, where, layouts, turns)
+    return _Plan(forward, launch, where, seed, layouts, turns)
 
 
 # Calls of a microsecond; CDLL would let other threads run Python meanwhile, and then wait for its turn.

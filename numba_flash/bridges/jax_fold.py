@@ -26,10 +26,10 @@ def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: in
     """names: of the arrays, as `attention` and `attention_backward` know them. The first one has a whole batch.
 
     shapes: of the arrays as they lie in memory, with `mapped` dimensions in front. alone: no mapped dimension is to
-    become part of the batch; there may then be arrays without a batch, which are called aux0, aux1, ..., daux[0], ...
+    become part of the batch; there may then be arrays without a batch, which RANKS does not know.
     """
     cores = [
-        (1,) * (1 if name.startswith(("aux", "daux")) else RANKS[name] + mapped - len(shape)) + shape[mapped:]
+        (1,) * (RANKS[name] + mapped - len(shape) if name in RANKS else 1) + shape[mapped:]
         for name, shape in zip(names, shapes, strict=True)
     ]
     walked = [(*shape[:mapped], core[0]) for shape, core in zip(shapes, cores, strict=True)]

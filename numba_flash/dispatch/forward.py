@@ -254,9 +254,16 @@ class Seed(NamedTuple):
 
 def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[Any]:
     """given with the seed of a problem that takes one, behind its `own` operands and before aux."""
+    if seed is None and not problem.seeded:
+        return given
+    number = seed_number(seed)
+    # A seed alone is that of a model which needs it at other times.
+    return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
+
+
+def seed_number(seed: Any) -> int:
+    """The seed that a caller gave to dropout."""
     if seed is None:
-        if not problem.seeded:
-            return given
         raise ValueError(
             f"{SEEDED} needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
             "not seen, and the backward takes the same one"
@@ -266,11 +273,11 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
             raise TypeError
         number = operator.index(seed)
     except TypeError:
+        arrays.refuse_jax_tracer(seed)
         raise TypeError(f"seed must be a whole number, not {seed!r}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
-    # A seed alone is that of a model which needs it at other times.
-    return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
+    return number
 
 
 # Where torch.compile comes to `attention` as it stands, it leaves its graph for these.

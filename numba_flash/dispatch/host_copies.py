@@ -42,7 +42,7 @@ class ThroughGpu(Launch):
             array, copy = operands[n], copies[n]
             if array is not None and copy is not None:
                 result = np.empty(array.layout.shape, arrays.host_view(array).dtype)
-                _move(result.ctypes.data, copy.pointer, result.nbytes, work_on)
+                arrays.move(result.ctypes.data, copy.pointer, result.nbytes, work_on)
                 arrays.host_view(array)[...] = result
 
 
@@ -59,7 +59,7 @@ def _copy_of(array: Array, stream: Any, upload: bool) -> Array:
     buffer = _memory(max(host.nbytes, 1), stream)
     pointer = int(buffer.handle)
     if upload:
-        _move(pointer, host.ctypes.data, host.nbytes, stream)
+        arrays.move(pointer, host.ctypes.data, host.nbytes, stream)
     return Array(pointer, layout_of_copy(array.layout), buffer)
 
 
@@ -67,14 +67,3 @@ def _memory(size: int, stream: Any) -> Any:
     from cuda.core import Device
 
     return Device().allocate(size, stream=stream)
-
-
-def _move(destination: int, origin: int, size: int, stream: Any) -> None:
-    from cuda.bindings import driver
-
-    if not size:
-        return
-    (error,) = driver.cuMemcpyAsync(destination, origin, size, int(stream.handle))
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a copy of {size} bytes between host and GPU failed: {error.name}")
-    stream.sync()  # the host array may go away or be written next

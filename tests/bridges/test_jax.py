@@ -285,8 +285,7 @@ def test_lengths_and_offsets_may_be_traced_too():
     [
         (dict(out=np.empty(Q)), NotImplementedError, "out"),
         (dict(stream=0), NotImplementedError, "stream"),
-        (dict(dropout_p=0.1), NotImplementedError, "dropout_p"),
-        (dict(dropout_p=0.1, seed=3), NotImplementedError, "dropout_p and seed are not implemented where JAX traces"),
+        (dict(dropout_p=0.1), ValueError, "dropout_p needs seed="),
         (dict(mask=MASK), TypeError, "mask is ndarray"),
         (dict(softcap=-1.0), ValueError, "softcap"),
         (dict(window=4), ValueError, "window"),
@@ -300,7 +299,7 @@ def test_mistakes_are_named(options, error, words):
         jax.block_until_ready(jax.jit(lambda q: numba_flash.attention(q, k, v, **options))(q))
 
 
-@pytest.mark.parametrize("name", ["scale", "softcap", "causal", "window"])
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p", "causal", "window"])
 def test_options_are_not_traced(name):
     q, k, v = arrays(Q, K, V)
 
@@ -379,6 +378,23 @@ def attention(q, k, v, bias):
     o, lse = numba_flash.attention(q, k, v, bias=bias, causal=True, q_offset=1, return_lse=True)
     return o * lse[..., None]
 
+def dropping(q, k, v, seed):
+    return numba_flash.attention(q, k, v, dropout_p=0.4, seed=seed[0] if seed.ndim else seed)
+
+# Each device counts b from 0: with one seed for both, the same weights count on both.
+half = [[jax.numpy.asarray(x[n : n + 2]) for x in values[:3]] for n in (0, 2)]
+for seeds, spec in ((np.array([5, 6], np.uint32), P("batch")), (np.uint32(5), P())):
+    seed = jax.device_put(seeds, NamedSharding(mesh, spec))
+    whole = jax.jit(
+        jax.shard_map(dropping, mesh=mesh, in_specs=(*specs[:3], spec), out_specs=P("batch"), check_vma=True)
+    )
+    alone = [partial(dropping, seed=x) for x in (seeds.reshape(-1)[0], seeds.reshape(-1)[-1])]
+    pairs = [(whole(*given[:3], seed), [f(*x) for f, x in zip(alone, half)])]
+    of_whole = jax.jit(jax.grad(lambda *x: (whole(*x) ** 2).sum(), (0, 1, 2)))(*given[:3], seed)
+    of_alone = [jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))(*x) for f, x in zip(alone, half)]
+    for ours, theirs in (*pairs, *zip(of_whole, zip(*of_alone))):
+        np.testing.assert_allclose(ours, np.concatenate(theirs), rtol=1e-12, atol=1e-12)
+
 loss = lambda *x: (attention(*x) ** 2).sum()
 expected = jax.grad(loss, numbers)(*map(jax.numpy.asarray, values))
 outside = jax.jit(jax.grad(lambda *x: (split(attention, P("batch"))(*x) ** 2).sum(), numbers))(*given)
@@ -426,4 +442,4 @@ def test_a_jax_without_buffer_callback_is_told_so(monkeypatch):
     monkeypatch.delitem(sys.modules, "numba_flash.bridges.jax", raising=False)
     monkeypatch.delattr("numba_flash.bridges.jax", raising=False)
     with pytest.raises(NotImplementedError, match="buffer_callback"):
-        jax.jit(numba_flash.attention)(q, k, v)
+        jax.jit(lambda q: numba_flash.attention(q, k, v))(q)  # that no other test has had traced

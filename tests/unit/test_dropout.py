@@ -77,6 +77,7 @@ def test_seeds_are_independent():
         (dict(dropout_p=0.1, seed=True), TypeError, "seed must be a whole number, not True"),
         (dict(dropout_p=0.1, seed=-1), ValueError, "seed must be from 0 to below 2\\*\\*64, not -1"),
         (dict(dropout_p=0.1, seed=2**64), ValueError, "seed must be from 0"),
+        (dict(seed=-1), ValueError, "seed must be from 0"),  # and nothing that needs it
     ],
 )
 def test_wrong_dropout_is_named(given, error, words):

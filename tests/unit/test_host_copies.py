@@ -43,7 +43,7 @@ def test_the_copies_are_contiguous_and_the_results_come_back(monkeypatch):
             self.handle = ctypes.addressof(self.bytes)
 
     monkeypatch.setattr(host_copies, "_memory", lambda size, stream: Memory(size))
-    monkeypatch.setattr(host_copies, "_move", lambda to, origin, size, stream: ctypes.memmove(to, origin, size))
+    monkeypatch.setattr(host_copies.arrays, "move", lambda to, origin, size, stream: ctypes.memmove(to, origin, size))
     real, seen = dispatch.make_launch, []
 
     def on_host(choice, problem, target):
