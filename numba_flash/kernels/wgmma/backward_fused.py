@@ -104,7 +104,7 @@ def make(config):
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
-    find_kept, kept_words = keys.find_kept, keys.kept_words
+    drops, find_kept, kept_words = config.seeded, keys.find_kept, keys.kept_words
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, put, _, word, _ = backward_state.make(config)
@@ -293,6 +293,9 @@ def make(config):
                 lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
                 if has_row_term:
                     term = term_of(base, member, arrays, strides)
+                if drops:
+                    for x in range(mask_words):  # else those of the tile before would be kept in registers
+                        mask_bits[x] = uint32(0)
                 if has_row_term or masked:
                     find_visible(own, i, sizes, mask_bits, distance)
                 if masked:
