@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
-from ...ptx import bits, shfl
+from ...ptx import bits, shfl, special
 from ..steps import elements
 from ..steps.inlined import inlined
 
@@ -27,13 +27,23 @@ ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
 WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 LOW = np.uint64(0xFFFFFFFF)
-bfly_b32, multiply_wide, push_carry = shfl.bfly_b32, bits.multiply_wide, bits.push_carry
+bfly_b32, opaque = shfl.bfly_b32, special.opaque
+multiply_wide, push_carry = bits.multiply_wide, bits.push_carry
 
 
 @inlined
 def low(x):
     """The lower 32 bits of an unsigned number."""
     return uint32(uint64(x) & LOW)
+
+
+@inlined
+def again(seed):
+    """The seed, so that the keys of the rounds are worked out where they are needed, and not kept in registers through
+    a loop over tiles."""
+    half = uint64(32)
+    upper, lower = opaque(int32(low(uint64(seed) >> half))), opaque(int32(low(seed)))
+    return uint64(uint64(low(upper)) << half | uint64(low(lower)))
 
 
 @inlined
@@ -231,7 +241,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
         """By a whole warp. first_q_pos: of the lane's first column. first_key: its first row's."""
-        every_row(kept, first_q_pos, b, h, first_key, int64(0), arrays.seed, uint32(sizes.dropped))
+        every_row(kept, first_q_pos, b, h, first_key, int64(0), again(arrays.seed), uint32(sizes.dropped))
 
     @inlined
     def drop(p, kept):
