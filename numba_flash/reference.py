@@ -199,16 +199,17 @@ def dropout_mask(
     shape: (batch, heads, seqlen_q, seqlen_k). q_offset: where query 0 stands, a number or (batch,); None = seqlen_k -
     seqlen_q, as for `attention`.
 
-    Four words of Philox 4x32 with 7 rounds (Salmon et al., 2011) are those of keys k, k + 8, k + 16 and k + 24 of each
-    32, and of the odd keys behind these: an even key has the lower 16 bits. The key is the seed; the counter is (32
-    keys and which pair of 8, q_pos, h, b). A number below dropout_p * 2^16, rounded and less than 2^16, drops.
+    Of each 16 keys four words of Philox 4x32 with 7 rounds (Salmon et al., 2011) are those of the first four and, in
+    the upper 16 bits, of the third four; four others those of the second and the last. The key is the seed; the counter
+    is (16 keys and which half of the first 8, q_pos, h, b). A weight counts where its number is below 2^16 - dropout_p
+    * 2^16, of which the second is rounded and less than 2^16.
     """
     batch, heads, seqlen_q, seqlen_k = shape
     first = np.broadcast_to(np.asarray(seqlen_k - seqlen_q if q_offset is None else q_offset), (batch,))
     k_pos = np.arange(seqlen_k)
     low = np.uint64(0xFFFFFFFF)
     counter = [
-        ((k_pos >> 5) << 2 | (k_pos & 7) >> 1)[None, None, None, :],
+        ((k_pos >> 4) << 1 | k_pos >> 2 & 1)[None, None, None, :],
         (np.arange(seqlen_q) + first[:, None])[:, None, :, None],
         np.arange(heads)[None, :, None, None],
         np.arange(batch)[:, None, None, None],
@@ -220,9 +221,9 @@ def dropout_mask(
         x, y = (of_z >> np.uint64(32)) ^ y ^ np.uint64(keys[0]), of_z & low
         z, w = (of_x >> np.uint64(32)) ^ w ^ np.uint64(keys[1]), of_x & low
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    words = np.choose(np.broadcast_to(k_pos >> 3 & 3, shape), [x, y, z, w])
-    numbers = words >> (16 * (k_pos & 1)).astype(np.uint64) & np.uint64(0xFFFF)
-    return numbers >= np.uint64(_dropped(dropout_p))
+    words = np.choose(np.broadcast_to(k_pos & 3, shape), [x, y, z, w])
+    numbers = words >> (16 * (k_pos >> 3 & 1)).astype(np.uint64) & np.uint64(0xFFFF)
+    return numbers < np.uint64(2**16 - _dropped(dropout_p))
 
 
 def _dropped(dropout_p: float) -> int:

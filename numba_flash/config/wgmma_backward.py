@@ -290,8 +290,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
     the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
     all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
-    0 it owns one tile of many. lse_first: S begins with -lse / scale instead of 0, as dP does with -delta, so that
-    nothing has to wait for these afterwards; for a scale that is not 0.
+    0 it owns one tile of many. lse_first: S begins with -lse / scale instead of 0, so that nothing has to wait for lse
+    afterwards; for a scale that is not 0, and without dropout.
     """
 
     ordered: bool = True
@@ -299,7 +299,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     lse_first: bool = True  # type: ignore[misc]
 
     both_ways: ClassVar[bool] = True
-    delta_first: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
     KEYS: ClassVar[int] = 128  # of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
@@ -319,11 +318,18 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             raise ValueError(f"key_tiles must be 0 or 1 with tiles of {self.tile_m} queries, not {self.key_tiles}")
         if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:
             raise ValueError(f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {self.key_tiles}")
-        if self.by_element:
-            raise ValueError(f"it takes none of {', '.join(BY_ELEMENT)}")
+        if any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses):
+            raise ValueError(f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
+        if self.seeded and (self.tile_m != 64 or self.lse_first):
+            raise ValueError(f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
         # Where the tiles begin is said to the assembler, because nothing is left for a gap (compiled.to_ptx).
         object.__setattr__(self, "shared_bytes", self.shared_plan().end)
+
+    @property
+    def delta_first(self) -> bool:  # type: ignore[override]
+        """Whether dP begins with -delta. With dropout dP is multiplied before delta is taken away."""
+        return not self.seeded
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -11,10 +11,7 @@ from .vectors.build import load, store
 
 ROUNDS = 7
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-EVEN, ODD = (
-    np.uint64(0xFFFF),
-    np.uint64(16),
-)  # where in a word the numbers of an even key and of the odd one behind it are
+LOWER, UPPER = np.uint64(0xFFFF), np.uint64(16)  # where in a word the numbers of a key and of the one 8 behind it are
 MULTIPLIER, OTHER_MULTIPLIER = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL, OTHER_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
@@ -33,17 +30,17 @@ def random_words(seed, keys, q_pos, h, b):
 
 
 @compiled
-def count_one(x, key, keys, r, width, number, below, kept, zero):
+def count_one(x, key, keys, r, width, number, end, kept, zero):
     """x (keys, width) of a key, if it is one of the panel's, and row r."""
     if 0 <= key and key < keys:
-        store(x, key * width + r, zero if number < below else load(x, key * width + r, zero) * kept)
+        store(x, key * width + r, load(x, key * width + r, zero) * kept if number < end else zero)
 
 
 @compiled
-def count_two(x, key, keys, r, width, word, below, kept, zero):
-    """The same of an even key and the odd one behind it."""
-    count_one(x, key, keys, r, width, word & EVEN, below, kept, zero)
-    count_one(x, key + 1, keys, r, width, word >> ODD, below, kept, zero)
+def count_two(x, key, keys, r, width, word, end, kept, zero):
+    """The same of the two keys of a word."""
+    count_one(x, key, keys, r, width, word & LOWER, end, kept, zero)
+    count_one(x, key + 8, keys, r, width, word >> UPPER, end, kept, zero)
 
 
 @compiled
@@ -54,14 +51,14 @@ def count(x, places, keys, key0, first_row, rows, width, kv_head, b, offset, pla
     """
     take_places(places, first_row, rows, width, kv_head, offset, plan)
     seed = np.uint64(load(pointers, load(plan, slot.SEED_POINTER, INT), INT))
-    below, kept = np.uint64(load(plan, slot.DROP_BELOW, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
+    end, kept = np.uint64(2**16 - load(plan, slot.DROPPED, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
     for r in range(rows):
         q_pos, head = load(places, r, INT), load(places, width + r, INT)
-        for block in range(key0 >> 5, (key0 + keys + 31) >> 5):  # of 32 keys, 8 of which have one counter
-            for pair in range(4):
-                words = random_words(seed, block << 2 | pair, q_pos, head, b)
-                key = (block << 5) + 2 * pair - key0
-                count_two(x, key, keys, r, width, words[0], below, kept, zero)
-                count_two(x, key + 8, keys, r, width, words[1], below, kept, zero)
-                count_two(x, key + 16, keys, r, width, words[2], below, kept, zero)
-                count_two(x, key + 24, keys, r, width, words[3], below, kept, zero)
+        for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # of 16 keys, 8 of which have one counter
+            for half in range(2):
+                words = random_words(seed, block << 1 | half, q_pos, head, b)
+                key = (block << 4) + 4 * half - key0
+                count_two(x, key, keys, r, width, words[0], end, kept, zero)
+                count_two(x, key + 1, keys, r, width, words[1], end, kept, zero)
+                count_two(x, key + 2, keys, r, width, words[2], end, kept, zero)
+                count_two(x, key + 3, keys, r, width, words[3], end, kept, zero)

@@ -33,7 +33,7 @@ SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
 # Whether a seed says which weights count, the random bits below which one does not, how many times the others do, and
 # which pointer is the seed.
-SEEDED, DROP_BELOW, KEPT_COUNT, SEED_POINTER = range(64, 68)
+SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
 NUMBERS = 68
 # Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
@@ -106,7 +106,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
     dropped = dropped_steps(p.number(SEEDED_OPTION) or 0.0)
-    plan[SEEDED], plan[DROP_BELOW], real[KEPT_COUNT] = p.seeded, dropped, kept_count(dropped)
+    plan[SEEDED], plan[DROPPED], real[KEPT_COUNT] = p.seeded, dropped, kept_count(dropped)
     plan[AUX_POINTER], plan[SEED_POINTER] = AUX, AUX + 1
     size = ITEMSIZES[plan[DTYPE]]
     of_operands = p.q_strides, p.k_strides, p.v_strides, p.o_strides

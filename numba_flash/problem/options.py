@@ -57,7 +57,7 @@ DROP_STEPS = 2**16  # a weight's random number is one of so many
 
 
 def dropped_steps(dropout_p: float) -> int:
-    """Below which random number a weight is dropped: a probability is a multiple of 1 / DROP_STEPS, less than 1."""
+    """How many random numbers, the largest, drop a weight: a probability is a multiple of 1 / DROP_STEPS, below 1."""
     return min(round(dropout_p * DROP_STEPS), DROP_STEPS - 1)
 
 

@@ -22,3 +22,11 @@ def count(typingctx, word):
 def multiply_wide(typingctx, x, y):
     """mul.wide.u32: all 64 bits of x * y, uint64. Stand-in: sim.bits.multiply_wide."""
     return asm.scalars("mul.wide.u32 $0, $1, $2;", types.uint64(types.uint32, types.uint32), effect=False)
+
+
+@intrinsic
+def push_carry(typingctx, bits, x, y):
+    """add.cc.u32 and addc.u32: 2 * bits, and 1 more where x + y does not fit into 32 bits, uint32. Stand-in:
+    sim.bits.push_carry."""
+    text = "{ .reg .u32 sum; add.cc.u32 sum, $2, $3; addc.u32 $0, $1, $1; }"
+    return asm.scalars(text, types.uint32(types.uint32, types.uint32, types.uint32), effect=False)

@@ -102,9 +102,9 @@ BACKWARD_WORKSPACE = (
     AUX_SUMS,
 )
 COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
-# Where not every weight counts: a number in the place of a pointer; random bits below a size, which say that one does
-# not; how many times the others do.
-SEED, DROP_BELOW, KEPT_COUNT = "seed", "drop_below", "kept_count"
+# Where not every weight counts: a number in the place of a pointer; how many of 2^16 random numbers, the largest, say
+# that one does not; how many times the others do.
+SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 
 
 def _head_sums(option: Option) -> dict[str, Parameters]:
@@ -193,7 +193,7 @@ def parameters(
     return Parameters(
         (*arrays, *of_tiles, *(SEED,) * seeded, *aux_names(aux), *counters),
         (*own.strides, *of_tiles, *aux_names(aux)),
-        (*own.sizes, *(DROP_BELOW,) * seeded),
+        (*own.sizes, *(DROPPED,) * seeded),
         (*own.score, *(KEPT_COUNT,) * seeded),
     )
 
@@ -337,8 +337,8 @@ def numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str,
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
-    sizes[DROP_BELOW] = dropped_steps(p.number(SEEDED) or 0.0)
-    score[KEPT_COUNT] = number(kept_count(sizes[DROP_BELOW]))
+    sizes[DROPPED] = dropped_steps(p.number(SEEDED) or 0.0)
+    score[KEPT_COUNT] = number(kept_count(sizes[DROPPED]))
     return dict(strides=strides, sizes=sizes, score=score)
 
 

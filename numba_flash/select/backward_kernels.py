@@ -32,7 +32,7 @@ from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqCon
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
-from ..problem.options import HEAD_GRADIENTS, changes_scores
+from ..problem.options import HEAD_GRADIENTS, SEEDED, changes_scores
 from . import backward_tiles as tiles
 from .backward_shared import (
     apart_or_together,
@@ -246,8 +246,11 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
     """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
     forward = problem.forward
-    plain = not changes_scores(forward.uses) and not any(name in BY_ELEMENT for name, _ in forward.uses)
-    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and max(forward.head_dim, forward.head_dim_v) <= 128
+    by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
+    plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
+    # With dropout registers do not suffice for tiles of 128 queries.
+    taken = widest <= 128 and (widest > 64 or not forward.seeded)
+    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
@@ -332,7 +335,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     of_round = {name: value for name, value in features.items() if name not in ONLY_FUSED}
     key_tiles = key_tiles_of_a_block(problem, target)
     features |= dict(ordered=problem.deterministic or key_tiles > 0, key_tiles=key_tiles)
-    features |= dict(lse_first=problem.forward.number("scale") != 0)
+    features |= dict(lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused", members=members_of_a_part(problem, one_kernel=True))
     turns_of = 0 if key_tiles else fused.tile_m
     start = dataclasses.replace(preprocess_config(problem, target), turns_of=turns_of, early=True)

@@ -195,6 +195,17 @@ def test_a_wide_product_has_all_64_bits():
     np.testing.assert_array_equal(out, words.astype(np.uint64) * words[::-1])
 
 
+def test_a_carry_is_pushed_in_at_the_low_end():
+    def kernel(words, out):
+        i = cuda.threadIdx.x
+        out[i] = bits.push_carry(words[i], words[4 + i], words[8 + i])
+
+    words = np.array([5, 5, 0x80000000, 1, 0, 0xFFFFFFFF, 0xFFFF0000, 0x7FFFFFFF, 0, 1, 0xFFFF, 0x80000000], np.uint32)
+    out = np.zeros(4, np.uint32)
+    launch(kernel, 4, words, out)
+    np.testing.assert_array_equal(out, [10, 11, 0, 2])
+
+
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ldmatrix_and_stmatrix_are_each_others_inverse(count, trans):

@@ -66,9 +66,13 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     [
         ({}, 135, 1, 1, 40), ({}, 70, 2, 2, 69), (dict(causal=True), 70, 2, 1, 69), (dict(causal=True), 135, 2, 2, 40),
         (dict(window=(30, 10), q_offset=50), 70, 1, 1, 69), (dict(window=(30, 10), q_offset=50), 70, 2, 2, 69),
-        (dict(scale=0.0), 70, 1, 1, 69),
+        (dict(scale=0.0), 70, 1, 1, 69), (dict(dropout_p=0.3, seed=5), 70, 2, 1, 69),
+        (dict(dropout_p=0.3, seed=5, causal=True, q_offset=67), 70, 1, 1, 69),
     ],
-    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "window, both ways", "scale 0"],
+    ids=[
+        "full", "full, both ways", "causal", "causal, both ways", "window", "window, both ways", "scale 0", "dropout",
+        "dropout, causal",
+    ],
 )  # fmt: skip
 def test_one_kernel_for_all_gradients(
     rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
@@ -129,11 +133,15 @@ def key_tiles_of_blocks(monkeypatch):
     ("seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "options"),
     [
         (135, 100, 2, 1, 40, {}), (70, 128, 1, 1, 69, {}), (40, 128, 2, 2, 64, dict(causal=True)),
-        (70, 33, 3, 1, 72, dict(causal=True)), (200, 33, 2, 1, 128, dict(causal=True, q_offset=-110)),
+        (70, 33, 3, 1, 72, dict(causal=True)), (70, 33, 1, 1, 72, dict(dropout_p=0.2, seed=9)),
+        (200, 33, 2, 1, 128, dict(causal=True, q_offset=-110)),
         (150, 60, 1, 1, 8, dict(window=(20, 5), q_offset=-130)), (70, 60, 1, 1, 8, dict(scale=0.0)),
         (20, 60, 2, 2, 24, dict(scale=-1.5, seqlens_k=np.array([60, 0], np.int32))),
     ],
-    ids=["128 queries", "64 queries", "causal", "causal group", "tiles without keys", "window", "scale 0", "no keys"],
+    ids=[
+        "128 queries", "64 queries", "causal", "causal group", "dropout", "tiles without keys", "window", "scale 0",
+        "no keys",
+    ],
 )  # fmt: skip
 def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel):
     batch = 2 if "seqlens_k" in options else 1

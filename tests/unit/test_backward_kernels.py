@@ -749,7 +749,9 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=2, seqlen_q=512, seqlen_k=8192, deterministic=False) == one
     # Short sequences, of which there are many.
     assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=513) == two
-    assert kernels(softcap=5.0) == kernels(dropout_p=0.1) == two and kernels(wanted=("dk", "dv")) == two[:2]
+    assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
+    # Random bits take registers.
+    assert kernels(dropout_p=0.1) == kernels(88, dropout_p=0.1) == one and kernels(64, dropout_p=0.1) == two
     assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
@@ -976,7 +978,14 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")), "takes none of"),
+        (
+            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")),
+            "it takes dropout_p alone",
+        ),
+        (
+            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
+            "registers are few",
+        ),
         (
             lambda: WideDkdvConfig("mma_dkdv_wide", "float32", 64, 64, 32, 64, column_groups=4),
             r"one of \(1, 2\), not 4",

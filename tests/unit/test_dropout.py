@@ -25,14 +25,15 @@ def backward_rung(request):
 def words(counter, key):
     """The four words of one counter, from masks: by bisection of the p at which each half begins to be dropped."""
     keys, q_pos, h, b = counter
-    found = np.zeros((4, 2), np.int64)  # the lower and the upper half of each
+    found = np.zeros((4, 2), np.int64)  # how much less than 2^16 - 1 the lower and the upper half of each are
     for bit in reversed(range(16)):
-        for place, odd in np.ndindex(4, 2):
-            p = (int(found[place, odd]) + 2**bit) / 2**16
-            k_pos = (keys >> 2 << 5) + 2 * (keys & 3) + 8 * place + odd
+        for place, upper in np.ndindex(4, 2):
+            p = (int(found[place, upper]) + 2**bit) / 2**16
+            k_pos = (keys >> 1 << 4) + 4 * (keys & 1) + place + 8 * upper
             mask = dropout_mask((b + 1, h + 1, 1, k_pos + 1), p, key, q_pos)
-            found[place, odd] += mask[b, h, 0, k_pos] * 2**bit
-    return [int(low + (high << 16)) for low, high in found]
+            found[place, upper] += mask[b, h, 0, k_pos] * 2**bit
+    low, high = 2**16 - 1 - found.T
+    return [int(x) for x in low + (high << 16)]
 
 
 def test_random_bits_are_those_of_philox():

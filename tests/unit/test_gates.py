@@ -423,7 +423,10 @@ def backward_gates():
                         yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
     for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
         plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
-        for name, features in dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32"))).items():
+        kinds = dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32")))
+        if row.tile_m == 64:
+            kinds["dropout"] = plain | dict(uses=uses(seqlens_k="int32", dropout_p=True), lse_first=False)
+        for name, features in kinds.items():
             fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
             yield f"wgmma_fused-{row.head_dim}-{name}", fused
             if name == "plain":
@@ -438,6 +441,7 @@ def backward_gates():
                 more = dataclasses.replace(fused, key_tiles=key_tiles)
                 yield f"wgmma_fused-{row.head_dim}-{name}-{key_tiles}-key-tiles", more
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
+            features = {x: features[x] for x in features if x != "lse_first"}
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)

@@ -67,6 +67,7 @@ USES = {
     "bar.warp_sync": ("bar.warp.sync", "bar.warp_sync()"),
     "bits.count": ("popc.b32", "u[0] = uint32(bits.count(uint32(i)))"),
     "bits.multiply_wide": ("mul.wide.u32", "u[0] = uint32(bits.multiply_wide(u[1], u[2]) >> 32)"),
+    "bits.push_carry": ("addc.u32", "u[0] = bits.push_carry(u[1], u[2], u[3])"),
     "bits.highest": ("bfind.u32", "u[0] = uint32(bits.highest(uint32(i)))"),
     "cluster.rank": ("%cluster_ctarank", "u[0] = cluster.rank()"),
     "cluster.place_in": ("mapa.shared::cluster.u32", "u[0] = cluster.place_in(at, i)"),

@@ -2,10 +2,14 @@
 
 Which ones follows from the seed and the position alone, so it is the same in every kernel, tile and backward. The
 random bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011),
-and the seed is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits, those of the even keys k, k + 8,
-k + 16 and k + 24 of 32 that begin at a multiple of 32, and of the odd keys behind them: in a fragment whose rows are
-queries these are one lane's. An even key has the lower 16 bits of its word, an odd one the upper ones. A weight is
-dropped where its number is below dropout_p * 2^16. The maximum, the sum and lse are those without dropout.
+and the seed is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits. With k a multiple of 4 in the
+first half of 16 keys that begin at a multiple of 16, they are those of keys k to k + 3: these have the lower 16 bits,
+and keys k + 8 to k + 11 the upper ones. A weight counts where its number is below (1 - dropout_p) * 2^16. The maximum,
+the sum and lse are those without dropout.
+
+So the keys of a counter are in 16 rows of a fragment whose rows are keys, and in 16 columns of one whose columns are.
+In both several lanes of a warp share them: two lanes in the second, four in the first, which also share some queries.
+Each makes other counters, and they exchange what they found, a bit for each weight: no number is made twice.
 """
 
 import functools
@@ -15,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
-from ...ptx import bits, shfl
+from ...ptx import bits, shfl, special
 from ..steps import elements
 from ..steps.inlined import inlined
 
@@ -23,13 +27,23 @@ ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
 WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 LOW = np.uint64(0xFFFFFFFF)
-bfly_b32, multiply_wide = shfl.bfly_b32, bits.multiply_wide
+bfly_b32, opaque = shfl.bfly_b32, special.opaque
+multiply_wide, push_carry = bits.multiply_wide, bits.push_carry
 
 
 @inlined
 def low(x):
     """The lower 32 bits of an unsigned number."""
     return uint32(uint64(x) & LOW)
+
+
+@inlined
+def again(seed):
+    """The seed, so that the keys of the rounds are worked out where they are needed, and not kept in registers through
+    a loop over tiles."""
+    half = uint64(32)
+    upper, lower = opaque(int32(low(uint64(seed) >> half))), opaque(int32(low(seed)))
+    return uint64(uint64(low(upper)) << half | uint64(low(lower)))
 
 
 @inlined
@@ -48,27 +62,29 @@ def random_words(seed, keys, q_pos, h, b):
 @inlined
 def keys_of(k_pos):
     """Which keys share the counter of key k_pos."""
-    return ((int64(k_pos) >> int64(5)) << int64(2)) | ((int64(k_pos) & int64(7)) >> int64(1))
+    return ((int64(k_pos) >> int64(4)) << int64(1)) | ((int64(k_pos) >> int64(2)) & int64(1))
 
 
 @inlined
-def word_of(words, k_pos):
-    """The word of key k_pos among those of its counter."""
-    place = (int64(k_pos) >> int64(3)) & int64(3)
-    first = words[0] if place == 0 else words[1]
-    return uint32(first if place < 2 else (words[2] if place == 2 else words[3]))
+def number_of(words, k_pos):
+    """The number of key k_pos among those of its counter."""
+    place = int64(k_pos) & int64(3)
+    first, second = (words[0], words[2]) if place & int64(1) == 0 else (words[1], words[3])
+    word = uint32(first if place < 2 else second)
+    return int32(word >> uint32(16)) if int64(k_pos) & int64(8) != 0 else int32(word & uint32(0xFFFF))
 
 
 @inlined
-def lower_half(word):
-    """The number of an even key."""
-    return int32(uint32(word) & uint32(0xFFFF))
+def push_lower(dropped, word, most):
+    """dropped, with a bit at the low end for the number in a word's lower half: 1 where it drops its weight. most:
+    dropout_p * 2^32. A comparison would become a jump."""
+    return push_carry(dropped, uint32(word << uint32(16)), most)
 
 
 @inlined
-def upper_half(word):
-    """The number of the odd key behind it."""
-    return int32(uint32(word) >> uint32(16))
+def push_upper(dropped, word, most):
+    """The same for the number in its upper half. The other bits change nothing: those of `most` are 0."""
+    return push_carry(dropped, uint32(word), most)
 
 
 @functools.cache
@@ -82,9 +98,8 @@ def make(config: Any) -> Any:
         found = compute(1)
         if present:
             words = random_words(arrays.seed, keys_of(at.k_index), at.q_pos, at.h, at.b)
-            word = word_of(words, at.k_index)
-            number = upper_half(word) if int64(at.k_index) & int64(1) != 0 else lower_half(word)
-            found = compute(0) if number < sizes.drop_below else compute(score.kept_count)
+            counts = number_of(words, at.k_index) < int32(2**16) - sizes.dropped
+            found = compute(score.kept_count) if counts else compute(0)
         return found
 
     return count
@@ -108,97 +123,125 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     group, blocks, rows = config.group_size, columns // 8, 2 * strips
     words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
-    at_once = min(columns & -columns, 32) // 8  # blocks of 8 keys; a tile begins at a multiple of as many keys
+    assert not config.seeded or columns % 16 == 0 or columns == 8
 
-    # Bits are pushed in at the low end, the last score's first. A comparison would become a jump around each.
-    @inlined
-    def push(bits, number, most):
-        """Of a score whose weight is dropped if its number is at most `most`: the sign of what is left says it."""
-        return uint32(uint32(bits << uint32(1)) | uint32(uint32(int32(most - number)) >> uint32(31)))
-
-    @inlined
-    def push_both(bits, word, most):
-        """Of a block's two columns, which are an even key and the odd one behind it."""
-        return push(push(bits, upper_half(word), most), lower_half(word), most)
-
-    @inlined
-    def nothing(kept, first_key, b, h, first, tile_pos, seed, below):
-        pass
-
-    def and_word(before: Any, r: int, begin: int) -> Any:
-        """Behind other words that of row r from block `begin` on: a function of its own, because the compiler does not
-        unroll a loop over all that a long function would make, and then `kept` would lie in memory."""
-        end = min(begin + 16, blocks)
+    def and_block(before: Any, m: int) -> Any:
+        """Behind other blocks of 16 keys block m: a function of its own, because the compiler does not unroll a loop
+        over all that a long function would make. Blocks are computed beside each other."""
 
         @inlined
-        def of_word(kept, first_key, b, h, first, tile_pos, seed, below):
-            before(kept, first_key, b, h, first, tile_pos, seed, below)
-            row = int32(first + r * 8)
+        def of_block(seed, keys, q_pos, h, b, most):
+            one, other = before(seed, keys, q_pos, h, b, most)
+            found = random_words(seed, uint64(keys) + uint64(2 * m), q_pos, h, b)
+            one = push_upper(push_upper(one, found[1], most), found[0], most)
+            one = push_lower(push_lower(one, found[1], most), found[0], most)
+            other = push_upper(push_upper(other, found[3], most), found[2], most)
+            other = push_lower(push_lower(other, found[3], most), found[2], most)
+            return one, other
+
+        return of_block
+
+    def and_columns(before: Any, m: int) -> Any:
+        """Behind other blocks of 16 columns, which are queries, block m."""
+
+        @inlined
+        def of_columns(seed, keys, q_pos, h, b, most):
+            near, far = before(seed, keys, q_pos, h, b, most)
+            found = random_words(seed, keys, uint64(q_pos) + uint64(16 * m), h, b)
+            for i in range(4):
+                near = push_lower(near, found[3 - i], most)
+                far = push_upper(far, found[3 - i], most)
+            return near, far
+
+        return of_columns
+
+    @inlined
+    def none(seed, keys, q_pos, h, b, most):
+        return uint32(0), uint32(0)
+
+    def all_of(one_more: Any, begin: int, end: int) -> Any:
+        """Bits are pushed in at the low end, the last block's first."""
+        found = none
+        for m in reversed(range(begin, end)):
+            found = one_more(found, m)
+        return found
+
+    @inlined
+    def exchange(own, lane_bit, distance, keep, shift):
+        """own <- with bits of the lane `distance` away, which have the other value of lane_bit: their places say so
+        instead, and lane_bit says what places said. keep: places with lane_bit; shift: how far apart they are."""
+        came = bfly_b32(own, distance)
+        came = uint32(came << uint32(shift)) if lane_bit == 0 else uint32(came >> uint32(shift))
+        own_places = uint32(keep ^ 0xFFFFFFFF) if lane_bit == 0 else uint32(keep)
+        return uint32((own & own_places) | (came & ~own_places))
+
+    @inlined
+    def nothing(kept, first_key, b, h, first, tile_pos, seed, dropped):
+        pass
+
+    def and_word(before: Any, strip: int, word: int) -> Any:
+        """Behind others word `word` of both rows of a strip. Lanes 1 apart share counters: one makes those of the
+        first row, the other those of the second, for the columns of both."""
+        blocks_16 = all_of(and_block, 8 * word, min(8 * (word + 1), -(-columns // 16)))
+
+        @inlined
+        def of_word(kept, first_key, b, h, first, tile_pos, seed, dropped):
+            before(kept, first_key, b, h, first, tile_pos, seed, dropped)
+            second = (int32(first_key) >> int32(1)) & int32(1)
+            row = int32(first + strip * 16 + second * 8)
             query = int32(uint32(row) // uint32(group))
-            head, q_pos = int32(h + row - query * group), int64(tile_pos + query)
-            bits, most = uint32(0), int32(int32(below) - 1)
-            for step in range((end - begin) // at_once):
-                k_pos = int64(first_key + (end - (step + 1) * at_once) * 8)
-                found = random_words(seed, keys_of(k_pos), q_pos, head, b)
-                if at_once == 4:
-                    bits = push_both(push_both(bits, found[3], most), found[2], most)
-                    bits = push_both(push_both(bits, found[1], most), found[0], most)
-                elif at_once == 1:
-                    bits = push_both(bits, word_of(found, k_pos), most)
-                else:
-                    begins = k_pos & int64(16) == 0
-                    bits = push_both(bits, found[1] if begins else found[3], most)
-                    bits = push_both(bits, found[0] if begins else found[2], most)
-            kept[r * (words // rows) + begin // 16] = bits
+            head, q_pos = int32(h + row - query * group), low(int64(tile_pos + query))
+            most = uint32(dropped << uint32(16))
+            one, other = blocks_16(seed, low(keys_of(first_key)), q_pos, head, b, most)
+            mine, handed = (one, other) if second == 0 else (other, one)
+            came = bfly_b32(handed, 1)
+            if columns == 8:  # the first or the second half of 16 keys
+                begins = uint32((int32(first_key) >> int32(2)) & int32(2))
+                mine, came = uint32(mine >> begins), uint32(came >> begins)
+            kept[2 * strip * (words // rows) + word] = ~(mine if second == 0 else came)
+            kept[(2 * strip + 1) * (words // rows) + word] = ~(came if second == 0 else mine)
 
         return of_word
 
-    def and_rows(before: Any, r: int) -> Any:
-        """The same for rows r and r + 1, which are keys.
+    every_column = all_of(and_columns, 0, -(-columns // 16))
 
-        A counter has the keys of this lane and of lane ^ 4, whose columns are the same two queries. So each of the two
-        lanes asks for one query, and hands over the numbers of the other's keys.
+    def and_rows(before: Any, strip: int) -> Any:
+        """The same for a strip's two rows, which are keys.
+
+        Four lanes share counters, 4 and 8 apart, and have the same four queries of every 16. Each makes the counters
+        of one of these.
         """
 
         @inlined
-        def of_rows(kept, first_q_pos, b, h, first_key, tile_pos, seed, below):
-            before(kept, first_q_pos, b, h, first_key, tile_pos, seed, below)
-            k_pos = int64(first_key + r * 8)
-            begins, odd = k_pos & int64(16) == 0, k_pos & int64(1)
-            upper, lower, most = uint32(0), uint32(0), int32(int32(below) - 1)
-            for step in range(blocks):
-                n = blocks - 1 - step
-                found = random_words(seed, keys_of(k_pos), int64(first_q_pos + n * 8) + odd, h, b)
-                one, other = uint32(found[0] if begins else found[2]), uint32(found[1] if begins else found[3])
-                of_even = uint32((one & uint32(0xFFFF)) | uint32(other << uint32(16)))  # of rows r and r + 1
-                of_odd = uint32((one >> uint32(16)) | (other & uint32(0xFFFF0000)))
-                mine, handed = (of_odd, of_even) if odd != 0 else (of_even, of_odd)
-                came = bfly_b32(handed, 4)
-                first, second = (came, mine) if odd != 0 else (mine, came)  # of the lane's two queries
-                upper = push(push(upper, lower_half(second), most), lower_half(first), most)
-                lower = push(push(lower, upper_half(second), most), upper_half(first), most)
-            kept[r] = upper
-            kept[r + 1] = lower
+        def of_rows(kept, first_q_pos, b, h, first_key, tile_pos, seed, dropped):
+            before(kept, first_q_pos, b, h, first_key, tile_pos, seed, dropped)
+            lane_bit, next_bit = int32(first_key) & int32(1), (int32(first_key) >> int32(1)) & int32(1)
+            q_pos = low(int64(first_q_pos + next_bit * 8 + lane_bit))
+            keys = low(keys_of(first_key + strip * 16))
+            near, far = every_column(seed, keys, q_pos, h, b, uint32(dropped << uint32(16)))
+            near = exchange(exchange(near, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+            far = exchange(exchange(far, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+            kept[2 * strip] = ~near
+            kept[2 * strip + 1] = ~far
 
         return of_rows
 
     every_word = every_row = nothing
-    for r in range(rows if config.seeded else 0):
-        for begin in range(0, blocks, 16):
-            every_word = and_word(every_word, r, begin)
-        if r % 2 == 0:
-            every_row = and_rows(every_row, r)
+    for strip in range(strips if config.seeded else 0):
+        for word in range(words // rows):
+            every_word = and_word(every_word, strip, word)
+        every_row = and_rows(every_row, strip)
 
     @inlined
     def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
-        """first_key: the lane's first column's. first: the lane's first row in the query tile, whose first query is at
-        position tile_pos; h: the head of the tile's first row."""
-        every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(sizes.drop_below))
+        """By a whole warp. first_key: the lane's first column's. first: the lane's first row in the query tile, whose
+        first query is at position tile_pos; h: the head of the tile's first row."""
+        every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(sizes.dropped))
 
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
-        """first_q_pos: of the lane's first column. first_key: its first row's."""
-        every_row(kept, first_q_pos, b, h, first_key, int64(0), arrays.seed, uint32(sizes.drop_below))
+        """By a whole warp. first_q_pos: of the lane's first column. first_key: its first row's."""
+        every_row(kept, first_q_pos, b, h, first_key, int64(0), again(arrays.seed), uint32(sizes.dropped))
 
     @inlined
     def drop(p, kept):

@@ -167,11 +167,11 @@ def make(config):
                     to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
                     to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, TRUE
                     )
                 else:
                     to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, FALSE
                     )
             else:
                 release_q(base, n)  # which S alone reads, and P has its lse

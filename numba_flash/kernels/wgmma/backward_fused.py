@@ -110,6 +110,7 @@ def make(config):
     release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
     to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
+    drops, find_kept, kept_words = config.seeded, keys.find_kept, keys.kept_words
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, _, _, word, _ = backward_state.make(config)
@@ -271,6 +272,7 @@ def make(config):
         p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = cuda.local.array(mask_words, uint32)
+        kept = cuda.local.array(kept_words, uint32)  # which weights count (kernels/score/counts.py)
         distance = cuda.local.array(2, float32)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = thread_index() & int32(31) == 0
@@ -309,12 +311,16 @@ def make(config):
             if n < end or not stays:  # where a block has one tile there is a Q past the end
                 preload_s(base, acc_s, n, lse_factor)
                 issue_s(base, acc_s, k_desc, n, FALSE)
+                find_kept(own, i, member, kept, arrays, sizes)
                 wait_all()
                 pin_s(acc_s)
             while n < end:
                 lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
                 if has_row_term:
                     term = term_of(own, member, arrays, strides)
+                if drops:
+                    for x in range(mask_words):  # else those of the tile before would be kept in registers
+                        mask_bits[x] = uint32(0)
                 if has_row_term or masked:
                     find_visible(own, i, sizes, mask_bits, distance)
                 if masked:
@@ -337,11 +343,11 @@ def make(config):
                 pin_s(acc_dp)
                 if masked:
                     to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, TRUE
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, TRUE
                     )
                 else:
                     to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, FALSE
+                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, FALSE
                     )
                 store_ds(base, ds_frag, n)
                 last = stays and n + 1 == end  # the next Q may be of a tile that comes much later
@@ -359,6 +365,7 @@ def make(config):
                 issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
                 n = int32(n + 1)
                 i, member = following_tile(i, member, word(own, STEP), word(own, MEMBERS))
+                find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)

@@ -1,4 +1,6 @@
-"""dK and dV of a tile of keys from a block's sums: times scale, in 16 bits, and anew where they are not finite."""
+"""dK and dV of a tile of keys from a block's sums, in 16 bits, and anew where they are not finite.
+
+dK's are times scale, and dV's, of the weights that count, times how often these do."""
 
 from numba import float32, int32, uint32
 
@@ -14,7 +16,7 @@ def make(config, rows, dk_at, dv_at):
     head_dim, head_dim_v, of_dk, of_dv = config.head_dim, config.head_dim_v, config.of_dk, config.of_dv
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
-    recompute_keys = recompute.make(config, of_dk, of_dv)
+    recompute_keys, drops = recompute.make(config, of_dk, of_dv), config.seeded
 
     @inlined
     def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
@@ -28,7 +30,9 @@ def make(config, rows, dk_at, dv_at):
         if of_dk:
             nonfinite |= stage_dk(acc_dk, score.scale, base + dk_at, first_row, lane, keys_left)
         if of_dv:
-            nonfinite |= stage_dv(acc_dv, float32(1), base + dv_at, first_row, lane, keys_left)
+            nonfinite |= stage_dv(
+                acc_dv, score.kept_count if drops else float32(1), base + dv_at, first_row, lane, keys_left
+            )
         if of_dk:
             to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
             store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)

@@ -10,11 +10,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, griddepcontrol, ld_st, mbarrier, memory, special, tma, wgmma
-from ..score import fragments
+from ..score import counts, fragments
 from ..score.stage import LOG2_E
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_key_outputs,
     backward_key_work,
@@ -49,9 +50,11 @@ class KeyBlock(NamedTuple):
     weights_of: Any
     to_score_gradients: Any
     find_visible: Any
+    find_kept: Any
     term_of: Any
     has_row_term: bool
     mask_words: int
+    kept_words: int
     write_gradients: Any
 
 
@@ -108,10 +111,12 @@ def make(config):
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     head_parts_of = backward_key_work.make(config).head_parts_of
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
-    chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
+    chain, (weight, _) = fragments.chain(config), (None, None) if config.has("bias") else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
     # Where the next K and V come meanwhile, dK and dV are put together in place of a dS: 64 rows of each.
     places = (plan.ds, plan.ds + 64 * 128) if stays else (plan.own_a, plan.own_b if of_dk else plan.own_a)
+    count = counts.on_fragments(config, 1, tile_m)
+    drops, kept_of = count.present, count.of_keys
     write_outputs = backward_key_outputs.make(config, tile_n, *places)
     walk = backward_query_walk.make(config, whole_warp=False)
     has_states, up_to = walk.present, walk.up_to
@@ -344,7 +349,9 @@ def make(config):
         return to_weights
 
     @inlined
-    def to_score_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, term, distance, score, masked):
+    def to_score_gradients(
+        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, masked
+    ):
         """ds_frag <- dS^T in 16 bits, p_frag <- P^T: not before, so that fewer registers are in use at a time."""
         four = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
@@ -369,10 +376,16 @@ def make(config):
                             ds[x] = p[x] * (acc_dp[i] + minus_delta) * derivative
                             if masked and not is_seen(mask_bits, r, n, x):
                                 p[x] = float32(0)
+                        elif drops:
+                            counts_here = uint32(kept[r] & uint32(1 << (2 * n + x))) != uint32(0)
+                            dp = acc_dp[i] if counts_here else float32(0)
+                            ds[x] = acc_s[i] * (dp * score.kept_count + minus_delta)
+                            p[x] = acc_s[i] if counts_here else float32(0)
                         else:
                             p[x] = acc_s[i]
                             ds[x] = p[x] * (acc_dp[i] + minus_delta)
-                        if masked and not is_seen(mask_bits, r, n, x):
+                        # With dropout mask_bits would take registers here, and P is 0 where they hide a score.
+                        if masked and (acc_s[i] == 0 if drops else not is_seen(mask_bits, r, n, x)):
                             ds[x] = float32(0)  # dP may be NaN there
                     if of_dv:
                         p_frag[2 * n + r] = pack(p[0], p[1])
@@ -386,6 +399,16 @@ def make(config):
         # seen from the keys, left and right change places
         left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
         visible(i, first_row, lane, position(own), left, right, seqlen_q, mask_bits, distance)
+
+    @inlined
+    def find_kept(own, i, member, kept, arrays, sizes):
+        """kept <- which of the lane's weights of query tile i count. own: as in find_visible."""
+        if drops:
+            first_row, lane = rows_of_lane()
+            first_key = word(own, FIRST_ROW)
+            first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
+            key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, HEAD) + member)
+            kept_of(kept, first_q_pos, word(own, BATCH), h, key, arrays, sizes)
 
     @inlined
     def term_of(base, member, arrays, strides):
@@ -426,5 +449,5 @@ def make(config):
     return KeyBlock(
         first_tile, following_tile, of_word, produce_a, produce_no_a, produce_b, lse_factor_of,
         preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
-        to_score_gradients, find_visible, term_of, has_row_term, mask_words, write_gradients,
+        to_score_gradients, find_visible, find_kept, term_of, has_row_term, mask_words, count.words, write_gradients,
     )  # fmt: skip

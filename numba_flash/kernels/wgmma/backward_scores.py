@@ -151,11 +151,11 @@ def make(config, of_keys):
         return (own.bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
 
     @inlined
-    def counted(p, own, r, n, x, score):
-        """p as often as it counts."""
+    def if_kept(number, own, r, n, x):
+        """0 where the weight does not count."""
         if drops:
-            p = p * score.kept_count if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
-        return p
+            number = number if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
+        return number
 
     @inlined
     def nothing(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
@@ -202,7 +202,7 @@ def make(config, of_keys):
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
                         if early:
-                            p[2 * r + x] = counted(weighed, own, r, n, x, score)
+                            p[2 * r + x] = if_kept(weighed, own, r, n, x)
                 if early:
                     for r in range(2):
                         p_frag[2 * n + r] = pack(p[2 * r], p[2 * r + 1])
@@ -215,7 +215,7 @@ def make(config, of_keys):
 
     @inlined
     def to_weights(base, i, member, acc_s, p_frag, lse, bias, own, term, distance, every, arrays, strides, score):
-        """acc_s <- P times the derivative of the score; p_frag <- P as often as it counts, unless that is left to
+        """acc_s <- P times the derivative of the score; p_frag <- P where it counts, unless that is left to
         to_gradients so that fewer registers are in use beside dP. every: all scores of the warp count."""
         place = place_of(base, i, member)
         if of_keys:
@@ -243,14 +243,12 @@ def make(config, of_keys):
                         for x in range(2):
                             at = 4 * n + 2 * r + x
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
-                            dp = acc_dp[at]
-                            if drops:
-                                dp = counted(dp, own, r, n, x, score)
-                            ds[x] = acc_s[at] * (dp + less)
+                            dp = if_kept(acc_dp[at], own, r, n, x)
+                            ds[x] = acc_s[at] * (dp * score.kept_count + less if drops else dp + less)
                             if not (inside or is_seen(own, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
-                                p[x] = counted(acc_s[at], own, r, n, x, score)
+                                p[x] = if_kept(acc_s[at], own, r, n, x)
                         if of_p and not early:
                             p_frag[2 * n + r] = pack(p[0], p[1])
                         ds_frag[2 * n + r] = pack(ds[0], ds[1])

@@ -97,7 +97,7 @@ def make(config):
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drop_some, count_kept = counting(config)
+    kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
     store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
@@ -215,6 +215,7 @@ def make(config):
         distance = cuda.local.array(2, float32)
         mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
         shown_bits = cuda.local.array(bits_words, uint32)  # by the mask that was given
+        kept = cuda.local.array(kept_words, uint32)  # which weights count
         loaded = cuda.local.array(bias_words, uint32)  # (2, tile_n / 8, 2), in 16 bits two in one
         words = cuda.local.array(o_words, uint32)
         scale_log2 = score.scale * log2_e
@@ -258,6 +259,7 @@ def make(config):
                 load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
             if scores_finished or has_mask or masked or has_score_mod or asks:
                 find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
+            find_kept(j, work_tile, kept, arrays, sizes)
             wait_all()
             pin_s(acc_s)
             done_with_scores(base, elected, j == begin, taken, seen)
@@ -268,7 +270,7 @@ def make(config):
                     finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                 hide_scores(acc_s, mask_bits)
             softmax(acc_s, m, l, alpha, scale_log2)
-            drop_some(j, work_tile, acc_s, arrays, sizes)
+            drop_some(acc_s, kept)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -287,6 +289,7 @@ def make(config):
                         load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
+                    find_kept(j, work_tile, kept, arrays, sizes)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
@@ -294,7 +297,7 @@ def make(config):
                         finish_scores(base, acc_s, terms, distance, loaded, taken, score)
                     hide_scores(acc_s, mask_bits)
                     moved = softmax(acc_s, m, l, alpha, scale_log2)
-                    drop_some(j, work_tile, acc_s, arrays, sizes)
+                    drop_some(acc_s, kept)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
                     j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
@@ -305,6 +308,7 @@ def make(config):
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scores_finished or has_score_mod or asks:
                         find_visible(j, work_tile, sizes, mask_bits, distance)
+                    find_kept(j, work_tile, kept, arrays, sizes)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
@@ -313,7 +317,7 @@ def make(config):
                     if has_score_mod or asks:
                         hide_scores(acc_s, mask_bits)
                     moved = softmax(acc_s, m, l, alpha, scale_log2)
-                    drop_some(j, work_tile, acc_s, arrays, sizes)
+                    drop_some(acc_s, kept)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
                     j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)

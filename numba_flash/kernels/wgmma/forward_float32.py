@@ -114,7 +114,7 @@ def make(config):
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drop_some, count_kept = counting(config)
+    kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
     write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
@@ -343,7 +343,9 @@ def make(config):
         if masked or has_score_mod or asks:
             hide_scores(acc_s, mask_bits)
         moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)
-        drop_some(j, work_tile, acc_s, arrays, sizes)
+        kept = cuda.local.array(kept_words, uint32)
+        find_kept(j, work_tile, kept, arrays, sizes)
+        drop_some(acc_s, kept)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
         outputs(base, me, n, acc_o, p_frag)

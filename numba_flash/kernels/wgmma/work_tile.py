@@ -1,6 +1,6 @@
 """What a consumer reads of a work tile, which the scheduler has written to shared memory (query_tiles.py)."""
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
 from ...ptx import ld_st, shfl, special
 from ..score import counts
@@ -39,19 +39,24 @@ def rows_of_lane():
 
 
 def counting(config):
-    """-> (drop_some, count_kept), device functions: which weights of a query tile count, and how many times."""
+    """-> (words, find_kept, drop_some, count_kept): which weights of a query tile count, and how many times. Words of
+    `kept`, and device functions."""
     drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
     tile_n = config.tile_n
 
     @inlined
-    def drop_some(j, work_tile, acc_s, arrays, sizes):
-        """P of key tile j <- 0 where it does not count."""
+    def find_kept(j, work_tile, kept, arrays, sizes):
+        """kept <- which weights of key tile j count. It needs no score."""
         if drops:
-            kept = cuda.local.array(kept_words, uint32)
             first_row, lane = rows_of_lane()
             b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
             first_key = int32(j * tile_n + first_column_of(lane))
             kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+
+    @inlined
+    def drop_some(acc_s, kept):
+        """P <- 0 where it does not count."""
+        if drops:
             drop(acc_s, kept)
 
     @inlined
@@ -59,4 +64,4 @@ def counting(config):
         if drops:
             scale(inverse_l, score)
 
-    return drop_some, count_kept
+    return kept_words, find_kept, drop_some, count_kept

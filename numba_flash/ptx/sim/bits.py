@@ -13,3 +13,7 @@ def count(word):
 
 def multiply_wide(x, y):
     return np.uint64(int(x) * int(y))
+
+
+def push_carry(bits, x, y):
+    return np.uint32((2 * int(bits) + (int(x) + int(y) >> 32)) & 0xFFFFFFFF)
