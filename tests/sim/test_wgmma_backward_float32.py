@@ -13,9 +13,14 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
+from numba import cuda
 
-from numba_flash import testing
-from numba_flash.kernels.steps import recompute_queries
+from numba_flash import arrays, testing
+from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.wgmma import gradient_rows_float32
+from numba_flash.ptx.sim import block, now
+from numba_flash.ptx.sim import wgmma as sim_wgmma
+from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -72,10 +77,7 @@ def test_what_is_read_for_each_score(rung, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(48, 2, 1), (64, 1, 1), (16, 3, 2)], ids=str)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
-    rows, *stages = how
-    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
-    monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
+    use_rows(monkeypatch, *how)
     rung.check(rung.problem(130, 150, batch=1, heads=1, head_dim=69, head_dim_v=24), causal=True)
 
 
@@ -90,16 +92,101 @@ def test_each_gradient_alone_has_the_same_bits(rung, wanted):
     assert same([getattr(alone, name) for name in wanted], [getattr(together, name) for name in wanted])
 
 
-def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
+def use_rows(monkeypatch, rows, *stages):
+    """Tables in which a block walks over so many rows at a time, with stages_a and stages_b."""
+    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
+    monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
+
+
+# Several tiles of the walk, of more than one head. dV alone has one consumer, which frees both kinds of tiles.
+@pytest.mark.parametrize(
+    ("wanted", "stages"), [(("dk", "dv", "dq"), (2, 1)), (("dk",), (2, 1)), (("dv",), (1, 2))], ids=["all", "dk", "dv"]
+)
+def test_products_may_take_long(rung, wanted, stages, monkeypatch, nothing_remembered):
+    """Nobody gives a place back before the product that reads it is done: the producer writes there at once."""
+    together = sim_wgmma.together
+
+    def late(instruction, *given):
+        if instruction[0] == "wgmma.wait_group":
+            for _ in range(3):
+                now.current().turns.let_others_run(now.current())
+        together(instruction, *given)
+
+    monkeypatch.setattr(sim_wgmma, "together", late)
+    use_rows(monkeypatch, 32, *stages)
+    case = rung.problem(70, 70, batch=1, heads=2, heads_kv=1, head_dim=8)
+    gradients = rung(case, incoming(case), wanted)
+    assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)
+
+
+def test_every_turn_that_is_given_on_is_taken(rung, monkeypatch):
+    """No named barrier is half full when its block ends."""
+    blocks, make_threads = [], block.Block.make_threads
+
+    def note(made, *given):
+        blocks.append(made)
+        make_threads(made, *given)
+
+    monkeypatch.setattr(block.Block, "make_threads", note)
+    rung(rung.problem(5, 6, batch=1, heads=1, head_dim=8))
+    used = [barrier for made in blocks for barrier in made.barriers.values()]
+    assert used and not any(barrier.came for barrier in used)
+
+
+# Their own scores would be 0. Where the others are below -100, that is a weight of e^100 or more.
+@pytest.mark.parametrize("level", [0, -318])
+def test_keys_past_the_end_may_be_anything(rung, level, monkeypatch, nothing_remembered):
     def repair(*_):
         raise AssertionError("a row of dQ was not finite: K past the end was multiplied by 0")
 
     monkeypatch.setattr(recompute_queries, "make", lambda *_: repair)  # rows would come out right by it, and slowly
     case = rung.problem(24, 90, batch=2, heads=1, head_dim=8)
+    if level:
+        case.q[..., 0], case.k[..., 0] = 30, level * 8**0.5 / 30
     case.k[1, :, 70:], case.v[1, :, 70:] = np.nan, np.inf
     case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
     gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
     assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+def test_what_nothing_sees_costs_no_row_a_second_time(rung, monkeypatch, nothing_remembered):
+    """V of a key that a mask hides, and a query whose lse is -inf: rows would come out right if computed again."""
+
+    def repair(*_):
+        raise AssertionError("a row was not finite")
+
+    for module in (recompute_keys, recompute_queries):
+        monkeypatch.setattr(module, "make", lambda *_: repair)
+    case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
+    case.v[:, :, 20] = np.nan
+    bias = np.zeros((8, 24), np.float32)
+    bias[5] = -np.inf
+    gradients = rung.check(case, mask=np.arange(24)[None] != 20, bias=bias)
+    assert not gradients.dq[:, :, 5].any() and not gradients.dv[:, :, 20].any() and gradients.dv[:, :, 19].any()
+
+
+@pytest.mark.parametrize("columns", [23, 24])
+def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
+    acc = np.random.default_rng(0).standard_normal((32, 16), dtype=np.float32)  # of each lane (32 / 8, 4)
+    rows, each = np.arange(16)[:, None], np.arange(columns)
+    expected = 2 * acc[rows % 8 * 4 + each % 8 // 2, each // 8 * 4 + rows // 8 * 2 + each % 2]
+    acc[5, 1], acc[14, 6], acc[20, 2] = np.inf, np.nan, np.nan  # in rows 1, 11 and 13
+    expected[12:] = 0
+    expected[[1, 11, 15]] = -1
+
+    def kernel(acc, target, found):
+        lane = cuda.threadIdx.x
+        mine = cuda.local.array(16, np.float32)
+        for x in range(16):
+            mine[x] = acc[16 * lane + x]
+        store = gradient_rows_float32.make(columns, 32)
+        found[lane] = store(mine, np.float32(2), lane, target, 0, columns, 15, 12)
+
+    target, found = np.full((16, columns), -1, np.float32), np.zeros(32, np.uint32)
+    run(lambda: cuda.jit(kernel), 1, 32, 0, tuple(arrays.read("array", x) for x in (acc, target, found)), ())
+    np.testing.assert_array_equal(target, expected)
+    assert (found == (1 << 1 | 1 << 11)).all()
 
 
 # A key that some queries do not see and a query that does not see some keys.
