@@ -217,7 +217,7 @@ def _most_keys(problem: Problem, most: int) -> int:
     many as one product can be wide."""
     bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
     if problem.function("score_mod") is not None:
-        return 96 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+        return 128 if head_dim <= 64 else 80 if head_dim <= 128 else 32
     if problem.functions:  # a mask_mod alone asks about few tiles
         return 128 if head_dim <= 128 else 64
     if bias is None and problem.array("mask") is None:
