@@ -6,6 +6,8 @@ from contract_backward import Rung, incoming, same
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.ptx.sim import now
+from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -64,6 +66,24 @@ def test_each_gradient_alone_has_the_same_bits(rung, wanted):
     given = incoming(case)
     alone, together = rung(case, given, wanted), rung(case, given)
     assert same([getattr(alone, name) for name in wanted], [getattr(together, name) for name in wanted])
+
+
+# dV alone has one consumer, which frees both kinds of tiles.
+@pytest.mark.parametrize("wanted", [("dq", "dk", "dv"), ("dv",)], ids="-".join)
+def test_products_may_take_long(rung, wanted, monkeypatch, nothing_remembered):
+    """Nobody gives a panel back before the product that reads it is done: the producer writes there at once."""
+    together = sim_wgmma.together
+
+    def late(instruction, *given):
+        if instruction[0] == "wgmma.wait_group":
+            for _ in range(3):
+                now.current().turns.let_others_run(now.current())
+        together(instruction, *given)
+
+    monkeypatch.setattr(sim_wgmma, "together", late)
+    case = rung.problem(70, 70, batch=1, heads=1, head_dim=136, head_dim_v=136)
+    gradients = rung(case, incoming(case), wanted)
+    assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)
 
 
 def test_keys_and_columns_past_the_end_may_be_anything(rung, monkeypatch):
