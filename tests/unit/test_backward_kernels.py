@@ -607,6 +607,7 @@ BY_ELEMENT = [
 ]
 
 
+@pytest.mark.usefixtures("two_kernels")
 @pytest.mark.parametrize(
     ("options", "tile_m", "tile_n"), BY_ELEMENT, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )

@@ -49,7 +49,7 @@ def test_as_many_count_as_should(p):
 
 
 @pytest.mark.parametrize("axis", range(4))
-@pytest.mark.parametrize("apart", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("apart", [1, 2, 3, 4, 8, 16, 32])
 def test_neighbours_are_independent(axis, apart):
     """The correlation of weights so far apart, by their positions, is within five standard deviations of 0."""
     shape = [2, 2, 64, 64]
