@@ -1,4 +1,4 @@
-"""The seed of dropout where JAX traces: an operand, so that another one compiles nothing.
+"""A seed where JAX traces: an operand, so that another one compiles nothing.
 
 A whole number becomes its two words of 32 bits, because JAX has 64 bits only when asked. A scalar of JAX's stays what
 it is. Kernels take a seed by value, so the callback reads it on the host. On a GPU that waits for what XLA's stream has

@@ -291,7 +291,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
     all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
     0 it owns one tile of many. lse_first: S begins with -lse / scale instead of 0, so that nothing has to wait for lse
-    afterwards; for a scale that is not 0, and without dropout.
+    afterwards; for a scale that is not 0, and where no weights are dropped.
     """
 
     ordered: bool = True
@@ -328,7 +328,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def delta_first(self) -> bool:  # type: ignore[override]
-        """Whether dP begins with -delta. With dropout dP is multiplied before delta is taken away."""
+        """Whether dP begins with -delta. Where weights are dropped, dP is multiplied before delta is taken away."""
         return not self.seeded
 
     @property

@@ -262,7 +262,7 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
 
 
 def seed_number(seed: Any) -> int:
-    """The seed that a caller gave to dropout."""
+    """The seed that a caller gave."""
     if seed is None:
         raise ValueError(
             f"{SEEDED} needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "

@@ -244,11 +244,14 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 
 
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
-    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients."""
+    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients. It takes a
+    query for granted: without any no kernel before it would set its ticket to 0."""
     forward = problem.forward
+    if not forward.seqlen_q:
+        return False
     by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
-    # With dropout registers do not suffice for tiles of 128 queries.
+    # Registers do not suffice for tiles of 128 queries where weights are dropped.
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
@@ -292,7 +295,7 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     if key_tiles == 1:
         return 1
     query_tiles = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
-    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and 0 < query_tiles <= WgmmaFusedConfig.KEPT
+    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and query_tiles <= WgmmaFusedConfig.KEPT
     every_key = forward.left is None and forward.right is None
     few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0

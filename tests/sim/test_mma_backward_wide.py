@@ -175,6 +175,12 @@ def test_parts_of_dq(one_kernel, how):
     one_kernel.check(case)
 
 
+@pytest.mark.parametrize("head_dim", [9, 40])
+def test_an_odd_number_of_steps_over_head_dim(one_kernel, head_dim):
+    """Of 16 columns each, where a loop takes two."""
+    one_kernel.check(one_kernel.problem(20, 34, batch=1, heads=1, head_dim=head_dim, head_dim_v=24))
+
+
 def explained(case):
     do, o, lse, dlse = incoming(case)
     return numba_flash.explain_backward(do, **case.arguments(testing.rows_padded), o=o, lse=lse, kernel="mma")

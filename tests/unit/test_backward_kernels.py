@@ -728,6 +728,7 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(64, 1023, 1023) == kernels(88, 1024, 1024) == kernels(88, 1024, 1024, causal=True) == two
     # One tile of keys, whose block writes dQ itself.
     assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
+    assert kernels(64, 0, 77) == kernels(64, 0, 140) == kernels(88, 0, 140) == two, "it takes a first query for granted"
     # More of them, where dQ stays in shared memory: of two tiles of 128 queries, up to head_dim 64.
     of_group, many = dict(heads=16, heads_kv=8, batch=50), dict(batch=50)
     assert kernels(64, 40, 129, **many) == kernels(64, 256, 512, **many) == kernels(64, 128, 129, **of_group) == one[:2]

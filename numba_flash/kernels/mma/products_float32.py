@@ -121,6 +121,8 @@ def make(config):
                 add_columns(acc_s, q_frag, k_frag, q_at, k_at)
                 add_columns(acc_s, q_frag, k_frag, int32(q_at ^ int32(64)), int32(k_at ^ int32(64)))
                 q_at, k_at = int32(q_at + int32(q_panel)), int32(k_at + int32(kv_panel))
+            if steps % 2:
+                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
         else:
             for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
                 add_columns(acc_s, q_frag, k_frag, q_at, k_at)

@@ -114,6 +114,8 @@ def make(config):
                 add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
                 add_panel(own_blocks, acc_s, q_frag, k_frag, int32(q_at + q_panel), int32(k_at + kv_panel))
                 q_at, k_at = int32(q_at + 2 * q_panel), int32(k_at + 2 * kv_panel)
+            if steps % 2:
+                add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
         else:
             add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 

@@ -76,6 +76,7 @@ def make(config):
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
     stays = config.stays
+    some_lack_q = stays and not all_keys  # tiles that no query sees; where a block has one tile a Q past the end comes
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -310,11 +311,12 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            masked = i >= word(own, CUT) or i < word(own, FREE)
-            if n < end or not stays:  # where a block has one tile there is a Q past the end
+            masked = False
+            if n < end or not some_lack_q:
                 preload_s(base, acc_s, n, lse_factor)
                 issue_s(base, acc_s, k_desc, n, FALSE)
                 find_kept(own, i, member, kept, arrays, sizes)
+                masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
             while n < end:
