@@ -39,7 +39,7 @@ def make(config):
         exchanged.put_all,
     )
     by_columns = groups > 1 and config.splits_columns
-    half_steps, unrolled = steps // 2, config.unrolled
+    half_steps = steps // 2
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -106,18 +106,7 @@ def make(config):
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        if unrolled:
-            for i in range(own_count):
-                acc_s[i] = float64(0)
-            q_at, k_at = q_lane, k_lane
-            for _ in range(special.opaque(half_steps)):
-                add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
-                add_panel(own_blocks, acc_s, q_frag, k_frag, int32(q_at + q_panel), int32(k_at + kv_panel))
-                q_at, k_at = int32(q_at + 2 * q_panel), int32(k_at + 2 * kv_panel)
-            if steps % 2:
-                add_panel(own_blocks, acc_s, q_frag, k_frag, q_at, k_at)
-        else:
-            add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
+        add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
