@@ -66,6 +66,7 @@ class WgmmaBackwardConfig(Config):
     waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1  # a tile is of one head
     key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    stays: ClassVar[bool] = False
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     STATE_WORDS: ClassVar[int] = 16
@@ -169,11 +170,6 @@ class WgmmaBackwardConfig(Config):
     def state_bytes(self) -> int:
         """Of a tile that the block owns."""
         return 4 * self.STATE_WORDS
-
-    @property
-    def stays(self) -> bool:
-        """Whether a block has one tile after the other."""
-        return False
 
     @property
     def states(self) -> int:
@@ -290,12 +286,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
     the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
     all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
-    0 it owns one tile of many. lse_first: S begins with -lse / scale instead of 0, so that nothing has to wait for lse
+    0 it owns tiles of many heads. stays: the block takes one tile after the other. It puts dK and dV together in the
+    place of a dS while the next K and V come, which holds both up to head_dim 64. lse_first: S begins with -lse / scale instead of 0, so that nothing has to wait for lse
     afterwards; for a scale that is not 0, and where no weights are dropped.
     """
 
     ordered: bool = True
     key_tiles: int = 0  # type: ignore[misc]
+    stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
 
     both_ways: ClassVar[bool] = True
@@ -316,6 +314,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             )
         if self.key_tiles > 1 and self.tile_m != 128:
             raise ValueError(f"key_tiles must be 0 or 1 with tiles of {self.tile_m} queries, not {self.key_tiles}")
+        if self.stays and self.tile_m != 128:
+            raise ValueError(f"blocks stay with tiles of 128 queries, not {self.tile_m}")
+        if self.key_tiles > 1 and not self.stays:
+            raise ValueError(f"a block with {self.key_tiles} key tiles stays")
         if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:
             raise ValueError(f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {self.key_tiles}")
         if any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses):
@@ -348,11 +350,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     @property
     def ds_bytes(self) -> int:
         return tile_bytes(self.tile_m, self.tile_n)
-
-    @property
-    def stays(self) -> bool:
-        """Where dK and dV fit into the place of one dS, in which they are put together while the next K and V come."""
-        return self.dq_panels == 1
 
     @property
     def dq_part_bytes(self) -> int:

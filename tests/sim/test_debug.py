@@ -239,7 +239,8 @@ def test_every_kernel(kernel, monkeypatch):
             monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 1)
             differentiate("wgmma", seqlen=21)
         elif kernel in ("wgmma_fused", "wgmma_round"):  # plans are kept by problem, and nobody else has these
-            monkeypatch.setattr(select_backward, "_one_key_tile", lambda _: kernel == "wgmma_fused")
+            of_all = int(kernel == "wgmma_fused")
+            monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: of_all)
             differentiate("wgmma", seqlen=23 if kernel == "wgmma_fused" else 19)
         elif kernel == "delta" or "_" in kernel:
             differentiate(

@@ -161,7 +161,16 @@ ONE_KERNEL = {
 def one_kernel(request, monkeypatch, nothing_remembered):
     dtype, own, other, warp_rows, groups = request.param
     row = backward_tiles.WideFused(
-        0, 256, own, other, warp_rows, groups, 0, 0, unrolled=dtype == "float32" and groups == 4, gpu=backward_tiles.SIMULATOR
+        0,
+        256,
+        own,
+        other,
+        warp_rows,
+        groups,
+        0,
+        0,
+        unrolled=dtype == "float32" and groups == 4,
+        gpu=backward_tiles.SIMULATOR,
     )
     monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
     monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)

@@ -117,13 +117,17 @@ def one_kernel(monkeypatch, nothing_remembered):
 @pytest.fixture
 def key_tiles_of_blocks(monkeypatch):
     """-> the key tiles that blocks are given, on a GPU that has not room for all blocks at a time."""
-    chosen, choose = [], select_backward.key_tiles_of_a_block
+    chosen, choose, stay = [], select_backward.key_tiles_of_a_block, select_backward.blocks_stay
 
     def chosen_for_a_small_gpu(problem, target):
-        chosen.append(choose(problem, dataclasses.replace(target, multiprocessors=1)))
+        chosen.append(choose(problem, dataclasses.replace(target, multiprocessors=0)))
         return chosen[-1]
 
+    def stay_on_a_small_gpu(problem, target, *more):
+        return stay(problem, dataclasses.replace(target, multiprocessors=0), *more)
+
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", chosen_for_a_small_gpu)
+    monkeypatch.setattr(select_backward, "blocks_stay", stay_on_a_small_gpu)
     return chosen
 
 
@@ -226,9 +230,11 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
     together = rung.check(case, given)
     assert set(key_tiles_of_blocks) == {3}
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
-    dispatch._plans.clear()
-    select_backward.wgmma_configs.cache_clear()
-    assert same(together, rung.check(case, given))
+    for stay in (True, False):
+        monkeypatch.setattr(select_backward, "blocks_stay", lambda *_, stay=stay: stay)
+        dispatch._plans.clear()
+        select_backward.wgmma_configs.cache_clear()
+        assert same(together, rung.check(case, given))
 
 
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.

@@ -437,9 +437,11 @@ def backward_gates():
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
             yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
-            for key_tiles in range(2, 1 + WgmmaFusedConfig.MOST_KEY_TILES) if row.tile_m == 128 else ():
-                more = dataclasses.replace(fused, key_tiles=key_tiles)
-                yield f"wgmma_fused-{row.head_dim}-{name}-{key_tiles}-key-tiles", more
+            if row.tile_m == 128:
+                for key_tiles in range(1 + WgmmaFusedConfig.MOST_KEY_TILES):
+                    stays = dataclasses.replace(fused, key_tiles=key_tiles, stays=True)
+                    yield f"wgmma_fused-{row.head_dim}-{name}-stays-{key_tiles}-key-tiles", stays
+                yield f"wgmma_fused-{row.head_dim}-{name}-stays-parts", dataclasses.replace(in_parts, stays=True)
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features = {x: features[x] for x in features if x != "lse_first"}
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
