@@ -287,8 +287,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
     all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
     0 it owns tiles of many heads. stays: the block takes one tile after the other. It puts dK and dV together in the
-    place of a dS while the next K and V come, which holds both up to head_dim 64. lse_first: S begins with -lse / scale instead of 0, so that nothing has to wait for lse
-    afterwards; for a scale that is not 0, and where no weights are dropped.
+    place of a dS while the next K and V come, which holds both up to head_dim 64. lse_first: S begins with -lse / scale
+    instead of 0, so that nothing has to wait for lse afterwards; for a scale that is not 0, and where no weights are
+    dropped.
     """
 
     ordered: bool = True

@@ -21,8 +21,8 @@ dQ of this one are issued behind dV and dK, and dP when half of the next exponen
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-Which weights of the next tile are kept is found beside its S and this one's dQ. Where some are dropped, dP is multiplied
-before delta is taken away, and so does not begin with it.
+Which weights of the next tile are kept is found beside its S and this one's dQ. Where some are dropped, dP is
+multiplied before delta is taken away, and so does not begin with it.
 
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
