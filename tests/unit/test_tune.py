@@ -25,8 +25,9 @@ def config_of(tune, kernel, row, head_dim, head_dim_v=None):
     q, v = (
         empty(1, 64, 4096, columns, strides=(2**28, 2**22, 2**10, 1)) for columns in (head_dim, head_dim_v or head_dim)
     )
-    bias = dict(bias=empty(4096, 4096)) if getattr(row, "reads", False) else {}
-    found = tune["prepare"](kernel, row, q, q, v, dict(kernel=kernel) | bias)
+    read = dict(bias=empty(4096, 4096)) if getattr(row, "reads", False) else {}
+    read |= dict(mask=empty(4096, 4096, dtype="bool")) if getattr(row, "masked", False) else {}
+    found = tune["prepare"](kernel, row, q, q, v, dict(kernel=kernel) | read)
     return found and found[1].choice.config
 
 
