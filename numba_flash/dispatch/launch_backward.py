@@ -19,7 +19,6 @@ from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.groups import parts_of
 from ..problem.options import GradientOperands
 from ..select import tile_states
 from ..select.arguments import (
@@ -35,6 +34,7 @@ from ..select.arguments import (
 )
 from ..select.backward import BackwardChoice
 from ..select.backward_arguments import aux_elements, backward_arrays, backward_tensor_maps, backward_values
+from ..select.backward_kernels import all_parts
 from .for_reference import heads_first, reference_options
 from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, on_gpu
 
@@ -63,7 +63,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
     if isinstance(config, PreprocessConfig):
         return forward.batch * forward.heads * -(-_row_blocks(problem) * BLOCK_ROWS // config.rows)
     if isinstance(config, WgmmaDkdvConfig):
-        return _all_parts(config.members, problem) * (1 if config.key_tiles else _key_tiles(config, problem))
+        return all_parts(problem.forward, config.members) * (1 if config.key_tiles else _key_tiles(config, problem))
     if isinstance(config, WgmmaAddPartsConfig):
         return forward.batch * forward.heads_kv * -(-forward.seqlen_k // 64)
     if isinstance(config, DkdvConfig | MmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig | WideFusedConfig):
@@ -90,12 +90,6 @@ def blocks_at_a_time(target: Target) -> int:
     return max(target.multiprocessors, 1)
 
 
-def _all_parts(members: int, problem: BackwardProblem) -> int:
-    """Of the groups of all batch entries."""
-    forward = problem.forward
-    return forward.batch * forward.heads_kv * parts_of(forward.heads // max(forward.heads_kv, 1), members)
-
-
 def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of those of BACKWARD_WORKSPACE that these kernels may take."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
@@ -113,7 +107,7 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
             made["turns"] = (config.TURNS_AT + tiles,), "uint32"
         if isinstance(config, WgmmaDkdvConfig) and config.members:
-            rows_of_parts = _all_parts(config.members, problem) * _key_tiles(config, problem) * config.tile_n
+            rows_of_parts = all_parts(problem.forward, config.members) * _key_tiles(config, problem) * config.tile_n
             if config.of_dk:
                 made["dk_sums"] = (rows_of_parts * config.head_dim_padded,), "float32"
             if config.of_dv:

@@ -31,6 +31,7 @@ from ..config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqCo
 from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from ..problem.groups import parts_of
 from ..problem.options import HEAD_GRADIENTS, SEEDED, changes_scores
 from . import backward_tiles as tiles
@@ -232,11 +233,11 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
     The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
     with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
     """
-    p, heads, rows = problem.forward, problem.forward.heads, problem.forward.seqlen_q
+    forward = problem.forward
+    heads, rows = forward.batch * forward.heads, forward.seqlen_q
     if isinstance(config, WgmmaDkdvConfig):
-        parts = parts_of(p.heads // max(p.heads_kv, 1), config.members)
-        heads, rows = p.heads_kv * parts, p.seqlen_k
-    if config.own_rows != 128 or 2 * p.batch * heads * -(-rows // 128) > target.multiprocessors:
+        heads, rows = all_parts(forward, config.members), forward.seqlen_k
+    if config.own_rows != 128 or 2 * heads * -(-rows // 128) > target.multiprocessors:
         return config
     if isinstance(config, WgmmaDkdvConfig):
         return dataclasses.replace(config, tile_n=64, stages_b=2)
@@ -305,13 +306,17 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     """Whether blocks of the one kernel take one tile after the other: up to head_dim 64, where there are more of them
     than run at a time. No order of sums depends on it, and so no bit.
 
-    4 heads of 64 tokens took 12.5 us, and with blocks that stay 16 (H200).
+    4 heads of 64 tokens took 12.5 us, and in another run, with blocks that stay, 16 (H200).
     """
     forward = problem.forward
-    parts = forward.batch * forward.heads_kv * parts_of(forward.heads // max(forward.heads_kv, 1), members)
-    tiles = parts * (1 if key_tiles else -(-forward.seqlen_k // WgmmaFusedConfig.KEYS))
+    tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
     return max(forward.head_dim, forward.head_dim_v) <= 64 and many
+
+
+def all_parts(forward: Problem, members: int) -> int:
+    """How many parts of so many query heads the groups of all batch entries have."""
+    return forward.batch * forward.heads_kv * parts_of(forward.heads // max(forward.heads_kv, 1), members)
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:

@@ -910,6 +910,16 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     assert fused.launch._blocks == blocks
 
 
+def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():
+    """4 groups of 8 heads in parts of 4, causal: 128 tiles of 16 key tiles, 136 of 17."""
+    for seqlen, stays in ((2048, False), (2049, True)):
+        arrays = {name: empty(1, 32, seqlen, 64, dtype="float16") for name in ("do", "q", "o")}
+        arrays |= {name: empty(1, 4, seqlen, 64, dtype="float16") for name in ("k", "v")}
+        lse = empty(1, 32, seqlen, dtype="float32")
+        fused = wgmma_configs(problem(64, dtype="float16", causal=True, **arrays, lse=lse), HOPPER)[1]
+        assert (fused.kernel, fused.members, fused.stays) == ("wgmma_fused", 4, stays)
+
+
 def may_start_early(made):
     """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
     choice = select_backward(made, HOPPER, "wgmma", "cupy")
