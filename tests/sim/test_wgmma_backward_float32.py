@@ -52,33 +52,44 @@ def test_all_options(rung):
     )  # fmt: skip
 
 
+# (batch, heads, what makes the options): four heads where each has its own.
 READ = {
-    "bias": lambda rng: dict(bias=rng.standard_normal((4, 40, 71), dtype=np.float32), softcap=2.0, causal=True),
-    "bias in pairs": lambda rng: dict(
-        bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(4, np.float32)
+    "bias": (
+        1, 4, lambda rng: dict(bias=rng.standard_normal((4, 40, 71), dtype=np.float32), softcap=2.0, causal=True)
     ),
-    "mask": lambda rng: dict(mask=rng.random((1, 4, 40, 70)) < 0.6, seqlens_k=np.array([37, 70], np.int32)),
-    "key padding": lambda rng: dict(mask=(np.arange(70) % 64 > 40)[None, None, None]),
-    "both": lambda rng: dict(
-        bias=rng.standard_normal((40, 70), dtype=np.float32), mask=rng.random((40, 70)) < 0.1, window=(20, 9)
+    "bias in pairs": (
+        2, 2,
+        lambda rng: dict(bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(2, np.float32)),
     ),
-}
+    "mask": (
+        2, 4, lambda rng: dict(mask=rng.random((1, 4, 40, 70)) < 0.6, seqlens_k=np.array([37, 70], np.int32))
+    ),
+    "key padding": (1, 2, lambda rng: dict(mask=(np.arange(70) % 64 > 40)[None, None, None])),
+    "both": (
+        1, 2,
+        lambda rng: dict(
+            bias=rng.standard_normal((40, 70), dtype=np.float32), mask=rng.random((40, 70)) < 0.1, window=(20, 9)
+        ),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", READ)
 def test_what_is_read_for_each_score(rung, how):
-    options = READ[how](np.random.default_rng(4))
+    batch, heads, make = READ[how]
+    options = make(np.random.default_rng(4))
     seqlen_k = options["bias"].shape[-1] if "bias" in options else 70
-    case = rung.problem(40, seqlen_k, batch=2 if how != "bias" else 1, heads=4, heads_kv=2, head_dim=20)
+    case = rung.problem(40, seqlen_k, batch=batch, heads=heads, heads_kv=heads // 2, head_dim=20)
     rung.check(case, **options)
 
 
 # How many rows a block walks over, and how many places tiles have: (rows, stages_a, stages_b).
+# It walks over more tiles than there are places.
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(48, 2, 1), (64, 1, 1), (16, 3, 2)], ids=str)
-def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
+@pytest.mark.parametrize(("how", "seqlen"), [((48, 2, 1), 100), ((64, 1, 1), 130), ((16, 3, 2), 70)], ids=str)
+def test_every_kind_of_row(rung, how, seqlen, monkeypatch, nothing_remembered):
     use_rows(monkeypatch, *how)
-    rung.check(rung.problem(130, 150, batch=1, heads=1, head_dim=69, head_dim_v=24), causal=True)
+    rung.check(rung.problem(seqlen, seqlen + 20, batch=1, heads=1, head_dim=69, head_dim_v=24), causal=True)
 
 
 @pytest.mark.parametrize("wanted", [("dk",), ("dv",), ("dq",), ("dq", "dv")], ids="-".join)
