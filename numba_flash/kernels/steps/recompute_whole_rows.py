@@ -3,8 +3,8 @@
 As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K
 or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
 
-A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are made smaller
-by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
+A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are made
+smaller by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
 """
 
 import math
