@@ -295,6 +295,16 @@ def test_scores_of_any_size(rung, dtype, level, sign):
     check_at_a_level(rung, dtype, level, sign)
 
 
+# docs/numerics.md: |v| times one more than the keys is below the largest number. A factor of 2^122 changes no digit.
+def test_large_values(rung):
+    case = rung.problem(6, 30, dtype="float32", batch=1, heads=1, head_dim=8)
+    case.v[...] = np.where(np.arange(8) % 2, 1.9, -1.9) + 0.05 * np.sign(case.v)
+    o, lse = rung(case)
+    case.v *= np.float32(2.0**122)
+    large, lse_of_large = rung(case)
+    assert same_bits(large, o * np.float32(2.0**122)) and same_bits(lse_of_large, lse)
+
+
 # What hides key 13 from some queries, from all of the 20, or from one batch entry.
 BLINDS = {
     "causal": dict(causal=True, q_offset=0),

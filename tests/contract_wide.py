@@ -110,3 +110,20 @@ def test_what_has_no_small_part(float32, where, value):
     case.k *= np.float32(0.1)
     getattr(case, where)[0, 0, 3, 1] = value
     float32.check(case)
+
+
+# A sum of weights times values is divided at the end. Where it was Inf the row is computed again, with smaller weights.
+@pytest.mark.parametrize("options", [{}, dict(sinks=np.ones(1)), dict(causal=True)], ids=["plain", "sink", "causal"])
+def test_values_near_the_largest_number(rung, options):
+    if "sinks" in options:
+        options = dict(sinks=options["sinks"].astype(rung.dtype))
+    case = rung.problem(6, 40, batch=1, heads=1, head_dim=8, **options)
+    case.v[...] = np.where(np.arange(8) % 2, 1.5, -1.5)
+    o, lse = rung(case)
+    size = np.ldexp(np.ones(1, rung.dtype), np.finfo(rung.dtype).maxexp - 1)
+    case.v *= size
+    large, lse_of_large = rung(case)
+    # Of each: the roundings of 40 sums, of 2^x, of the score and of the division.
+    bound = 2 * 50 * testing.EPS[rung.dtype]
+    assert (np.abs(large / size - o) <= bound * np.abs(o)).all()
+    assert (np.abs(lse_of_large - lse) <= bound * (1 + np.abs(lse))).all()

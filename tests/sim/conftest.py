@@ -11,6 +11,8 @@ import pytest
 from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.ptx.sim import now
+from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, rungs, tiles
 
@@ -107,6 +109,20 @@ def nothing_remembered(monkeypatch):
     yield
     for configs in remembered:
         configs.cache_clear()
+
+
+@pytest.fixture
+def slow_products(monkeypatch):
+    """Others go on before a product is waited for: a place that was given back before is written while it is read."""
+    together = sim_wgmma.together
+
+    def late(instruction, *given):
+        if instruction[0] == "wgmma.wait_group":
+            for _ in range(3):
+                now.current().turns.let_others_run(now.current())
+        together(instruction, *given)
+
+    monkeypatch.setattr(sim_wgmma, "together", late)
 
 
 def tensor(kernel):

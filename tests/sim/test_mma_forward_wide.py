@@ -24,6 +24,7 @@ from contract_wide import (  # noqa: F401
     test_nan_behind_a_mask,
     test_numbers_of_any_size,
     test_terms_that_cancel,
+    test_values_near_the_largest_number,
     test_what_has_no_small_part,
     test_what_is_read_or_asked_for_each_score,
 )

@@ -26,7 +26,7 @@ from numba_flash import testing
 from numba_flash.arrays import making
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import recompute_queries
+from numba_flash.kernels.steps import recompute_keys, recompute_queries
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_arguments, backward_tiles
@@ -183,6 +183,12 @@ def test_blocks_that_stay(
     rung.check(rung.problem(seqlen_q, seqlen_k, batch=2, heads=heads, head_dim=8), **options)
 
 
+def test_blocks_that_stay_keep_what_products_read(rung, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks):
+    """The next K and V come as soon as their place is given back, which is behind the last dQ."""
+    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=8))
+
+
 # A block has all heads, whose states take turns: the third one's is where the first one's was.
 @pytest.mark.parametrize("seqlen_k", [40, 140])
 def test_rows_are_computed_again_of_heads_that_meet_nan_alone(
@@ -298,6 +304,21 @@ def test_keys_past_the_end_may_be_anything(rung, monkeypatch):
     case.k[0, :, 37:], case.v[0, :, 37:] = np.inf, np.nan
     gradients = rung.check(case, seqlens_k=np.array([37, 70], np.int32), q_offset=0)
     assert all(np.isfinite(x).all() for x in gradients[:3])
+
+
+# dP is not finite for keys that no query sees. Nor does any row have to be computed again. Four queries see no key.
+@pytest.mark.parametrize("dropout_p", [0, 0.3])
+@pytest.mark.parametrize(("head_dim", "hidden"), [(40, np.nan), (88, np.nan), (128, np.inf)])
+def test_what_a_mask_hides_from_one_kernel_may_be_anything(rung, head_dim, hidden, dropout_p, one_kernel, monkeypatch):
+    def repair(*_):
+        raise AssertionError("a row was not finite")
+
+    for module in (recompute_keys, recompute_queries):
+        monkeypatch.setattr(module, "make", lambda *_: repair)
+    case = rung.problem(20, 40, batch=1, heads=1, head_dim=head_dim)
+    case.options |= dict(causal=True, q_offset=-4) | (dict(dropout_p=dropout_p, seed=5) if dropout_p else {})
+    case.v[:, :, 16:] = hidden
+    assert all(np.isfinite(x).all() for x in rung.check(case)[:3])
 
 
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.

@@ -18,8 +18,7 @@ from numba import cuda
 from numba_flash import arrays, testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries
 from numba_flash.kernels.wgmma import gradient_rows_float32
-from numba_flash.ptx.sim import block, now
-from numba_flash.ptx.sim import wgmma as sim_wgmma
+from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
 
@@ -114,17 +113,8 @@ def use_rows(monkeypatch, rows, *stages):
 @pytest.mark.parametrize(
     ("wanted", "stages"), [(("dk", "dv", "dq"), (2, 1)), (("dk",), (2, 1)), (("dv",), (1, 2))], ids=["all", "dk", "dv"]
 )
-def test_products_may_take_long(rung, wanted, stages, monkeypatch, nothing_remembered):
+def test_products_may_take_long(rung, wanted, stages, slow_products, monkeypatch, nothing_remembered):
     """Nobody gives a place back before the product that reads it is done: the producer writes there at once."""
-    together = sim_wgmma.together
-
-    def late(instruction, *given):
-        if instruction[0] == "wgmma.wait_group":
-            for _ in range(3):
-                now.current().turns.let_others_run(now.current())
-        together(instruction, *given)
-
-    monkeypatch.setattr(sim_wgmma, "together", late)
     use_rows(monkeypatch, 32, *stages)
     case = rung.problem(70, 70, batch=1, heads=2, heads_kv=1, head_dim=8)
     gradients = rung(case, incoming(case), wanted)

@@ -6,8 +6,6 @@ from contract_backward import Rung, incoming, same
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries
-from numba_flash.ptx.sim import now
-from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -71,17 +69,8 @@ def test_each_gradient_alone_has_the_same_bits(rung, wanted):
 
 # dV alone has one consumer, which frees both kinds of tiles.
 @pytest.mark.parametrize("wanted", [("dq", "dk", "dv"), ("dv",)], ids="-".join)
-def test_products_may_take_long(rung, wanted, monkeypatch, nothing_remembered):
+def test_products_may_take_long(rung, wanted, slow_products):
     """Nobody gives a panel back before the product that reads it is done: the producer writes there at once."""
-    together = sim_wgmma.together
-
-    def late(instruction, *given):
-        if instruction[0] == "wgmma.wait_group":
-            for _ in range(3):
-                now.current().turns.let_others_run(now.current())
-        together(instruction, *given)
-
-    monkeypatch.setattr(sim_wgmma, "together", late)
     case = rung.problem(70, 70, batch=1, heads=1, head_dim=136, head_dim_v=136)
     gradients = rung(case, incoming(case), wanted)
     assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)

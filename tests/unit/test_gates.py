@@ -93,7 +93,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING: dict[str, str] = {
-    "wgmma_float32-64-128x64-everything-odd": "spills 72 bytes; none where columns are a multiple of 4",
+    # With tiles of 16 keys these four spill 16, 0, 8 and 8 bytes, and each product reads Q for half as many keys.
     "wgmma_float32-256-64x32-reading": "spills 32 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-both": "spills 68 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-everything": "spills 296 bytes; none without bias, mask and functions",

@@ -2,6 +2,9 @@
 
 As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K
 or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
+
+A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are made
+smaller by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
 """
 
 import math
@@ -57,11 +60,15 @@ def make(config, warp_rows):
                 k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
                 v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
                 q_pos = tile_keys.position + query
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                largest = real(1)  # what a weight is at most, a power of 2
+                while largest * real(end_key - first_key + 1) > real(1):  # a sink is one more
+                    largest *= real(0.5)
                 m, l = row_start(tile.b, head, arrays, strides)
                 m *= unit
+                l *= largest
                 for c in range(columns):
                     row_o[c] = real(0)
-                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
                 for key in range(first_key, end_key):
                     product = real(0)
                     for x in range(lane, head_dim, 32):
@@ -82,7 +89,7 @@ def make(config, warp_rows):
                             row_o[c] *= alpha
                         m = s
                     if s != minus_inf:
-                        p = exponential(s - m)
+                        p = exponential(s - m) * largest
                         l += p
                         p *= count(At(tile.b, head, index, key, q_pos), arrays, sizes, score)
                         if p != 0:
@@ -98,7 +105,7 @@ def make(config, warp_rows):
                     if x < columns_left:
                         store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
                 if write_lse and tile.part == 0 and lane == 0:
-                    row_lse = minus_inf if empty else m * to_natural + log2(l) * ln_2
+                    row_lse = minus_inf if empty else m * to_natural + log2(l / largest) * ln_2
                     arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = row_lse
 
     return recompute_rows
