@@ -108,7 +108,8 @@ def attention(
     A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf (or its sink), never NaN.
     What lies in positions that seqlens_k, window, causal or mask remove never reaches o, even NaN and
     Inf. The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
-    "v1", "v2" and "cpu" need |v| times (keys + 1) to be below the largest number of the sums' dtype: else o may be Inf.
+    "v1", "v2", "cpu" and bfloat16 need |v| times (keys + 1) to be below the largest number of the sums' dtype: else o
+    may be Inf.
 
     Raises TypeError or ValueError for arguments that make no sense, naming the argument, what came and
     what is allowed, and NotImplementedError for what no kernel here can compute, with the reason.
