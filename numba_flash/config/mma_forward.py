@@ -15,7 +15,8 @@ class MmaConfig(TensorConfig):
     registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
     many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
     its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
+    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns. sliced: K and V of float64 come in
+    slices of columns and share the room of one tile (kernels/mma/sliced_tiles.py).
     """
 
     warp_rows: int = 16
@@ -23,7 +24,9 @@ class MmaConfig(TensorConfig):
     column_groups: int = 1
     large_f64: bool = False
     unrolled: bool = False
+    sliced: bool = False
 
+    SLICES: ClassVar[int] = 4  # of a tile of K or V
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
@@ -42,6 +45,13 @@ class MmaConfig(TensorConfig):
             raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
         if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
             raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
+        same = self.head_dim_padded == self.head_dim_v_padded and self.v_parts == 1
+        if self.sliced and not (self.splits_columns and same and self.tile_n == 32):
+            raise ValueError(
+                "sliced is for float64, column_groups=2, tile_n=32 and as many columns of V in a block as of K, not "
+                f"for {self.dtype}, column_groups={self.column_groups}, tile_n={self.tile_n} and "
+                f"{self.head_dim_v_padded} columns in each of {self.v_parts} blocks beside {self.head_dim_padded}"
+            )
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
 
     @property
@@ -60,8 +70,14 @@ class MmaConfig(TensorConfig):
 
     @property
     def columns_step(self) -> int:
-        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
-        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
+        """Elements of more than 16 bits are taken by whole panels, by each group of columns; of each slice."""
+        slices = self.SLICES if self.sliced else 1
+        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups * slices
+
+    @property
+    def head_dim_padded(self) -> int:
+        step = self.columns_step if self.sliced else 16
+        return (self.head_dim + step - 1) // step * step
 
     @property
     def splits_columns(self) -> bool:
@@ -81,7 +97,7 @@ class MmaConfig(TensorConfig):
         """
         size = self.item_size
         k_at = tile_bytes(self.tile_m, self.head_dim_padded, size)
-        v_at = k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
+        v_at = k_at if self.sliced else k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
         row_states_at = (
             tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
         )  # K and V are no longer needed then

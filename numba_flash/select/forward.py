@@ -203,6 +203,8 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
             return False
         if getattr(row, "masked", False) and not _reads_mask_alone(problem):
             return False
+        if min(problem.head_dim, problem.head_dim_v) <= getattr(row, "above", 0):
+            return False
         return plain or not getattr(row, "plain", False)
 
     return [row for row in rows if takes(row)]

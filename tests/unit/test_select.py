@@ -268,7 +268,7 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
         rows = [row for row in TABLES[table_of("mma", dtype)] if row.head_dim >= head_dim]
-        rows = [row for row in rows if not getattr(row, "reads", False)]
+        rows = [row for row in rows if not getattr(row, "reads", False) and head_dim > getattr(row, "above", 0)]
         candidates = list(_candidates("mma", made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
@@ -498,6 +498,11 @@ def test_a_config_checks_itself(wrong):
         (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
         (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
         (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
+        *((dict(dtype="float64", tile_m=64, tile_n=32, warp_rows=16, column_groups=2, sliced=True) | one, word)
+            for one, word in ((dict(column_groups=1), "sliced is for .* column_groups=1"),
+                              (dict(tile_n=16), "sliced is for .* tile_n=16"),
+                              (dict(head_dim=128, head_dim_v=256), "sliced is for .* 256 columns .* beside 128"),
+                              (dict(head_dim=256, head_dim_v=512), "sliced is for .* in each of 2 blocks beside 256"))),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group_size=0), "group_size"),
         (dict(group_size=3), "must divide tile_m = 128"),

@@ -33,6 +33,7 @@ class View(NamedTuple):
     exchange_at: int
     tile_state_entries: int = 0
     splits_columns: bool = False
+    sliced: bool = False
 
     def shared_offsets(self):
         return 0, 0, 0, 0, self.exchange_at, 0

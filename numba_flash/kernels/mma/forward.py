@@ -30,7 +30,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.tiles import row_base
-from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide
+from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
@@ -91,6 +91,9 @@ def make(config):
     load_q = async_tiles.loader(tile_m, head_dim_padded, threads, group, size)
     load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size)
     load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size)
+    if config.splits_columns and tile_n == 32:
+        load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
+        load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
     wait_all = cp_async.wait_group(0)
     keys_and_start = positions.make(config)
     row_term = fragments.chain(config).row_term
@@ -112,6 +115,9 @@ def make(config):
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v, *_ = products
+    sliced = sliced_tiles.make(config, products) if config.sliced else None
+    in_slices = config.sliced
+    start_slices, score_slices, output_slices = sliced or (None, None, None)
     write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
     recompute_rows = (recompute if size == 2 else recompute_whole_rows).make(config, warp_rows)
     log2_e = real(LOG2_E)
@@ -171,19 +177,24 @@ def make(config):
         )
 
     @inlined
-    def scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked):
+    def scores_of_tile(j, registers, places, k_bytes, v_bytes, columns_left, thread, masked):
         """S of tile j while its V is on the way."""
-        _, v_global = block_state.get(places.q + int32(bases_at))
         rows_left = int32(tile_n)
         if masked:
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
-        source = v_global + j * tile_n * v_bytes
-        wait_all()
-        cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
-        cp_async.commit_group()
-        multiply_q_k(registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane)
+        if in_slices:
+            score_slices(j, registers, places, k_bytes, v_bytes, rows_left)
+        else:
+            _, v_global = block_state.get(places.q + int32(bases_at))
+            source = v_global + j * tile_n * v_bytes
+            wait_all()
+            cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
+            load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
+            cp_async.commit_group()
+            multiply_q_k(
+                registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane
+            )
 
     @inlined
     def apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score):
@@ -229,13 +240,16 @@ def make(config):
     @inlined
     def outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
-        k_global, _ = block_state.get(places.q + int32(bases_at))
-        source = k_global + (next_j if has_states else j - 1) * tile_n * k_bytes
-        wait_all()
-        cuda.syncthreads()  # V_j is there, and everyone is done with K_j
-        if j > begin:
-            load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
-            cp_async.commit_group()
+        if not has_states:
+            next_j = int32(j - 1)
+        if not in_slices:
+            k_global, _ = block_state.get(places.q + int32(bases_at))
+            source = k_global + next_j * tile_n * k_bytes
+            wait_all()
+            cuda.syncthreads()  # V_j is there, and everyone is done with K_j
+            if j > begin:
+                load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
+                cp_async.commit_group()
         moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
         if drops:
             now = special.thread_index()
@@ -246,7 +260,10 @@ def make(config):
             drop(registers.acc_s, row.kept)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
-        multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
+        if in_slices:
+            output_slices(next_j, registers, places, j > begin, k_bytes)
+        else:
+            multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
     def step(
@@ -258,7 +275,7 @@ def make(config):
         k_bytes, v_bytes = bytes_
         if reads_before:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
-        scores_of_tile(j, registers, places, v_bytes, columns_left, thread, masked)
+        scores_of_tile(j, registers, places, k_bytes, v_bytes, columns_left, thread, masked)
         if reads_behind:
             load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
         finish_and_mask(
@@ -347,7 +364,10 @@ def make(config):
         if j >= begin:
             first_key = j * tile_n
             keys_left = int32(tile_keys.keys - first_key)
-            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
+            if in_slices:
+                start_slices(places, j, k_bytes, keys_left)
+            else:
+                load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
         cp_async.commit_group()
         if q_registers:
             wait_all()

@@ -40,6 +40,8 @@ def make(config):
     )
     by_columns = groups > 1 and config.splits_columns
     half_steps = steps // 2
+    slice_panels = half_steps // config.SLICES if config.sliced else 0  # of a warp's columns
+    k_panels, v_panels = (slice_panels, slice_panels) if config.sliced else (half_steps, o_blocks // 2)  # of a warp
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -52,10 +54,10 @@ def make(config):
         k_lane = k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n)
         if by_columns:
             q_lane += group_of(warp) * (half_steps * q_panel)
-            k_lane += group_of(warp) * (half_steps * kv_panel)
+            k_lane += group_of(warp) * (k_panels * kv_panel)
         else:
             k_lane += group_of(warp) * (own_blocks * 1024)
-        v_lane = v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (o_blocks // 2 * kv_panel)
+        v_lane = v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (v_panels * kv_panel)
         return q_lane, k_lane, v_lane, place(lane, warp, q_smem)
 
     @inlined
@@ -75,21 +77,23 @@ def make(config):
     add_product = large_product if config.large_f64 else small_products
 
     @inlined
-    def load_row(values, at):
-        """values (4,) <- 32 bytes of a row."""
-        ld_st.load_v2_f64(values, 0, at)
-        ld_st.load_v2_f64(values, 2, at ^ int32(16))
+    def load_row(values, first, second, ahead):
+        """values (4,) <- 32 bytes of a row, so many bytes ahead of where the lane's two chunks begin."""
+        ld_st.load_v2_f64(values, 0, first + ahead)
+        ld_st.load_v2_f64(values, 2, second + ahead)
 
     @inlined
-    def add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at):
-        """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys."""
+    def add_panel(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
+        """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys. The panels are so many bytes ahead of
+        the lane's places, which is added behind the swizzle: so no place is kept for each panel."""
+        q_second, k_second = q_lane ^ int32(16), k_lane ^ int32(16)
         for strip in range(strips):
             for half in range(2):
-                load_row(k_frag, q_at + strip * 2048 + half * 1024)
+                load_row(k_frag, q_lane, q_second, q_ahead + strip * 2048 + half * 1024)
                 for i in range(4):
                     q_frag[strip * 8 + 2 * i + half] = k_frag[i]
         for n in range(blocks):
-            load_row(k_frag, k_at + n * 1024)
+            load_row(k_frag, k_lane, k_second, k_ahead + n * 1024)
             for strip in range(strips):
                 add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
 
@@ -100,7 +104,7 @@ def make(config):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
         for _ in range(special.opaque(count)):  # written out, it would take too many registers
-            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
+            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at, FIRST, FIRST)
             q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
@@ -141,10 +145,11 @@ def make(config):
                 p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
-    def add_rows(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
-        """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
+    def add_rows(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
+        """acc_o, so many panels from `first` on, += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y
+        on."""
         column = cuda.local.array(4, float64)
-        for n in range(o_blocks // 2):
+        for n in range(panels):
             for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
                 at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
                 ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
@@ -152,20 +157,30 @@ def make(config):
                 for key in range(4):
                     column[key] = v_frag[2 * key + j]
                 for strip in range(strips):
-                    at_o = (strip * o_blocks + 2 * n + j) * 4
+                    at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):
         """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
-        add_rows(FIRST, acc_o, p_frag, TWO, v_frag, v_lane)
+        add_rows(FIRST, FIRST, o_blocks // 2, acc_o, p_frag, TWO, v_frag, v_lane)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_rows(FIRST, acc_o, p_frag, s_blocks, v_frag, v_lane)
+        add_rows(FIRST, FIRST, o_blocks // 2, acc_o, p_frag, s_blocks, v_frag, v_lane)
         if tile_n > 16:
-            add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
+            add_rows(SECOND, FIRST, o_blocks // 2, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
+
+    @inlined
+    def add_k_panel(acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
+        add_panel(s_blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead)
+
+    @inlined
+    def add_v_slice(i, acc_o, p_frag, v_frag, v_at):
+        add_rows(FIRST, i * slice_panels, slice_panels, acc_o, p_frag, s_blocks, v_frag, v_at)
+        add_rows(SECOND, i * slice_panels, slice_panels, acc_o, p_frag, s_blocks, v_frag, v_at + 2048)
 
     return Products(
-        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16
-    )
+        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16,
+        add_k_panel, add_v_slice,
+    )  # fmt: skip

@@ -64,3 +64,33 @@ def loader(rows, columns, threads, group=1, size=2):
                     copy16(to, place + chunk * 16, count if query < rows_left else 0)
 
     return load
+
+
+@functools.cache
+def panel_loader(rows, columns, threads, whole, gap=0):
+    """-> load(target, source, row_stride, first_row, rows_left, columns_left, thread), for elements of 8 bytes.
+
+    As that of `loader`, but each thread copies 16 bytes of every panel, so that all its addresses are constants apart,
+    however many panels there are; and the tile begins first_row rows behind source. rows: a multiple of threads // 8.
+    whole: all columns exist, whatever columns_left says. gap: bytes of a row that are passed over in its middle.
+    """
+    rows_a_step, panels = threads // 8, columns // 16
+    assert rows % rows_a_step == 0 and rows_a_step % 8 == 0 and columns % 16 == 0
+    copy16 = cp_async.copy16
+
+    @inlined
+    def load(target, source, row_stride, first_row, rows_left, columns_left, thread):
+        row, chunk = thread >> int32(3), thread & int32(7)
+        to = int32(target + panel_offset(row, chunk, rows))
+        place = source + int64(first_row + row) * row_stride + int64(chunk * 16)
+        left = int32(columns_left * 8 - chunk * 16)  # bytes of the row from there on
+        for step in range(rows // rows_a_step):
+            first = step * rows_a_step
+            row_left = 16 if row < int32(rows_left) - first else 0
+            for n in range(panels):
+                ahead = n * 128 + (gap if 2 * n >= panels else 0)
+                count = row_left if whole else min(max(left - ahead, 0), row_left)
+                copy16(to + (n * rows + first) * 128, place + ahead, count)
+            place += rows_a_step * row_stride
+
+    return load
