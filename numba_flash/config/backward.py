@@ -16,8 +16,9 @@ class PreprocessConfig(LaunchFacts):
     """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. of_terms: what it finds goes into the
-    gradient of a term of the sum, too. early: the kernel behind may start before this one has ended; cc 9.0.
+    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. dq_lines: how many sums these have.
+    of_terms: what it finds goes into the gradient of a term of the sum, too. early: the kernel behind may start before
+    this one has ended; cc 9.0.
     """
 
     dtype: str
@@ -28,6 +29,7 @@ class PreprocessConfig(LaunchFacts):
     lanes: int = 8
     natural: bool = False
     turns_of: int = 0
+    dq_lines: int = 1
     of_terms: bool = False
     early: bool = False
 

@@ -289,13 +289,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     0 it owns tiles of many heads. stays: the block takes one tile after the other. It puts dK and dV together in the
     place of a dS while the next K and V come, which holds both up to head_dim 64. lse_first: S begins with -lse / scale
     instead of 0, so that nothing has to wait for lse afterwards; for a scale that is not 0, and where no weights are
-    dropped.
+    dropped. dq_lines: how many sums of dQ there are, to which key tiles add in turn: so a line of parts is shorter.
     """
 
     ordered: bool = True
     key_tiles: int = 0  # type: ignore[misc]
     stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
+    dq_lines: int = 1
 
     both_ways: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
@@ -303,6 +304,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
     MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
+    MOST_LINES: ClassVar[int] = 4
+    AT_A_TIME: ClassVar[int] = 128  # blocks: about as many as a GPU has room for
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:
@@ -321,6 +324,12 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             raise ValueError(f"a block with {self.key_tiles} key tiles stays")
         if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:
             raise ValueError(f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {self.key_tiles}")
+        most = self.MOST_LINES if self.tile_m == 64 and not self.key_tiles else 1
+        if not 1 <= self.dq_lines <= most:
+            raise ValueError(
+                f"dq_lines must be 1 to {most} with tiles of {self.tile_m} queries and key_tiles {self.key_tiles}, not "
+                f"{self.dq_lines}"
+            )
         if any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses):
             raise ValueError(f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
         if self.seeded and (self.tile_m != 64 or self.lse_first):
@@ -345,8 +354,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return 128 // self.tile_m
 
     @property
-    def head_dim_padded(self) -> int:
+    def dq_columns(self) -> int:
+        """Of the sums of dQ, and of K's panels."""
         return 64 * self.dq_panels
+
+    @property
+    def head_dim_padded(self) -> int:
+        """K has dq_panels panels where head_dim_v alone is wide, too."""
+        return max(super().head_dim_padded, self.dq_columns - 48)
 
     @property
     def ds_bytes(self) -> int:
@@ -367,9 +382,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
 @dataclass(frozen=True)
 class WgmmaRoundConfig(Config):
-    """Of wgmma_backward_round; tiles and depth as in the WgmmaFusedConfig whose sums it takes."""
+    """Of wgmma_backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
 
-    head_dim_padded: int = 128
+    dq_columns: int = 128
+    dq_lines: int = 1
 
     waits: ClassVar[bool] = True
     group_size: ClassVar[int] = 1

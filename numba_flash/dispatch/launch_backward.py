@@ -114,8 +114,9 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
                 made["dv_sums"] = (rows_of_parts * config.head_dim_v_padded,), "float32"
         if isinstance(config, WgmmaFusedConfig) and not config.key_tiles:
             tiles = problem.forward.batch * problem.forward.heads * -(-problem.forward.seqlen_q // config.tile_m)
-            made["turns"] = (config.TURNS_AT + 2 * tiles,), "uint32"
-            made["dq_sums"] = (tiles * config.tile_m * config.head_dim_padded,), "float32"
+            sums = tiles * config.dq_lines
+            made["turns"] = (config.TURNS_AT + 2 * sums,), "uint32"
+            made["dq_sums"] = (sums * config.tile_m * config.dq_columns,), "float32"
     return made
 
 

@@ -262,7 +262,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
     Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
     little time as long as key tiles of a head are no more than its query tiles, or these are few, and a batch entry has
-    work enough for the line to pass. Without an order there is no line. Under a mask parts of a group are heads of
+    work enough for the line to pass. Under a mask two long heads go two ways, and one has lines of its own (dq_lines).
+    Without an order there is no line. Under a mask parts of a group are heads of
     their own. The number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come
     in batches. Where all keys are one tile there are no parts.
     """
@@ -278,7 +279,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
-    if problem.deterministic and (long_line or lines < (8 if every_key else 4)):
+    two_ways = lines == 2 and not every_key and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
+    if problem.deterministic and (long_line or few):
         return False
     least = 8192 if widest <= 64 else 16384  # up to 64 blocks stay (WgmmaFusedConfig.stays), and fewer of them gain
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
@@ -300,6 +303,18 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     every_key = forward.left is None and forward.right is None
     few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
+
+
+def dq_lines(problem: BackwardProblem) -> int:
+    """How many sums of dQ the key tiles of a head add to in turn.
+
+    Of one head under a mask with more key tiles than a GPU runs blocks, those that take longest come first
+    (kernels/steps/dq_order.py). They all begin with the same query tiles, each one turn behind the one before.
+    """
+    forward = problem.forward
+    alone = forward.heads == 1 and forward.seqlen_k > WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    masked, wide = not (forward.left is None and forward.right is None), max(forward.head_dim, forward.head_dim_v) > 64
+    return WgmmaFusedConfig.MOST_LINES if alone and masked and wide and problem.deterministic else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
@@ -358,11 +373,12 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     features |= dict(ordered=problem.deterministic or key_tiles > 0, key_tiles=key_tiles)
     features |= dict(lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded)
     members = members_of_a_part(problem, one_kernel=True)
-    features |= dict(members=members, stays=blocks_stay(problem, target, members, key_tiles))
+    lines = 1 if key_tiles else dq_lines(problem)
+    features |= dict(members=members, stays=blocks_stay(problem, target, members, key_tiles), dq_lines=lines)
     fused = WgmmaFusedConfig(**features, kernel="wgmma_fused")
     turns_of = 0 if key_tiles else fused.tile_m
-    start = dataclasses.replace(preprocess_config(problem, target), turns_of=turns_of, early=True)
-    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", head_dim_padded=fused.head_dim_padded)
+    start = dataclasses.replace(preprocess_config(problem, target), turns_of=turns_of, dq_lines=lines, early=True)
+    rounds = WgmmaRoundConfig(**of_round, kernel="wgmma_round", dq_columns=fused.dq_columns, dq_lines=lines)
     return (start, fused, *([] if key_tiles else [rounds]), *_add_parts(problem, [fused]))
 
 

@@ -3,7 +3,7 @@
 from ..config.wgmma_backward import WgmmaFusedConfig
 from ..problem.forward import Problem
 
-BLOCKS = 128  # about as many as a GPU has at a time
+BLOCKS = WgmmaFusedConfig.AT_A_TIME
 FEW = 24  # heads whose tiles may come from memory all the time: a quarter of what that can bring
 L2_BYTES = 24 << 20  # about half of it
 MOST_TILES = 8 * BLOCKS  # of keys: with more of them the first line's waits are a small part of the whole

@@ -22,12 +22,15 @@ from contract_backward import (  # noqa: F401
     test_whole_numbers_come_out_exactly,
 )
 
-from numba_flash import testing
+from numba_flash import arrays, testing
 from numba_flash.arrays import making
+from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
+from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
+from numba_flash.ptx.sim import wgmma
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
@@ -100,6 +103,56 @@ def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, causal, monkeypa
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=causal))
     assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(30, 10), q_offset=50)], ids=str)
+def test_sums_in_lines(rung, options, one_kernel, monkeypatch):
+    """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none."""
+    made, scratch = [], arrays.scratch
+
+    def filled(*of):
+        made.append(scratch(*of))
+        made[-1].owner[...] = 7
+        return made[-1]
+
+    monkeypatch.setattr(arrays, "scratch", filled)
+    monkeypatch.setattr(select_backward, "dq_lines", lambda *_: 2)
+    rung.check(rung.problem(270, 270, batch=1, heads=1, head_dim=69, head_dim_v=23), **options)
+    (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
+    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(5, 2, 2)
+    most = 1 if "window" in options else 2  # whose queries see 41 keys
+    assert counts[:, 0].max() == most and counts[:, 1].max() == 1, "each count began with 0"
+    assert (counts[..., 0] == counts[..., 1]).all(), "both warpgroups have as many parts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seqlen_k", "with_keys"), [(64, 1), (65, 2), (192, 3), (193, 4)])
+def test_a_warpgroup_without_keys_computes_dq_alone(rung, seqlen_k, with_keys, monkeypatch, nothing_remembered):
+    """Of two tiles of queries: five products, or one; and S of no tile behind them."""
+    products = []
+
+    class Counted(wgmma.Product):
+        def __init__(self, *of):
+            super().__init__(*of)
+            products.append(self)
+
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(wgmma, "Product", Counted)
+    rung.check(rung.problem(70, seqlen_k, batch=1, heads=1, head_dim=69, head_dim_v=23))
+    warpgroups = 2 * -(-seqlen_k // 128)
+    assert len(products) == 2 * (5 * with_keys + warpgroups - with_keys) + warpgroups
+
+
+@pytest.mark.slow
+def test_one_head_with_more_key_tiles_than_run_at_a_time(rung, monkeypatch, nothing_remembered):
+    """Its first key tile comes first, and blocks walk down from the last query."""
+    monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(dq_order, "AT_A_TIME", 2)
+    steps, key_tile_of = [], dq_order.key_tile_of
+    monkeypatch.setattr(backward_block_tiles, "key_tile_of", lambda *of: steps.append(key_tile_of(*of)) or steps[-1])
+    rung.check(rung.problem(270, 270, batch=1, heads=1, head_dim=69, head_dim_v=23), causal=True)
+    assert steps == [(0, 0, 0, -1), (0, 0, 1, -1), (0, 0, 2, -1)]
 
 
 @pytest.fixture

@@ -743,6 +743,15 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
+    # Long heads under a mask: two of them, or one with sums of dQ in lines.
+    long = dict(causal=True, seqlen_q=16384, seqlen_k=16384)
+    assert kernels(heads=2, **long) == kernels(64, heads=2, **long) == one
+    assert (
+        kernels(heads=1, **long) == kernels(heads=3, **long) == kernels(heads=2, **long | dict(seqlen_k=16383)) == two
+    )
+    assert kernels(heads=1, causal=True, seqlen_q=16385, seqlen_k=16385) == one
+    assert kernels(64, heads=1, causal=True, seqlen_q=16385, seqlen_k=16385) == two
+    assert kernels(heads=2, seqlen_q=16384, seqlen_k=16384) == two
     assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
     # Parts of a group are heads of their own under a mask.
     assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
@@ -798,6 +807,47 @@ def test_parts_of_a_group_are_all_of_its_heads():
         assert all(0 < count <= (members or group) for *_, count in taken)
 
 
+def test_a_long_head_alone_has_sums_of_dq_in_lines():
+    """Under a mask, with more key tiles than a GPU runs blocks: 128 of 128 keys."""
+
+    def kernels(seqlen_k=16385, seqlen_q=16385, head_dim=128, heads=1, batch=1, **options):
+        of_q, of_k = (batch, heads, seqlen_q, head_dim), (batch, 1, seqlen_k, head_dim)
+        given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")}
+        made = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"), **options)
+        return made, wgmma_configs(made, HOPPER)
+
+    for batch in (1, 3):
+        made, (start, fused, rounds) = kernels(causal=True, batch=batch)
+        assert start.dq_lines == fused.dq_lines == rounds.dq_lines == 4 and rounds.kernel == "wgmma_round"
+        sizes, tiles = workspace([start, fused, rounds], made), batch * 257
+        assert sizes["dq_sums"] == ((tiles * 4 * 64 * 128,), "float32")
+        assert sizes["turns"] == ((32 + tiles * 4 * 2,), "uint32")
+    assert kernels(window=(500, 0), head_dim=88)[1][1].dq_lines == 4
+    others = (dict(seqlen_k=16384), dict(seqlen_q=16384), dict(head_dim=64), dict(head_dim=80), dict(heads=2))
+    for other in others:
+        assert all(getattr(config, "dq_lines", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
+    assert kernels(causal=True, deterministic=False)[1][1].dq_lines == 1
+    assert kernels()[1][1].kernel == kernels(causal=True, seqlen_q=16384)[1][1].kernel == "wgmma_dkdv"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "tile_m", "columns", "dq_columns"),
+    [
+        (88, 80, 64, 96, 128),
+        (112, 112, 64, 112, 128),
+        (40, 100, 64, 80, 128),
+        (40, 40, 128, 48, 64),
+        (8, 8, 128, 16, 64),
+    ],
+)
+def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_columns):
+    """Two warpgroups with 64 columns of dQ each need two panels of K."""
+    made = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, head_dim_v, tile_m, 128)
+    assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
+    assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
+
+
 def test_the_workspace_has_room_for_the_sums_of_all_parts():
     """2 entries of 2 KV heads with groups of 5, in parts of 2, 2 and 1; 300 keys are 3 tiles of 128."""
     arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
@@ -807,7 +857,7 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     add = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 100, 100, 64, 128, members=2)
     assert grid(fused, made) == 2 * 2 * 3 * 3 and grid(add, made) == 2 * 2 * 5
     sizes = workspace([fused, add], made)
-    assert sizes["dk_sums"] == ((36 * 128 * 128,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
+    assert sizes["dk_sums"] == ((36 * 128 * 112,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
 
 
@@ -996,6 +1046,9 @@ def test_what_the_hopper_backward_refuses(options, words):
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=5), "1 to 4 with .*, not 5"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=0), "1 to 4 with .*, not 0"),
+        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128, dq_lines=2), "1 to 1 with .*, not 2"),
         (
             lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")),
             "it takes dropout_p alone",

@@ -438,8 +438,14 @@ def backward_gates():
             if name == "plain":
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
+                if row.tile_m == 64:
+                    in_lines = dataclasses.replace(fused, dq_lines=WgmmaFusedConfig.MOST_LINES)
+                    yield f"wgmma_fused-{row.head_dim}-lines", in_lines
                 narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
                 yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, key_tiles=1)
+                fewer = row.head_dim * 3 // 4
+                of_fewer = dataclasses.replace(fused, head_dim=fewer, head_dim_v=fewer)
+                yield f"wgmma_fused-{row.head_dim}-three-quarters", of_fewer
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
             yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
@@ -450,8 +456,11 @@ def backward_gates():
                 yield f"wgmma_fused-{row.head_dim}-{name}-stays-parts", dataclasses.replace(in_parts, stays=True)
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features = {x: features[x] for x in features if x != "lse_first"}
-            features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, head_dim_padded=fused.head_dim_padded)
+            features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
+            if row.tile_m == 64:
+                features["dq_lines"] = WgmmaFusedConfig.MOST_LINES
+                yield f"wgmma_round-{row.head_dim}-{name}-lines", WgmmaRoundConfig(**features, kernel="wgmma_round")
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)

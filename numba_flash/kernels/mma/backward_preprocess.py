@@ -33,7 +33,7 @@ def make(config):
     thread_index, block_index = special.thread_index, special.block_index
     row_blocks, place, block_words = lse_delta.row_blocks, lse_delta.place, lse_delta.BLOCK_WORDS
     minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
-    turns_of, turns_at = config.turns_of, TURNS_AT
+    turns_of, turns_at, turn_words = config.turns_of, TURNS_AT, 2 * config.dq_lines
     early, let_kernel_start = config.early, griddepcontrol.launch_dependents
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
@@ -81,8 +81,8 @@ def make(config):
                 arrays.turns[0] = uint32(0)
             if lane == 0 and query < seqlen_q and query % turns_of == 0:
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
-                arrays.turns[turns_at + 2 * tile] = uint32(0)
-                arrays.turns[turns_at + 2 * tile + 1] = uint32(0)
+                for word in range(turn_words):
+                    arrays.turns[turns_at + turn_words * tile + word] = uint32(0)
         if lane == 0 and query < head_row_blocks * 16:
             lse = inf
             if query < seqlen_q:

@@ -12,32 +12,44 @@ a causal mask that begins on the diagonal, and a block n key tiles away comes to
 without waiting. But its longest blocks come last. So there a head with an odd number goes the other way: the first key
 tile comes first and blocks walk down from the last query (step -1). Its long blocks begin where short ones of the even
 heads end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one
-way. A block walks each query tile of all heads of its group before the next one. Else a short block would come to its
-second head before the long ones that it waits for.
+way: up, or down where a head has more key tiles than a GPU runs blocks, as its longest blocks would begin when others
+end: by arithmetic, of one head of 256 key tiles 132 multiprocessors would work 380 units of time instead of 256.
+
+A block walks each query tile of all heads of its group before the next one. Else a short block would come to its second
+head before the long ones that it waits for.
 """
 
+from ...config.wgmma_backward import WgmmaFusedConfig
 from ...problem.ranges import UNBOUNDED
 
+AT_A_TIME = WgmmaFusedConfig.AT_A_TIME
 
-def ways_of(heads_kv, left, right):
-    """How many ways heads go: 1, or 2 under a mask."""
-    return 1 if min(left, right) >= UNBOUNDED else 2 - heads_kv % 2
+
+def ways_of(heads_kv, n_tiles, left, right):
+    """In how many ways heads go; -1: in one, down."""
+    if min(left, right) >= UNBOUNDED:
+        return 1
+    if heads_kv % 2 == 0:
+        return 2
+    return -1 if n_tiles > AT_A_TIME else 1
 
 
 def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
-    """-> (b, h_kv, key tile, step). abreast: heads of each way beside each other."""
-    of_each = heads_kv // ways  # heads of an entry that go one way
-    group = ticket // (ways * abreast * n_tiles)
+    """-> (b, h_kv, key tile, step). ways: of ways_of; abreast: heads of each way beside each other."""
+    both = 2 if ways == 2 else 1
+    of_each = heads_kv // both  # heads of an entry that go one way
+    group = ticket // (both * abreast * n_tiles)
     first_head = group * abreast
     together = min(abreast, batch * of_each - first_head)
-    within = ticket - ways * first_head * n_tiles
+    within = ticket - both * first_head * n_tiles
     way = within // (together * n_tiles)
     within = within - way * together * n_tiles
     j = within // together
     head = first_head + within - j * together
     b = head // of_each
-    h_kv = (head - b * of_each) * ways + way
-    return b, h_kv, n_tiles - 1 - j if way == 0 else j, 1 - 2 * way
+    h_kv = (head - b * of_each) * both + way
+    down = way > 0 or ways < 0
+    return b, h_kv, j if down else n_tiles - 1 - j, -1 if down else 1
 
 
 def parts_before(first_q_pos, last_q_pos, first_key, left, right, keys, tile_n, step):

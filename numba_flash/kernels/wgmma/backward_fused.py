@@ -10,9 +10,11 @@ behind this one scales and rounds (backward_round).
 
 Order of the sums. Parts of a query tile are added in a fixed order; kernels/steps/dq_order.py says in which, and why. A
 count for each query tile says how many are in. A block waits for its turn, and the first one stores instead of adding,
-so nothing need be set to zero. With ordered False only the first part has its turn. With config.key_tiles a block
-has all keys of a head, one tile after the other, and its consumers add up the parts themselves (backward_single): no
-sums in global memory, no turns, no ticket.
+so nothing need be set to zero. With ordered False only the first part has its turn. A query tile has config.dq_lines
+sums, each with a count of its own. Its parts are dealt to them like cards, so that a line of parts is that much
+shorter, and wgmma_backward_round adds up the sums. With config.key_tiles a block has all keys of a head, one tile after
+the other, and its consumers add up the parts themselves (backward_single): no sums in global memory, no turns, no
+ticket.
 
 Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
 they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
@@ -37,9 +39,9 @@ wait before anything else: so each block has waited.
 
 Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles, and with
 config.stays any smaller one; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k,
-v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, 2); dq_sums (batch *
-heads, query tiles, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in wgmma_backward_dkdv. With
-config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
+v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, lines, 2); dq_sums
+(batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
+wgmma_backward_dkdv. With config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -75,7 +77,7 @@ def make(config):
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
-    stays = config.stays
+    stays, lines = config.stays, config.dq_lines
     some_lack_q = stays and not all_keys  # tiles that no query sees; where a block has one tile a Q past the end comes
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
@@ -152,6 +154,14 @@ def make(config):
         return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
     @inlined
+    def line_of(tile, before, me):
+        """Of a query tile that has so many parts before the block's own: -> (where the sum is to which it adds, how
+        many parts of that come before)."""
+        dealt = uint32(before // uint32(lines)) if lines > 1 else before
+        own_line = int32(before - dealt * uint32(lines)) if lines > 1 else int32(0)
+        return (tile * lines + own_line) * 2 + me, dealt
+
+    @inlined
     def query_position(own):
         """first_key - q_start, for one thread."""
         high = of_word(own, backward_state.POS_HIGH)
@@ -169,8 +179,7 @@ def make(config):
         member, i = int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         if n < end:
-            part = (heads_before * m_tiles + i) * 2 + me
-            before = parts_before_mine(own, i, step, sizes)
+            part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
             seen = load_acquire(address(arrays.turns, turns_at + part))
         while n < end:
             turn = address(arrays.turns, turns_at + part)
@@ -190,8 +199,8 @@ def make(config):
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
             if n < end:  # the next turn is looked at while this copy is under way
-                part = ((heads_before + member) * m_tiles + i) * 2 + me
-                before = parts_before_mine(own, i, step, sizes)
+                tile = (heads_before + member) * m_tiles + i
+                part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
             arrive(base + at.dq_empty + 8 * place)
@@ -266,6 +275,29 @@ def make(config):
             store_dq(base, acc_dq, me, n)
 
     @inlined
+    def own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score):
+        """consume for a warpgroup whose keys are all past the last one: its dS is 0, and its part of dQ is made of the
+        other's. -> n"""
+        before, zeros = n, cuda.local.array(4, uint32)
+        for x in range(4):
+            zeros[x] = uint32(0)
+        for stage in range(2):
+            place = base + plan.ds + stage * ds_bytes + me * ds_panel + (thread_index() & int32(127)) * 16
+            for chunk in range(ds_panel // (128 * 16)):
+                store_v4(place + chunk * (128 * 16), zeros, 0)
+        fence_async()
+        while n < end:
+            release_q(base, n)
+            release_do(base, n, elected)
+            arrive(base + at.ds_full)
+            issue_dq(base, acc_dq, me, n)
+            wait_all()
+            pin_dq(acc_dq)
+            leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score)
+            n = int32(n + 1)
+        return n
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
@@ -311,7 +343,9 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            masked = False
+            if not stays and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
+                n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
+            first, masked = n, False
             if n < end or not some_lack_q:
                 preload_s(base, acc_s, n, lse_factor)
                 issue_s(base, acc_s, k_desc, n, FALSE)
@@ -378,7 +412,7 @@ def make(config):
             pin_dq(acc_dq)
             if stays:
                 arrive_if(base + at.own_empty, elected)
-            if n > before:
+            if n > first:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
             if stays:
                 # In place of the dS that is not the last: both warpgroups' dQ of that is there.

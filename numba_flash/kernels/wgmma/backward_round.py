@@ -1,4 +1,5 @@
 """dQ from its sums in float32, which wgmma_backward_fused leaves as they lay in registers: times scale, in 16 bits.
+With config.dq_lines it adds up those of a query tile, the line of the first part first.
 
 All threads wait for wgmma_backward_fused before they read anything that it left; it has waited for the kernel that
 wrote lse and delta.
@@ -22,9 +23,9 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n, head_dim_padded, head_dim = config.tile_m, config.tile_n, config.head_dim_padded, config.head_dim
-    of_part, alignment = tile_m // 64, config.ALIGNMENT
-    columns, head_blocks = head_dim_padded // 8, -(-head_dim // 16) * 2
+    tile_m, tile_n, dq_columns, head_dim = config.tile_m, config.tile_n, config.dq_columns, config.head_dim
+    of_part, alignment, lines = tile_m // 64, config.ALIGNMENT, config.dq_lines
+    columns, head_blocks = dq_columns // 8, -(-head_dim // 16) * 2
     dq_count = 4 * head_blocks
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
     thread_index, block_index = special.thread_index, special.block_index
@@ -36,14 +37,14 @@ def make(config):
     recompute_queries = recompute.make(config)
 
     @inlined
-    def is_seen(first_query, q_start, keys, sizes):
-        """Whether any key tile has a part of the sums."""
+    def parts_of(first_query, q_start, keys, sizes):
+        """How many key tiles have a part of the sums."""
         first = first_query // tile_m * tile_m
         last = min(sizes.seqlen_q, first + tile_m) - 1
         top_first, top_end = row_keys(first + q_start, sizes.left, sizes.right, keys)
         bottom_first, bottom_end = row_keys(last + q_start, sizes.left, sizes.right, keys)
         begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        return begin < stop
+        return stop - begin
 
     @cuda.jit
     def round_dq(arrays, strides, sizes, score):
@@ -60,16 +61,20 @@ def make(config):
         tile = int32(block - head_of_all * tiles)
         first_query = int64(tile) * 64
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        tiles_padded = int64(divide(int32(seqlen_q) + int32(tile_m - 1), tile_m) * of_part)
-        at = ((head_of_all * tiles_padded + tile) * columns * 128 + thread) * 4
+        m_tiles = int64(divide(int32(seqlen_q) + int32(tile_m - 1), tile_m))
+        m_tile = tile // of_part
+        first_sum = (head_of_all * m_tiles + m_tile) * (lines * of_part) + (tile - m_tile * of_part)
+        at = (first_sum * columns * 128 + thread) * 4
         for x in range(dq_count):
             acc_dq[x] = float32(0)
         wait_for_kernel()
-        if is_seen(first_query, q_start, keys, sizes):
-            for block_of_8 in range(head_blocks):
-                load_v4(four, 0, address(arrays.dq_sums, at + block_of_8 * 512))
-                for x in range(4):
-                    acc_dq[4 * block_of_8 + x] = four[x].view(np.float32)
+        parts = parts_of(first_query, q_start, keys, sizes)
+        for line in range(lines):
+            if line < parts:
+                for block_of_8 in range(head_blocks):
+                    load_v4(four, 0, address(arrays.dq_sums, at + (line * of_part * columns + block_of_8) * 512))
+                    for x in range(4):
+                        acc_dq[4 * block_of_8 + x] += four[x].view(np.float32)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         queries_left = int32(min(seqlen_q - first_query, 64))
         nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
