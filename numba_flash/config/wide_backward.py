@@ -142,9 +142,11 @@ class WideFusedConfig(WideBackwardConfig):
 
     column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
     queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
+    carried: one more warp takes parts of dQ to global memory (kernels/mma/backward_dq_carried.py); float64, cc 9.0.
     """
 
     column_groups: int = 2
+    carried: bool = False
 
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
@@ -152,10 +154,30 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threads // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
+        if self.workers // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
             raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return super().threads
+
+    @property
+    def threads(self) -> int:
+        return self.workers + 128 * self.carried
+
+    @property
+    def whole_program(self) -> bool:  # type: ignore[override]
+        """setmaxnreg wants that."""
+        return self.carried
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the carrier's warpgroup, and of those that compute, for whom the others leave theirs."""
+        block, few = 65536 // max(self.blocks_per_sm, 1), 40
+        return few, min((block - 128 * few) // self.workers // 8 * 8, 240)
 
     @property
     def own_rows(self) -> int:
@@ -181,7 +203,7 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def _column_parts(self) -> int:
         """In how many parts warps have the columns of dQ."""
-        return max(self.threads // 32 // (self.tile_m // 16), 1)
+        return max(self.workers // 32 // (self.tile_m // 16), 1)
 
     @property
     def dq_columns(self) -> int:
@@ -196,12 +218,19 @@ class WideFusedConfig(WideBackwardConfig):
         """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
         return self.tile_m + 16 // self.item_size
 
+    @property
+    def pitch_dq(self) -> int:
+        """Elements from a query of a part of dQ to the next, where it is carried."""
+        return self.head_dim_padded + 16 // self.item_size
+
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ that is carried,
+        and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
-        weights = self.tile_n * self.pitch * self.item_size
+        weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
+        part = self.tile_m * self.pitch_dq * self.item_size if self.carried else 0
         return tuple(
-            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
+            itertools.accumulate((own, own, other, other, weights, weights, rows, 48, part))
         )
 
 

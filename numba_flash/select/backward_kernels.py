@@ -142,7 +142,7 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
         return []
     for row in usable("mma_wide_fused", problem, target):
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
-        fused = WideFusedConfig(**features, kernel="mma_wide_fused")
+        fused = WideFusedConfig(**features, kernel="mma_wide_fused", carried=forward.dtype == "float64")
         fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
         if fits and gains_by_one_wide_kernel(problem, row):
             of_finish = features_of(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)

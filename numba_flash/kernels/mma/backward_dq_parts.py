@@ -46,6 +46,7 @@ class DqParts(NamedTuple):
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
     walk_of: Callable[..., Any]
+    parts_before: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
     hand_on: Callable[..., Any]
@@ -208,4 +209,4 @@ def make(config):
             load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
         store_new(acc, 2, old, old_count, to + next_rows, left_next, score)
 
-    return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, walk_of, parts_before, wait_turn, add, hand_on)

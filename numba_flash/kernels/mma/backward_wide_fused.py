@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import bar, cp_async, ld_st, memory, shared, special
+from ...ptx import bar, cp_async, ld_st, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
@@ -30,7 +30,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_dq_parts, backward_wide, shared_weights
+from . import backward_dq_carried, backward_dq_parts, backward_wide, shared_weights
 from .backward_dq_parts import Walk
 
 
@@ -46,10 +46,11 @@ class Registers(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    tile_m, tile_n, warp_rows, workers = config.tile_m, config.tile_n, config.warp_rows, config.workers
+    carried = config.carried
     head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
     alignment, pitch, double = config.ALIGNMENT, config.pitch, config.dtype == "float64"
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, _ = config.shared_offsets()
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     parts, part_shift = groups // 2, shift - 1  # of the queries, in which warps compute S or dP
     strips, columns, own_columns = warp_rows // 16, padded // groups, tile_m // parts
@@ -57,7 +58,7 @@ def make(config):
     s_count, sum_count = strips * blocks * 4, strips * columns // 2
 
     real = numbers.of(config.compute_dtype).real
-    load_own, load_other = (async_tiles.loader(tile, padded, threads, 1, size) for tile in (tile_n, tile_m))
+    load_own, load_other = (async_tiles.loader(tile, padded, workers, 1, size) for tile in (tile_n, tile_m))
     of_scores, of_sums = (backward_wide.fused_products(config, n) for n in (parts, groups))
     multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
     add_16, sum_lanes = of_sums.add_16, of_sums.lanes
@@ -68,7 +69,10 @@ def make(config):
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
-    work_of, keep, walk_of, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
+    work_of, keep, walk_of, _, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
+    few, many = config.registers if carried else (24, 24)
+    give_registers, take_registers = setmaxnreg.decrease(few), setmaxnreg.increase(many)
+    leave_dq, carry_dq = backward_dq_carried.make(config) if carried else (None, None)
 
     @inlined
     def aligned(address):
@@ -88,6 +92,11 @@ def make(config):
     def meet():
         """All warps that own the same keys."""
         bar.sync(1 + (special.thread_index() >> int32(5 + shift)), 32 * groups)
+
+    @inlined
+    def meet_all():
+        """All warps that compute."""
+        bar.sync(8, workers)
 
     @inlined
     def turn(t, walk, sizes):
@@ -199,8 +208,9 @@ def make(config):
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         wait_all()
-        cuda.syncthreads()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
-        hand_on_before(t, k_smem, sizes)
+        meet_all()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
+        if not carried:
+            hand_on_before(t, k_smem, sizes)
         find_scores(registers, k_smem)
         give_half(registers, k_smem)
         meet()
@@ -209,18 +219,31 @@ def make(config):
         weigh(i, registers, k_smem, walk, row_term(walk.b, h, arrays, strides), sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
-        if special.thread_index() == threads - 1:
+        if not carried and special.thread_index() == workers - 1:
             i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
             wait_turn(i, h, k_smem + int32(state_at), sizes)
-        cuda.syncthreads()  # everyone is done with dO, all of dS is there, and it is this block's turn
+        meet_all()  # everyone is done with dO, all of dS is there, and it is this block's turn
         load_do(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
         add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
-        cuda.syncthreads()  # everyone is done with Q
+        meet_all()  # everyone is done with Q
         load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
-        i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
-        add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
+        if carried:
+            leave_dq(t == 0, k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
+        else:
+            i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
+            add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
+
+    @inlined
+    def carry(end, k_smem, strides, sizes):
+        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        state, t = k_smem + int32(state_at), int32(0)
+        while t < end:
+            i, h = turn(t, walk_of(state, sizes), sizes)
+            carry_dq(i, h, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            t = int32(t + 1)
+
 
     @cuda.jit
     def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
@@ -243,6 +266,15 @@ def make(config):
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
             keep(walk, state, arrays, strides, sizes)
+        cuda.syncthreads()  # what was kept is there
+        end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+        if carried:
+            if thread >= workers:
+                give_registers()
+                if thread < workers + 32:
+                    carry(end, k_smem, strides, sizes)
+                return
+            take_registers()
         registers = Registers(
             cuda.local.array(s_count, real),  # acc (strips, own_columns / 8, 4)
             cuda.local.array(sum_count, real),  # acc_dk (strips, columns / 8, 4)
@@ -254,7 +286,6 @@ def make(config):
         for x in range(sum_count):
             registers.acc_dk[x] = real(0)
             registers.acc_dv[x] = real(0)
-        cuda.syncthreads()  # what was kept is there
         if tiles > 0:
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
@@ -263,12 +294,13 @@ def make(config):
             load_do(int32(0), k_smem, arrays, strides, sizes)
             load_queries(int32(0), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
-        t, end = int32(0), int32(tiles * divide(sizes.heads, sizes.heads_kv))
+        t = int32(0)
         while t < end:
             step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
-        cuda.syncthreads()
-        hand_on_before(end, k_smem, sizes)
+        meet_all()
+        if not carried:
+            hand_on_before(end, k_smem, sizes)
 
         walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
         b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
@@ -284,7 +316,7 @@ def make(config):
         nonfinite |= store_dv(
             registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
         )
-        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        meet_all()  # a row that is no number in some columns is written again as a whole
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
