@@ -143,10 +143,12 @@ class WideFusedConfig(WideBackwardConfig):
     column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
     queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
     carried: one more warp takes parts of dQ to global memory (kernels/mma/backward_dq_carried.py); float64, cc 9.0.
+    blocks: 2, a cluster, own the same keys, each with a half of all columns (kernels/mma/shared_scores.py).
     """
 
     column_groups: int = 2
     carried: bool = False
+    blocks: int = 1
 
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
@@ -154,6 +156,8 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.carried:  # nothing is left for a gap in front
+            object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
         if self.workers // 32 % (self.tile_m // 16):
             raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
@@ -172,6 +176,19 @@ class WideFusedConfig(WideBackwardConfig):
     def whole_program(self) -> bool:  # type: ignore[override]
         """setmaxnreg wants that."""
         return self.carried
+
+    @property
+    def cluster(self) -> int:  # type: ignore[override]
+        return self.blocks
+
+    @property
+    def shared_alignment(self) -> int:  # type: ignore[override]
+        return self.ALIGNMENT if self.carried else 0
+
+    @property
+    def ptx_version(self) -> str:  # type: ignore[override]
+        """st.async has 8.1."""
+        return "8.1" if self.blocks > 1 else ""
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -193,8 +210,8 @@ class WideFusedConfig(WideBackwardConfig):
 
     @property
     def head_dim_padded(self) -> int:
-        """Of all tiles alike: what a warp does is then the same for S as for dP."""
-        return self._padded(max(self.head_dim, self.head_dim_v))
+        """Of all tiles alike: what a warp does is then the same for S as for dP. Of one block."""
+        return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
 
     @property
     def head_dim_v_padded(self) -> int:
@@ -225,12 +242,13 @@ class WideFusedConfig(WideBackwardConfig):
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ that is carried,
-        and the end are."""
+        scores of the other block, and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
         weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
         part = self.tile_m * self.pitch_dq * self.item_size if self.carried else 0
+        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * self.item_size + self.workers // 2)
         return tuple(
-            itertools.accumulate((own, own, other, other, weights, weights, rows, 48, part))
+            itertools.accumulate((own, own, other, other, weights, weights, rows, 48, part, scores))
         )
 
 

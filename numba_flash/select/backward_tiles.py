@@ -72,6 +72,7 @@ class WideFused(NamedTuple):
     blocks_per_sm: int
     least_keys: int  # of all heads of a batch entry: with fewer, its line of parts of dQ takes too long
     unrolled: bool = False
+    blocks: int = 1  # that share the columns
     plain: bool = True
     gpu: str = MEASURED
 

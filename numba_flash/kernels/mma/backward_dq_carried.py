@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float64, int32, uint32
 
-from ...ptx import bar, fence, ld_st, special, tma
+from ...ptx import bar, cluster, fence, ld_st, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
@@ -35,7 +35,7 @@ def make(config):
     tile_m, tile_n, both = config.tile_m, config.tile_n, config.workers + 32
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
-    dq_count, row_bytes = columns // 2, 8 * head_dim
+    dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
     made = backward_wide.dq_product(config)
     add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, True)
@@ -86,11 +86,13 @@ def make(config):
         bar.sync(FULL, both)
         fence_global()
         dq, _ = block_state.get(state)
+        first = int32(cluster.rank() * own_columns) if paired else int32(0)
+        row_bytes = int32(min(head_dim - first, own_columns) * 8)
         for step in range(-(-tile_m // 32)):
             row = int32(lane + 32 * step)
             query = int32(i * tile_m + row)
-            if row < tile_m and query < sizes.seqlen_q:
-                target = dq + (h * strides.dq[1] + query * strides.dq[2]) * 8
+            if row < tile_m and query < sizes.seqlen_q and row_bytes > 0:
+                target = dq + (h * strides.dq[1] + query * strides.dq[2] + first) * 8
                 if adds:
                     add_bytes(target, int32(dq_smem + row * (8 * pitch_dq)), row_bytes)
                 else:

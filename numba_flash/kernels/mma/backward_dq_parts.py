@@ -82,6 +82,7 @@ def make(config):
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
     dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
+    blocks = config.blocks  # each of which counts
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -137,7 +138,7 @@ def make(config):
         first_from_query, both = block_state.get(state + block_state.SIZE)
         first_key, keys = both >> 32, int64(int32(both))
         first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
-        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n) * uint32(blocks)
 
     @inlined
     def wait_turn(i, h, state, sizes):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import bar, cp_async, ld_st, memory, setmaxnreg, shared, special
+from ...ptx import bar, cluster, cp_async, fence, ld_st, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
@@ -30,7 +30,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_dq_carried, backward_dq_parts, backward_wide, shared_weights
+from . import backward_dq_carried, backward_dq_parts, backward_wide, shared_scores, shared_weights
 from .backward_dq_parts import Walk
 
 
@@ -47,10 +47,10 @@ class Registers(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, workers = config.tile_m, config.tile_n, config.warp_rows, config.workers
-    carried = config.carried
+    carried, paired = config.carried, config.blocks > 1
     head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
     alignment, pitch, double = config.ALIGNMENT, config.pitch, config.dtype == "float64"
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, _ = config.shared_offsets()
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, scores_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     parts, part_shift = groups // 2, shift - 1  # of the queries, in which warps compute S or dP
     strips, columns, own_columns = warp_rows // 16, padded // groups, tile_m // parts
@@ -70,6 +70,7 @@ def make(config):
     start_rows, of_pair = lse_delta.staged(config, tile_m)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     work_of, keep, walk_of, _, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
+    begin_scores, add_other = shared_scores.make(config, s_count) if paired else (None, None)
     few, many = config.registers if carried else (24, 24)
     give_registers, take_registers = setmaxnreg.decrease(few), setmaxnreg.increase(many)
     leave_dq, carry_dq = backward_dq_carried.make(config) if carried else (None, None)
@@ -94,6 +95,11 @@ def make(config):
         bar.sync(1 + (special.thread_index() >> int32(5 + shift)), 32 * groups)
 
     @inlined
+    def own_column():
+        """The first column of the block."""
+        return int32(cluster.rank() * padded) if paired else int32(0)
+
+    @inlined
     def meet_all():
         """All warps that compute."""
         bar.sync(8, workers)
@@ -111,10 +117,11 @@ def make(config):
         walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
+            first = own_column()
+            source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
             rows_left = int32(sizes.seqlen_q - i * tile_m)
             stride = size * strides.do[2]
-            load_other(k_smem + int32(do_at), source, stride, 0, rows_left, head_dim_v, special.thread_index())
+            load_other(k_smem + int32(do_at), source, stride, 0, rows_left, head_dim_v - first, special.thread_index())
 
     @inlined
     def load_queries(t, k_smem, arrays, strides, sizes):
@@ -122,9 +129,10 @@ def make(config):
         walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
+            first = own_column()
+            source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
-            load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim, special.thread_index())
+            load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim - first, special.thread_index())
             start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
 
     @inlined
@@ -212,6 +220,8 @@ def make(config):
         if not carried:
             hand_on_before(t, k_smem, sizes)
         find_scores(registers, k_smem)
+        if paired:
+            add_other(registers.acc, t, k_smem + int32(scores_at))
         give_half(registers, k_smem)
         meet()
         walk = walk_of(k_smem + int32(state_at), sizes)
@@ -252,8 +262,19 @@ def make(config):
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
         state = k_smem + int32(state_at)
         if thread == 0:
-            ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
-        cuda.syncthreads()
+            if paired:
+                begin_scores(k_smem + int32(scores_at))
+                fence.mbarrier_init()
+                if cluster.rank() == 0:
+                    ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
+                    ld_st.store_b32(state, ticket)
+                    cluster.store_b32(cluster.place_in(state, 1), ticket)
+            else:
+                ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
+        if paired:
+            cluster.sync()
+        else:
+            cuda.syncthreads()
         b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
@@ -287,10 +308,11 @@ def make(config):
             registers.acc_dk[x] = real(0)
             registers.acc_dv[x] = real(0)
         if tiles > 0:
-            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
-            load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
-            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
-            load_own(k_smem + int32(v_at), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
+            first = own_column()
+            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key) + first)
+            load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim - first, thread)
+            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
+            load_own(k_smem + int32(v_at), v_global, size * strides.v[2], 0, keys_left, head_dim_v - first, thread)
             load_do(int32(0), k_smem, arrays, strides, sizes)
             load_queries(int32(0), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
@@ -305,7 +327,7 @@ def make(config):
         walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
         b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
         keys_left = int32(min(walk.keys - first_key, tile_n))
-        first_row, column = first_row_of_warp(), (warp & (groups - 1)) * columns
+        first_row, column = first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid = int32(keys_left - first_row)
         base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
@@ -316,7 +338,10 @@ def make(config):
         nonfinite |= store_dv(
             registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
         )
-        meet_all()  # a row that is no number in some columns is written again as a whole
+        if paired:
+            cluster.sync()
+        else:
+            meet_all()  # a row that is no number in some columns is written again as a whole
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 
