@@ -142,22 +142,17 @@ class WideFusedConfig(WideBackwardConfig):
 
     column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
     queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
-    carried: one more warp takes parts of dQ to global memory (kernels/mma/backward_dq_carried.py); float64, cc 9.0.
-    blocks: 2, a cluster, own the same keys, each with a half of all columns (kernels/mma/shared_scores.py).
     """
 
     column_groups: int = 2
-    carried: bool = False
-    blocks: int = 1
 
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    blocks: ClassVar[int] = 1  # that share the columns
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.carried:  # nothing is left for a gap in front
-            object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
         if self.workers // 32 % (self.tile_m // 16):
             raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
@@ -167,34 +162,6 @@ class WideFusedConfig(WideBackwardConfig):
     def workers(self) -> int:
         """Threads that compute."""
         return super().threads
-
-    @property
-    def threads(self) -> int:
-        return self.workers + 128 * self.carried
-
-    @property
-    def whole_program(self) -> bool:  # type: ignore[override]
-        """setmaxnreg wants that."""
-        return self.carried
-
-    @property
-    def cluster(self) -> int:  # type: ignore[override]
-        return self.blocks
-
-    @property
-    def shared_alignment(self) -> int:  # type: ignore[override]
-        return self.ALIGNMENT if self.carried else 0
-
-    @property
-    def ptx_version(self) -> str:  # type: ignore[override]
-        """st.async has 8.1."""
-        return "8.1" if self.blocks > 1 else ""
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread of the carrier's warpgroup, and of those that compute, for whom the others leave theirs."""
-        block, few = 65536 // max(self.blocks_per_sm, 1), 40
-        return few, min((block - 128 * few) // self.workers // 8 * 8, 240)
 
     @property
     def own_rows(self) -> int:
@@ -210,8 +177,8 @@ class WideFusedConfig(WideBackwardConfig):
 
     @property
     def head_dim_padded(self) -> int:
-        """Of all tiles alike: what a warp does is then the same for S as for dP. Of one block."""
-        return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
+        """Of all tiles alike: what a warp does is then the same for S as for dP."""
+        return self._padded(max(self.head_dim, self.head_dim_v))
 
     @property
     def head_dim_v_padded(self) -> int:
@@ -235,20 +202,87 @@ class WideFusedConfig(WideBackwardConfig):
         """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
         return self.tile_m + 16 // self.item_size
 
-    @property
-    def pitch_dq(self) -> int:
-        """Elements from a query of a part of dQ to the next, where it is carried."""
-        return self.head_dim_padded + 16 // self.item_size
+    def own_places(self) -> tuple[int, int, int]:
+        """Where V, P^T and dS^T are."""
+        v_at, _, _, p_at, ds_at, *_ = self.shared_offsets()
+        return v_at, p_at, ds_at
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ that is carried,
-        scores of the other block, and the end are."""
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
-        weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
-        part = self.tile_m * self.pitch_dq * self.item_size if self.carried else 0
-        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * self.item_size + self.workers // 2)
+        weights = self.tile_n * self.pitch * self.item_size
         return tuple(
-            itertools.accumulate((own, own, other, other, weights, weights, rows, 48, part, scores))
+            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
+        )
+
+
+@dataclass(frozen=True)
+class WideCarriedConfig(WideFusedConfig):
+    """Of mma_wide_carried: a warpgroup more, of which a warp takes parts of dQ to global memory.
+
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the
+    next tile of Q comes earlier.
+    """
+
+    blocks: int = 1  # type: ignore[misc]
+    q_places: int = 2
+
+    whole_program: ClassVar[bool] = True  # setmaxnreg wants that
+    shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
+    FEW: ClassVar[int] = 40  # registers of a thread of the carrier's warpgroup
+
+    def __post_init__(self) -> None:
+        if self.dtype != "float64":
+            raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
+        if self.blocks not in (1, 2) or self.q_places not in (1, 2):
+            raise ValueError(f"blocks and q_places must be 1 or 2, not {self.blocks} and {self.q_places}")
+        super().__post_init__()
+        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
+
+    @property
+    def workers(self) -> int:
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:
+        return self.workers + 128
+
+    @property
+    def cluster(self) -> int:  # type: ignore[override]
+        return self.blocks
+
+    @property
+    def ptx_version(self) -> str:  # type: ignore[override]
+        """st.async, by which blocks hand each other scores, has 8.1."""
+        return "8.1" if self.blocks > 1 else ""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the carrier's warpgroup, and of those that compute, to whom the others leave theirs."""
+        launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
+        return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Of one block."""
+        return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
+
+    @property
+    def pitch_dq(self) -> int:
+        """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
+        return self.head_dim_padded + 2
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where V, the places of Q, dO, P^T, dS^T, lse with delta of the queries in each place, the block's state, the
+        part of dQ, what comes from the other block (kernels/mma/shared_scores.py), and the end are."""
+        own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
+        weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
+        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * 8 + self.workers // 2)
+        places = self.q_places
+        return tuple(
+            itertools.accumulate(
+                (own, own, places * other, other, weights, weights, places * self.tile_m * 16, 48, part, scores)
+            )
         )
 
 

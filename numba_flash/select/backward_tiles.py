@@ -72,7 +72,23 @@ class WideFused(NamedTuple):
     blocks_per_sm: int
     least_keys: int  # of all heads of a batch entry: with fewer, its line of parts of dQ takes too long
     unrolled: bool = False
+    plain: bool = True
+    gpu: str = MEASURED
+
+
+class WideCarried(NamedTuple):
+    """The same in float64 on Hopper, whose parts of dQ are carried."""
+
+    above: int
+    head_dim: int
+    own_rows: int
+    other_rows: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    least_keys: int
     blocks: int = 1  # that share the columns
+    q_places: int = 2
     plain: bool = True
     gpu: str = MEASURED
 
@@ -211,6 +227,12 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_wide_fused_float64": (
         WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),
+    ),
+    # Only these take float64's m16n8k16 and a carrier's instructions, so other GPUs never come here.
+    "mma_wide_carried_float64": (
+        WideCarried(32, 64, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, least_keys=16384),
+        WideCarried(64, 128, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, least_keys=8192),
+        WideCarried(128, 256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, least_keys=8192, blocks=2),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),

@@ -82,7 +82,7 @@ def make(config):
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
     dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
-    blocks = config.blocks  # each of which counts
+    blocks = config.blocks  # that share a key tile: each counts
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)

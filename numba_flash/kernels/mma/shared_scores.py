@@ -15,8 +15,8 @@ from .backward_dq_parts import bits_of_f64
 
 
 class SharedScores(NamedTuple):
-    """Device functions. at: where scores of the other block come to; behind them are two mbarriers of each warp: they have
-    come, and the other block has read what this one gave."""
+    """Device functions. at: where scores of the other block come to; behind them are two mbarriers of each warp: they
+    have come, and the other block has read what this one gave."""
 
     begin: Callable[..., Any]  # (at): by one thread, before all threads of the cluster meet
     add_other: Callable[..., Any]  # (acc, t, at): acc of tile t += what the other block has

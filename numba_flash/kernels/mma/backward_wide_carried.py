@@ -1,0 +1,243 @@
+"""backward_wide_fused.py in float64 for Hopper: parts of dQ are carried, and two blocks may share the columns.
+
+Read that file and backward_dq_carried.py first. What dQ has so far, and whose turn it is, takes several thousand clocks
+to ask and to say, and products of a tile take five thousand; there both stand in one line. Here a warp of its own, the
+carrier, asks and says it beside the products. Its warpgroup has few registers, and those that compute have the others.
+
+Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
+gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
+
+Q of a tile, with lse and delta, comes while all of the tile before is computed, if it has two places; else while dQ is.
+dO comes while dK and dQ are computed from the tile before.
+
+Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
+(config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
+bytes and are contiguous along dim; dq, dk and dv are contiguous.
+"""
+
+from numba import cuda, float64, int32, int64, uint8, uint32
+
+from ...ptx import bar, cluster, cp_async, fence, ld_st, memory, setmaxnreg, shared, special
+from ..score import fragments, positions
+from ..steps import async_tiles, lse_delta
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_queries, key_tiles
+from ..steps.tiles import row_base
+from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from .backward_dq_parts import Walk
+from .backward_fused_tile import Registers
+
+REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
+ALL = 8  # the named barrier of all warps that compute
+
+
+def make(config):
+    tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
+    head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, scores_at, _ = config.shared_offsets()
+    q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
+    q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
+
+    load_own, load_other = (async_tiles.loader(tile, padded, workers, 1, 8) for tile in (tile_n, tile_m))
+    tile = backward_fused_tile.make(config)
+    find_scores, give_half, meet, weigh, add_rows = (
+        tile.find_scores,
+        tile.give_half,
+        tile.meet,
+        tile.weigh,
+        tile.add_rows,
+    )
+    first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
+    s_count, sum_count, own_count, other_count = tile.counts
+    store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
+    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    start_rows, _ = lse_delta.staged(config, tile_m)
+    recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
+    parts = backward_dq_parts.make(config)
+    work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
+    leave_dq, carry_dq = backward_dq_carried.make(config)
+    begin_scores, add_other = shared_scores.make(config, s_count)
+    give_registers, take_registers = (of(n) for of, n in zip(REGISTERS, config.registers, strict=True))
+
+    @inlined
+    def own_column():
+        """The first column of the block."""
+        return int32(cluster.rank() * padded) if paired else int32(0)
+
+    @inlined
+    def meet_all():
+        """All warps that compute."""
+        bar.sync(ALL, workers)
+
+    @inlined
+    def meet_others():
+        """Likewise of both blocks that share columns."""
+        if paired:
+            cluster.sync()
+        else:
+            meet_all()
+
+    @inlined
+    def place_of(t):
+        """Which of Q's places that of the t-th tile is in."""
+        return int32(t & 1) if q_places > 1 else int32(0)
+
+    @inlined
+    def load_do(t, k_smem, arrays, strides, sizes):
+        """Start the copies of dO of the t-th tile of queries, if there is one."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
+            i, h = turn(t, walk, sizes)
+            first = own_column()
+            source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
+            rows_left, stride, to = int32(sizes.seqlen_q - i * tile_m), 8 * strides.do[2], k_smem + int32(do_at)
+            load_other(to, source, stride, 0, rows_left, head_dim_v - first, special.thread_index())
+
+    @inlined
+    def load_queries(t, k_smem, arrays, strides, sizes):
+        """Likewise of Q, with lse and delta."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
+            i, h = turn(t, walk, sizes)
+            first, place = own_column(), place_of(t)
+            source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
+            rows_left, stride = int32(sizes.seqlen_q - i * tile_m), 8 * strides.q[2]
+            to = k_smem + int32(q_at) + place * q_bytes
+            load_other(to, source, stride, 0, rows_left, head_dim - first, special.thread_index())
+            start_rows(
+                k_smem + int32(rows_at) + place * rows_bytes, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes
+            )
+
+    @inlined
+    def load_behind(t, k_smem, arrays, strides, sizes):
+        """Q of the tile behind the t-th, into a place that everyone is done with."""
+        load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
+        cp_async.commit_group()
+
+    @inlined
+    def step(t, registers, k_smem, arrays, strides, sizes, score):
+        """One tile of queries of one head."""
+        wait_all()
+        meet_all()  # Q and dO are there, and everyone is done with Q and dS of the tile before
+        if q_places > 1:
+            load_behind(t, k_smem, arrays, strides, sizes)
+        q_smem, do_smem = k_smem + int32(q_at) + place_of(t) * q_bytes, k_smem + int32(do_at)
+        find_scores(registers, k_smem, q_smem, do_smem)
+        if paired:
+            add_other(registers.acc, t, k_smem + int32(scores_at))
+        give_half(registers, k_smem)
+        meet()
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        rows_smem, term = k_smem + int32(rows_at) + place_of(t) * rows_bytes, row_term(walk.b, h, arrays, strides)
+        weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
+        meet()
+        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
+        meet_all()  # everyone is done with dO, and all of dS is there
+        load_do(int32(t + 1), k_smem, arrays, strides, sizes)
+        cp_async.commit_group()
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at) + place_of(t) * q_bytes)
+        if q_places == 1:
+            meet_all()  # everyone is done with Q
+            load_behind(t, k_smem, arrays, strides, sizes)
+        leave_dq(t == 0, k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
+
+    @inlined
+    def carry(end, k_smem, strides, sizes):
+        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        state, t = k_smem + int32(state_at), int32(0)
+        while t < end:
+            i, h = turn(t, walk_of(state, sizes), sizes)
+            carry_dq(i, h, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            t = int32(t + 1)
+
+    @inlined
+    def take_ticket(k_smem, state, arrays):
+        """Which work the block has, or the cluster: to `state`, where all threads see it behind."""
+        if paired:
+            if special.thread_index() == 0:
+                begin_scores(k_smem + int32(scores_at))
+                fence.mbarrier_init()
+                if cluster.rank() == 0:
+                    ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
+                    for rank in range(2):
+                        cluster.store_b32(cluster.place_in(state, rank), ticket)
+            cluster.sync()
+        else:
+            if special.thread_index() == 0:
+                ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
+            cuda.syncthreads()
+
+    @cuda.jit
+    def flash_attention_mma_wide_carried(arrays, strides, sizes, score):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
+        state = k_smem + int32(state_at)
+        take_ticket(k_smem, state, arrays)
+        b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
+        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        tiles = int32(stop - begin) if keys_left > 0 else int32(0)
+        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
+        cuda.syncthreads()  # the ticket has been read
+        if thread == 0:
+            keep(walk, state, arrays, strides, sizes)
+        cuda.syncthreads()  # what was kept is there
+        end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+        if thread >= workers:
+            give_registers()
+            if thread < workers + 32:
+                carry(end, k_smem, strides, sizes)
+            return
+        take_registers()
+        registers = Registers(
+            cuda.local.array(s_count, float64),  # acc (strips, own_columns / 8, 4)
+            cuda.local.array(sum_count, float64),  # acc_dk (strips, columns / 8, 4)
+            cuda.local.array(sum_count, float64),  # acc_dv (strips, columns / 8, 4)
+            cuda.local.array(own_count, fragment),  # own_frag
+            cuda.local.array(other_count, fragment),  # other_frag
+            cuda.local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+        )
+        for x in range(sum_count):
+            registers.acc_dk[x] = float64(0)
+            registers.acc_dv[x] = float64(0)
+        if tiles > 0:
+            first = own_column()
+            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key) + first)
+            load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, head_dim - first, thread)
+            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
+            load_own(k_smem + int32(v_at), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
+            load_do(int32(0), k_smem, arrays, strides, sizes)
+            load_queries(int32(0), k_smem, arrays, strides, sizes)
+        cp_async.commit_group()
+        t = int32(0)
+        while t < end:
+            step(t, registers, k_smem, arrays, strides, sizes, score)
+            t = int32(t + 1)
+
+        walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
+        b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
+        keys_left = int32(min(walk.keys - first_key, tile_n))
+        first_row, column = first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
+        valid = int32(keys_left - first_row)
+        base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+        nonfinite = store_dk(
+            registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
+        )
+        base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+        nonfinite |= store_dv(
+            registers.acc_dv, float64(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
+        )
+        meet_others()  # a row that is no number in some columns is written again as a whole
+        if nonfinite != 0:
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return flash_attention_mma_wide_carried
