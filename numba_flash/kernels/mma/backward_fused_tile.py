@@ -57,7 +57,7 @@ def make(config):
     own_count, other_count = of_sums.q_count, of_sums.kv_count
     place, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
     weight, _ = fragments.weights_at(config)
-    _, of_pair = lse_delta.staged(config, tile_m)
+    _, of_pair = lse_delta.staged(config, tile_m, config.threads)
 
     @inlined
     def first_row_of_warp():

@@ -1,14 +1,18 @@
-"""backward_wide_fused.py in float64 for Hopper: parts of dQ are carried, and two blocks may share the columns.
+"""backward_wide_fused.py in float64 for Hopper: warps that compute do nothing else, and wait for little.
 
 Read that file and backward_dq_carried.py first. What dQ has so far, and whose turn it is, takes several thousand clocks
 to ask and to say, and products of a tile take five thousand; there both stand in one line. Here a warp of its own, the
-carrier, asks and says it beside the products. Its warpgroup has few registers, and those that compute have the others.
+carrier, asks and says it beside the products. Two more warps fetch Q and dO: with cp.async, whose bytes an mbarrier
+says to be there. The carrier's warpgroup has few registers, and those that compute have the others.
+
+With two teams each has half of the block's keys, and a tile's barriers are the team's. Both wait for the place of a
+part of dQ one behind the other, and so one makes P and dS while the other multiplies.
 
 Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Q of a tile, with lse and delta, comes while all of the tile before is computed, if it has two places; else while dQ is.
-dO comes while dK and dQ are computed from the tile before.
+Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places. dO comes while dK and dQ
+are computed from the tile before.
 
 Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
 (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
@@ -17,7 +21,7 @@ bytes and are contiguous along dim; dq, dk and dv are contiguous.
 
 from numba import cuda, float64, int32, int64, uint8, uint32
 
-from ...ptx import bar, cluster, cp_async, fence, ld_st, memory, setmaxnreg, shared, special
+from ...ptx import bar, cluster, cp_async, fence, ld_st, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
 from ..steps import async_tiles, lse_delta
 from ..steps import recompute_keys as recompute
@@ -26,21 +30,25 @@ from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from .backward_dq_carried import DS_FULL
 from .backward_dq_parts import Walk
 from .backward_fused_tile import Registers
 
 REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
-ALL = 8  # the named barrier of all warps that compute
+ALL = 5  # the named barrier of all warps that compute; backward_dq_carried.py and FusedTile.meet have others
 
 
 def make(config):
     tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, scores_at, _ = config.shared_offsets()
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_at, _ = config.shared_offsets()
     q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
+    loaders, team = config.LOADERS, config.team
+    q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
     q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
 
-    load_own, load_other = (async_tiles.loader(tile, padded, workers, 1, 8) for tile in (tile_n, tile_m))
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
+    load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
     tile = backward_fused_tile.make(config)
     find_scores, give_half, meet, weigh, add_rows = (
         tile.find_scores,
@@ -53,7 +61,7 @@ def make(config):
     s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
-    start_rows, _ = lse_delta.staged(config, tile_m)
+    start_rows, _ = lse_delta.staged(config, tile_m, loaders)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
     work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
@@ -85,45 +93,55 @@ def make(config):
         return int32(t & 1) if q_places > 1 else int32(0)
 
     @inlined
-    def load_do(t, k_smem, arrays, strides, sizes):
-        """Start the copies of dO of the t-th tile of queries, if there is one."""
-        walk = walk_of(k_smem + int32(state_at), sizes)
-        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
-            i, h = turn(t, walk, sizes)
-            first = own_column()
-            source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
-            rows_left, stride, to = int32(sizes.seqlen_q - i * tile_m), 8 * strides.do[2], k_smem + int32(do_at)
-            load_other(to, source, stride, 0, rows_left, head_dim_v - first, special.thread_index())
+    def phase_of(t):
+        """And the parity of its phase there."""
+        return (t >> 1) & 1 if q_places > 1 else t & 1
 
     @inlined
-    def load_queries(t, k_smem, arrays, strides, sizes):
-        """Likewise of Q, with lse and delta."""
+    def load_queries(t, k_smem, thread, arrays, strides, sizes):
+        """Start the copies of Q of the t-th tile of queries, with lse and delta."""
         walk = walk_of(k_smem + int32(state_at), sizes)
-        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
-            i, h = turn(t, walk, sizes)
-            first, place = own_column(), place_of(t)
-            source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
-            rows_left, stride = int32(sizes.seqlen_q - i * tile_m), 8 * strides.q[2]
-            to = k_smem + int32(q_at) + place * q_bytes
-            load_other(to, source, stride, 0, rows_left, head_dim - first, special.thread_index())
-            start_rows(
-                k_smem + int32(rows_at) + place * rows_bytes, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes
-            )
+        i, h = turn(t, walk, sizes)
+        first, place, rows_left = own_column(), place_of(t), int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
+        to, rows_smem = k_smem + int32(q_at) + place * q_bytes, k_smem + int32(rows_at) + place * rows_bytes
+        load_other(to, source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
+        start_rows(rows_smem, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
 
     @inlined
-    def load_behind(t, k_smem, arrays, strides, sizes):
-        """Q of the tile behind the t-th, into a place that everyone is done with."""
-        load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
-        cp_async.commit_group()
+    def load_do(t, k_smem, thread, arrays, strides, sizes):
+        """Likewise of dO."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
+        load_other(k_smem + int32(do_at), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
+
+    @inlined
+    def fetch(end, k_smem, thread, arrays, strides, sizes):
+        """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
+        t = int32(0)
+        while t < end:
+            mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
+            load_queries(t, k_smem, thread, arrays, strides, sizes)
+            mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
+            load_do(t, k_smem, thread, arrays, strides, sizes)
+            cp_async.commit_group()
+            wait_all()
+            mbarrier.arrive(k_smem + int32(q_full) + 8 * place_of(t))
+            t = int32(t + 1)
+
+    @inlined
+    def done_with(place):
+        """All lanes of the warp have read what is to come next to a place whose mbarrier this is."""
+        bar.warp_sync()
+        mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
-        wait_all()
-        meet_all()  # Q and dO are there, and everyone is done with Q and dS of the tile before
-        if q_places > 1:
-            load_behind(t, k_smem, arrays, strides, sizes)
         q_smem, do_smem = k_smem + int32(q_at) + place_of(t) * q_bytes, k_smem + int32(do_at)
+        mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
         find_scores(registers, k_smem, q_smem, do_smem)
         if paired:
             add_other(registers.acc, t, k_smem + int32(scores_at))
@@ -135,14 +153,11 @@ def make(config):
         weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
-        meet_all()  # everyone is done with dO, and all of dS is there
-        load_do(int32(t + 1), k_smem, arrays, strides, sizes)
-        cp_async.commit_group()
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at) + place_of(t) * q_bytes)
-        if q_places == 1:
-            meet_all()  # everyone is done with Q
-            load_behind(t, k_smem, arrays, strides, sizes)
-        leave_dq(t == 0, k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
+        done_with(k_smem + int32(do_empty))
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), q_smem)
+        done_with(k_smem + int32(q_empty) + 8 * place_of(t))
+        bar.sync(DS_FULL + special.thread_index() // team, team)
+        leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
 
     @inlined
     def carry(end, k_smem, strides, sizes):
@@ -150,12 +165,23 @@ def make(config):
         state, t = k_smem + int32(state_at), int32(0)
         while t < end:
             i, h = turn(t, walk_of(state, sizes), sizes)
-            carry_dq(i, h, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            carry_dq(i, h, k_smem + int32(dq_at), state, strides, sizes)
             t = int32(t + 1)
+
+    @inlined
+    def begin(k_smem):
+        """One thread: mbarriers of the tiles' places. A thread that fetches arrives for itself, one of each warp that
+        computes for the warp."""
+        for place in range(q_places):
+            mbarrier.init(k_smem + int32(q_full + 8 * place), loaders)
+            mbarrier.init(k_smem + int32(q_empty + 8 * place), workers // 32)
+        mbarrier.init(k_smem + int32(do_empty), workers // 32)
 
     @inlined
     def take_ticket(k_smem, state, arrays):
         """Which work the block has, or the cluster: to `state`, where all threads see it behind."""
+        if special.thread_index() == 0:
+            begin(k_smem)
         if paired:
             if special.thread_index() == 0:
                 begin_scores(k_smem + int32(scores_at))
@@ -193,7 +219,9 @@ def make(config):
         end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
         if thread >= workers:
             give_registers()
-            if thread < workers + 32:
+            if thread < workers + loaders:
+                fetch(end, k_smem, thread - workers, arrays, strides, sizes)
+            elif thread < workers + loaders + 32:
                 carry(end, k_smem, strides, sizes)
             return
         take_registers()
@@ -214,9 +242,9 @@ def make(config):
             load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, head_dim - first, thread)
             v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
             load_own(k_smem + int32(v_at), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
-            load_do(int32(0), k_smem, arrays, strides, sizes)
-            load_queries(int32(0), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
+        wait_all()
+        meet_all()  # K and V are there
         t = int32(0)
         while t < end:
             step(t, registers, k_smem, arrays, strides, sizes, score)

@@ -53,7 +53,7 @@ def make(config):
     s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
-    start_rows, _ = lse_delta.staged(config, tile_m)
+    start_rows, _ = lse_delta.staged(config, tile_m, threads)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
     work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
@@ -83,7 +83,14 @@ def make(config):
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
             load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
+            start_rows(
+                k_smem + int32(rows_at),
+                int64(walk.b) * sizes.heads + h,
+                i * tile_m,
+                arrays,
+                sizes,
+                special.thread_index(),
+            )
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
