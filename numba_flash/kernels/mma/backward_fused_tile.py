@@ -114,7 +114,7 @@ def make(config):
         p_place = place(lane, k_smem + int32(p_at)) + (row * pitch + part * own_columns) * size
         to_ds = int32(ds_at - p_at)
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
-        given, p, ds = (cuda.local.array(2, real), cuda.local.array(2, real), cuda.local.array(2, real))
+        given = cuda.local.array(2, real)
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         first_query, end_query = cuda.local.array(strips, int32), cuda.local.array(strips, int32)  # that see a key
         for strip in range(strips):
@@ -134,10 +134,13 @@ def make(config):
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
-                    p[x] = found if seen else real(0)
-                    ds[x] = found * (dp - delta[x]) * derivative if seen else real(0)
-                put(p[0], p[1], at)
-                put(ds[0], ds[1], at + to_ds)
+                    registers.acc[of] = found if seen else real(0)
+                    registers.acc[of + 2] = found * (dp - delta[x]) * derivative if seen else real(0)
+        for n in range(blocks):  # behind all of them: a lane's elements are worked out side by side
+            for strip in range(strips):
+                at, of = p_place + (strip * 16 * pitch + 8 * n) * size, (strip * blocks + n) * 4
+                put(registers.acc[of], registers.acc[of + 1], at)
+                put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
 
     @inlined
     def add_rows(acc, registers, weights_smem, rows_smem):
