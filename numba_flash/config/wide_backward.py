@@ -200,7 +200,7 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def pitch(self) -> int:
         """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
-        return self.tile_m + 16 // self.item_size
+        return self.tile_m + (4 if self.item_size == 4 else 0)
 
     def own_places(self) -> tuple[int, int, int]:
         """Where V, P^T and dS^T are."""

@@ -55,7 +55,7 @@ def make(config):
     multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
     add_16, sum_lanes = of_sums.add_16, of_sums.lanes
     own_count, other_count = of_sums.q_count, of_sums.kv_count
-    place, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
+    place, moved, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
     weight, _ = fragments.weights_at(config)
     _, of_pair = lse_delta.staged(config, tile_m, config.threads)
 
@@ -97,21 +97,22 @@ def make(config):
         """What the other warp makes P and dS of, to where it puts them: S to P, dP to dS."""
         lane, (part, role) = special.thread_index() & int32(31), part_and_role()
         at = place(lane, k_smem + int32(p_at) + role * int32(ds_at - p_at))
-        at += ((first_row_of_warp() + 8 - 8 * role) * pitch + part * own_columns) * size
+        at = moved(at + (first_row_of_warp() + 8 - 8 * role) * (pitch * size), part * (own_columns // 8))
         for strip in range(strips):
             for n in range(blocks):
                 of = (strip * blocks + n) * 4
                 first, second = registers.acc[of], registers.acc[of + 1]
                 third, fourth = registers.acc[of + 2], registers.acc[of + 3]
                 x, y = first if role else third, second if role else fourth
-                put(x, y, at + (strip * 16 * pitch + 8 * n) * size)
+                put(x, y, moved(at + strip * (16 * pitch * size), n))
 
     @inlined
     def weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score):
         """P^T and dS^T of the warp's half to shared memory."""
         lane, (part, role) = special.thread_index() & int32(31), part_and_role()
         row = int32(first_row_of_warp() + 8 * role)
-        p_place = place(lane, k_smem + int32(p_at)) + (row * pitch + part * own_columns) * size
+        p_place = place(lane, k_smem + int32(p_at)) + row * (pitch * size)
+        p_place = moved(p_place, part * (own_columns // 8))
         to_ds = int32(ds_at - p_at)
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
         given = cuda.local.array(2, real)
@@ -124,7 +125,7 @@ def make(config):
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
             for strip in range(strips):
-                at = p_place + (strip * 16 * pitch + 8 * n) * size
+                at = moved(p_place + strip * (16 * pitch * size), n)
                 pair(given, at if role else at + to_ds)
                 for x in range(2):
                     of = (strip * blocks + n) * 4 + x
@@ -138,7 +139,7 @@ def make(config):
                     registers.acc[of + 2] = found * (dp - delta[x]) * derivative if seen else real(0)
         for n in range(blocks):  # behind all of them: a lane's elements are worked out side by side
             for strip in range(strips):
-                at, of = p_place + (strip * 16 * pitch + 8 * n) * size, (strip * blocks + n) * 4
+                at, of = moved(p_place + strip * (16 * pitch * size), n), (strip * blocks + n) * 4
                 put(registers.acc[of], registers.acc[of + 1], at)
                 put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
 
