@@ -229,10 +229,10 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "mma_wide_fused_float64": (
         WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),
     ),
-    # Only these take float64's m16n8k16 and a carrier's instructions, so other GPUs never come here.
+    # for GPUs whose m16n8k16 of float64 is one instruction
     "mma_wide_carried_float64": (
-        WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=16384, q_places=1),
-        WideCarried(64, 128, 64, 16, 16, 2, blocks_per_sm=1, least_keys=8192, teams=2),
+        WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=32768, q_places=1),
+        WideCarried(64, 128, 64, 16, 16, 2, blocks_per_sm=1, least_keys=16384, teams=2),
         WideCarried(128, 256, 64, 16, 16, 2, blocks_per_sm=1, least_keys=8192, teams=2, blocks=2),
     ),
     "mma_dq_float32": (

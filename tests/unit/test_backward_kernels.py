@@ -1036,8 +1036,18 @@ def test_what_the_hopper_backward_refuses(options, words):
             lambda: WideCarriedConfig("mma_wide_carried", "float32", 64, 64, 16, 64),
             "carried in float64, not in float32",
         ),
-        (lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=3), "1 or 2, not 3 and 2"),
-        (lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, q_places=3), "1 or 2, not 1 and 3"),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=3),
+            "blocks must be 1 or 2, not 3",
+        ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, q_places=3),
+            "q_places must be 1 or 2, not 3",
+        ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 16, teams=2),
+            "16 keys are no 2 times 16",
+        ),
     ],
 )
 def test_a_config_checks_itself(make, word):
