@@ -64,10 +64,9 @@ def make(config):
         place = turned_place(lane, ds_smem) + team * (own_keys * pitch * 8) + strip * 128
         _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
         k_lane += column_part * (panels * tile_n * 128) + team * (own_keys * 128)
-        for _ in range(special.opaque(own_keys // 16)):
-            turned(operand, place)
-            add_16(acc, operand, other, k_lane)
-            place, k_lane = int32(place + 16 * pitch * 8), int32(k_lane + 2048)
+        for n in range(own_keys // 16):  # written out, so that what comes next is read while this is multiplied
+            turned(operand, int32(place + n * (16 * pitch * 8)))
+            add_16(acc, operand, other, int32(k_lane + n * 2048))
         bar.sync(EMPTY + team, both)
         row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + (lane & 3) * 4
         to = int32(dq_smem + (row * pitch_dq + column) * 8)

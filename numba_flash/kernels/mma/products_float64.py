@@ -40,6 +40,7 @@ def make(config):
     )
     by_columns = groups > 1 and config.splits_columns
     half_steps = steps // 2
+    at_once = 2 if config.unrolled else 1  # panels
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -99,9 +100,10 @@ def make(config):
         for i in range(strips * blocks * 4):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(special.opaque(count)):  # written out, it would take too many registers
-            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
-            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
+        for _ in range(special.opaque(count // at_once)):  # all written out, it would take too many registers
+            for n in range(at_once):
+                add_panel(blocks, acc_s, q_frag, k_frag, int32(q_at + n * q_panel), int32(k_at + n * kv_panel))
+            q_at, k_at = int32(q_at + at_once * q_panel), int32(k_at + at_once * kv_panel)
 
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):

@@ -50,7 +50,7 @@ def make(pitch, strips, double):
 
     @inlined
     def moved(at, n):
-        return int32(at + n * 32)
+        return at + n * 32
 
     @inlined
     def moved_f64(at, n):
