@@ -82,12 +82,12 @@ def make(config):
         return int32(walk.begin + walk.tiles - 1 - (t - member * walk.tiles)), int32(h)
 
     @inlined
-    def find_scores(registers, k_smem, q_smem, do_smem):
-        """acc <- S of the warp's part, or dP."""
+    def find_scores(registers, k_smem, to_q, to_do):
+        """acc <- S of the warp's part, or dP. to_q, to_do: how far behind K those tiles are."""
         thread = special.thread_index()
         lane, (part, role) = thread & int32(31), part_and_role()
         own = k_smem + role * int32(v_at)
-        other = q_smem + role * int32(do_smem - q_smem)
+        other = k_smem + to_q + role * int32(to_do - to_q)
         warp = ((thread >> int32(5 + shift)) << int32(part_shift)) + part
         own_lane, other_lane, _, _ = score_lanes(lane, warp, own, other, other)
         multiply(registers.acc, registers.own_frag, registers.other_frag, own_lane, other_lane)
@@ -115,7 +115,7 @@ def make(config):
         p_place = moved(p_place, part * (own_columns // 8))
         to_ds = int32(ds_at - p_at)
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
-        given, p, ds = (cuda.local.array(2, real), cuda.local.array(2, real), cuda.local.array(2, real))
+        given = cuda.local.array(2, real)
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         first_query, end_query = cuda.local.array(strips, int32), cuda.local.array(strips, int32)  # that see a key
         for strip in range(strips):
@@ -135,10 +135,13 @@ def make(config):
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
-                    p[x] = found if seen else real(0)
-                    ds[x] = found * (dp - delta[x]) * derivative if seen else real(0)
-                put(p[0], p[1], at)
-                put(ds[0], ds[1], at + to_ds)
+                    registers.acc[of] = found if seen else real(0)
+                    registers.acc[of + 2] = found * (dp - delta[x]) * derivative if seen else real(0)
+        for n in range(blocks):  # behind all of them: a lane's elements are worked out side by side
+            for strip in range(strips):
+                at, of = moved(p_place + strip * (16 * pitch * size), n), (strip * blocks + n) * 4
+                put(registers.acc[of], registers.acc[of + 1], at)
+                put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
 
     @inlined
     def add_rows(acc, registers, weights_smem, rows_smem):

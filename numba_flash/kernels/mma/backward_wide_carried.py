@@ -140,9 +140,9 @@ def make(config):
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
-        q_smem, do_smem = k_smem + int32(q_at) + place_of(t) * q_bytes, k_smem + int32(do_at)
+        to_q, do_smem = int32(q_at + place_of(t) * q_bytes), k_smem + int32(do_at)
         mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
-        find_scores(registers, k_smem, q_smem, do_smem)
+        find_scores(registers, k_smem, to_q, int32(do_at))
         if paired:
             add_other(registers.acc, t, k_smem + int32(scores_at))
         give_half(registers, k_smem)
@@ -154,7 +154,7 @@ def make(config):
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
         done_with(k_smem + int32(do_empty))
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), q_smem)
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + to_q)
         done_with(k_smem + int32(q_empty) + 8 * place_of(t))
         bar.sync(DS_FULL + special.thread_index() // team, team)
         leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)

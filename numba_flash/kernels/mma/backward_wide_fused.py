@@ -105,7 +105,7 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
         hand_on_before(t, k_smem, sizes)
-        find_scores(registers, k_smem, k_smem + int32(q_at), k_smem + int32(do_at))
+        find_scores(registers, k_smem, int32(q_at), int32(do_at))
         give_half(registers, k_smem)
         meet()
         walk = walk_of(k_smem + int32(state_at), sizes)
