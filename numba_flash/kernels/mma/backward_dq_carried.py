@@ -30,7 +30,7 @@ class DqCarried(NamedTuple):
     """Device functions. i: a query tile of head h."""
 
     leave: Callable[..., Any]  # by the warps of a team
-    carry: Callable[..., Any]  # by the carrier
+    carry: Callable[..., Any]  # by the carrier; first, last: nothing comes before it, or behind
 
 
 def make(config):
@@ -46,7 +46,7 @@ def make(config):
     parts = backward_dq_parts.make(config)
     parts_before, wait_turn, hand_on = parts.parts_before, parts.wait_turn, parts.hand_on
     store_bytes, add_bytes, commit = tma.store_bytes, tma.add_bytes_f64, tma.commit_group
-    wait_added = tma.wait_group(0)
+    wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     fence_async, fence_global, store_v2 = fence.proxy_async, fence.proxy_async_global, ld_st.store_v2_f64
 
     @inlined
@@ -67,7 +67,7 @@ def make(config):
         for n in range(own_keys // 16):  # written out, so that what comes next is read while this is multiplied
             turned(operand, int32(place + n * (16 * pitch * 8)))
             add_16(acc, operand, other, int32(k_lane + n * 2048))
-        bar.sync(EMPTY + team, both)
+        bar.sync(EMPTY + team, both)  # and the team is done with dS
         row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + (lane & 3) * 4
         to = int32(dq_smem + (row * pitch_dq + column) * 8)
         for n in range(panels):
@@ -97,15 +97,20 @@ def make(config):
         commit()
 
     @inlined
-    def carry(i, h, dq_smem, state, strides, sizes):
+    def carry(i, h, first, last, dq_smem, state, strides, sizes):
         """All parts of query tile i to global memory, when their turn has come, and the turn to the next key tile."""
+        if first:
+            bar.arrive(EMPTY, both)
         wait_turn(i, h, state, sizes)
         adds = parts_before(i, state) != uint32(0)
         for team in range(teams):
-            bar.arrive(EMPTY + team, both)
             bar.sync(FULL + team, both)
             fence_global()
             copy_part(i, h, adds or team > 0, dq_smem, state, strides, sizes)
+            wait_read()
+            bar.warp_sync()
+            if not last or team + 1 < teams:
+                bar.arrive(EMPTY + (team + 1) % teams, both)
             wait_added()
             fence_global()
             bar.warp_sync()

@@ -165,7 +165,7 @@ def make(config):
         state, t = k_smem + int32(state_at), int32(0)
         while t < end:
             i, h = turn(t, walk_of(state, sizes), sizes)
-            carry_dq(i, h, k_smem + int32(dq_at), state, strides, sizes)
+            carry_dq(i, h, t == 0, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
             t = int32(t + 1)
 
     @inlined
