@@ -593,7 +593,7 @@ def test_the_kernels_of_the_hopper_backward():
 
 # By how many registers take what decides about each score: (which of them, tile_m of dK and dV, tile_n of dQ).
 BY_ELEMENT = [
-    (dict(mask_mod=earlier), 64, 112),
+    (dict(mask_mod=earlier), 64, 128),
     (dict(mask="bool"), 64, 112),
     (dict(dropout_p=0.1), 64, 112),
     (dict(mask="bool", softcap=2.0), 48, 80),
