@@ -271,6 +271,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
         WgmmaDq(128, False, 128, 96, stages_a=2, stages_b=2, by_element="boxed"),
+        WgmmaDq(128, False, 128, 128, stages_a=2, stages_b=2, by_element="asked"),
         WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="hidden"),
         WgmmaDq(128, False, 128, 80, stages_a=2, stages_b=2, by_element="some"),
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2, by_element="all"),
