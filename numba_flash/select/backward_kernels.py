@@ -280,16 +280,17 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
     Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
     little time as long as key tiles of a head are no more than its query tiles, or these are few, and a batch entry has
-    work enough for the line to pass. Under a mask two long heads go two ways, and one has lines of its own (dq_lines).
-    Without an order there is no line. Under a mask parts of a group are heads of
+    work enough for the line to pass. Under a mask two long heads go two ways, and one long head has short lines
+    (dq_lines). Without an order there is no line. Under a mask parts of a group are heads of
     their own. The number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come
     in batches. Where all keys are one tile there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
-    if target.simulated or 64 < widest <= 80:  # tiles have columns for 64 or 128
+    short = max(forward.seqlen_q, forward.seqlen_k) <= 512
+    if target.simulated or (64 < widest <= 80 and (every_key or short)):  # two kernels have no columns past these
         return False
-    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
+    if short:
         return True
     if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which walks all of its queries
         return forward.seqlen_q <= 1024
@@ -326,13 +327,13 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
 def dq_lines(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in turn.
 
-    Of one head under a mask with more key tiles than a GPU runs blocks, those that take longest come first
-    (kernels/steps/dq_order.py). They all begin with the same query tiles, each one turn behind the one before.
+    Of one head with as many key tiles as a GPU runs blocks they all begin with the same query tiles, each one turn
+    behind the one before (kernels/steps/dq_order.py).
     """
     forward = problem.forward
-    alone = forward.heads == 1 and forward.seqlen_k > WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
-    masked, wide = not (forward.left is None and forward.right is None), max(forward.head_dim, forward.head_dim_v) > 64
-    return WgmmaFusedConfig.MOST_LINES if alone and masked and wide and problem.deterministic else 1
+    alone = forward.heads == 1 and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return WgmmaFusedConfig.MOST_LINES if alone and wide and problem.deterministic else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:

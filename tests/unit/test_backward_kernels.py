@@ -761,15 +761,14 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
-    # Long heads under a mask: two of them, or one with sums of dQ in lines.
+    # Long heads: two of them under a mask, or one with sums of dQ in lines.
     long = dict(causal=True, seqlen_q=16384, seqlen_k=16384)
-    assert kernels(heads=2, **long) == kernels(64, heads=2, **long) == one
-    assert (
-        kernels(heads=1, **long) == kernels(heads=3, **long) == kernels(heads=2, **long | dict(seqlen_k=16383)) == two
-    )
-    assert kernels(heads=1, causal=True, seqlen_q=16385, seqlen_k=16385) == one
-    assert kernels(64, heads=1, causal=True, seqlen_q=16385, seqlen_k=16385) == two
+    assert kernels(heads=2, **long) == kernels(64, heads=2, **long) == kernels(heads=1, **long) == one
+    assert kernels(heads=3, **long) == kernels(64, heads=1, **long) == two
+    assert kernels(heads=2, causal=True, seqlen_q=16383, seqlen_k=16383) == two
     assert kernels(heads=2, seqlen_q=16384, seqlen_k=16384) == two
+    assert kernels(72, causal=True) == kernels(80, causal=True) == one
+    assert kernels(80, 512, 512, causal=True) == two
     assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
     # Parts of a group are heads of their own under a mask.
     assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
@@ -826,9 +825,9 @@ def test_parts_of_a_group_are_all_of_its_heads():
 
 
 def test_a_long_head_alone_has_sums_of_dq_in_lines():
-    """Under a mask, with more key tiles than a GPU runs blocks: 128 of 128 keys."""
+    """With as many key tiles as a GPU runs blocks: 128 of 128 keys."""
 
-    def kernels(seqlen_k=16385, seqlen_q=16385, head_dim=128, heads=1, batch=1, **options):
+    def kernels(seqlen_k=16384, seqlen_q=16384, head_dim=128, heads=1, batch=1, **options):
         of_q, of_k = (batch, heads, seqlen_q, head_dim), (batch, 1, seqlen_k, head_dim)
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")}
@@ -838,15 +837,15 @@ def test_a_long_head_alone_has_sums_of_dq_in_lines():
     for batch in (1, 3):
         made, (start, fused, rounds) = kernels(causal=True, batch=batch)
         assert start.dq_lines == fused.dq_lines == rounds.dq_lines == 4 and rounds.kernel == "wgmma_round"
-        sizes, tiles = workspace([start, fused, rounds], made), batch * 257
+        sizes, tiles = workspace([start, fused, rounds], made), batch * 256
         assert sizes["dq_sums"] == ((tiles * 4 * 64 * 128,), "float32")
         assert sizes["turns"] == ((32 + tiles * 4 * 2,), "uint32")
-    assert kernels(window=(500, 0), head_dim=88)[1][1].dq_lines == 4
-    others = (dict(seqlen_k=16384), dict(seqlen_q=16384), dict(head_dim=64), dict(head_dim=80), dict(heads=2))
+    assert kernels(window=(500, 0), head_dim=88)[1][1].dq_lines == kernels()[1][1].dq_lines == 4
+    others = (dict(seqlen_k=16383), dict(seqlen_q=16383), dict(head_dim=64), dict(heads=2))
     for other in others:
         assert all(getattr(config, "dq_lines", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
     assert kernels(causal=True, deterministic=False)[1][1].dq_lines == 1
-    assert kernels()[1][1].kernel == kernels(causal=True, seqlen_q=16384)[1][1].kernel == "wgmma_dkdv"
+    assert kernels(causal=True, seqlen_q=16383)[1][1].kernel == kernels(head_dim=80)[1][1].kernel == "wgmma_dkdv"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ a causal mask that begins on the diagonal, and a block n key tiles away comes to
 without waiting. But its longest blocks come last. So there a head with an odd number goes the other way: the first key
 tile comes first and blocks walk down from the last query (step -1). Its long blocks begin where short ones of the even
 heads end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one
-way: up, or down where a head has more key tiles than a GPU runs blocks, as its longest blocks would begin when others
+way: up, or down where a head has as many key tiles as a GPU runs blocks, as its longest blocks would begin when others
 end: by arithmetic, of one head of 256 key tiles 132 multiprocessors would work 380 units of time instead of 256.
 
 A block walks each query tile of all heads of its group before the next one. Else a short block would come to its second
@@ -31,7 +31,7 @@ def ways_of(heads_kv, n_tiles, left, right):
         return 1
     if heads_kv % 2 == 0:
         return 2
-    return -1 if n_tiles > AT_A_TIME else 1
+    return -1 if n_tiles >= AT_A_TIME else 1
 
 
 def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
