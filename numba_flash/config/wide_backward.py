@@ -242,6 +242,8 @@ class WideCarriedConfig(WideFusedConfig):
                 raise ValueError(f"{name} must be 1 or 2, not {getattr(self, name)}")
         if self.own_rows % (self.teams * self.warp_rows):
             raise ValueError(f"{self.own_rows} keys are no {self.teams} times {self.warp_rows}")
+        if self.own_rows > 4 * self.warp_rows:
+            raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         super().__post_init__()
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
 
