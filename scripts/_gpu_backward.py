@@ -165,44 +165,54 @@ def in_pairs(problem, one_kernel):
 
 @contextlib.contextmanager
 def one_kernel_where_possible():
-    """With wgmma's kernel for all gradients also where it is the slower form, as with all that is small; and groups of
-    three heads and more in parts of two."""
-    kept = select_backward.gains_by_one_kernel, select_backward.members_of_a_part
-    select_backward.gains_by_one_kernel = lambda problem, target: True
-    select_backward.members_of_a_part = in_pairs
-    try:
-        select_backward.wgmma_configs.cache_clear()
+    """With the kernel for all gradients also where it is the slower form, as with all that is small; and on wgmma
+    groups of three heads and more in parts of two."""
+    instead = dict(
+        gains_by_one_kernel=lambda problem, target: True,
+        gains_by_one_wide_kernel=lambda problem, row: True,
+        members_of_a_part=in_pairs,
+    )
+    kept = {name: getattr(select_backward, name) for name in instead}
+
+    def use(functions):
+        for name, function in functions.items():
+            setattr(select_backward, name, function)
+        for configs in (select_backward.wgmma_configs, select_backward.mma_configs, select_backward.wide_configs):
+            configs.cache_clear()
         dispatch._plans.clear()
+
+    try:
+        use(instead)
         yield
     finally:
-        select_backward.gains_by_one_kernel, select_backward.members_of_a_part = kept
-        select_backward.wgmma_configs.cache_clear()
-        dispatch._plans.clear()
+        use(kept)
 
 
-def can_be_one_kernel(case):
+def can_be_one_kernel(kernel, case):
     """Whether nothing in it makes select take two kernels."""
+    if kernel == "mma":
+        return str(case.q.dtype) in ("float32", "float64") and not set(BY_ELEMENT) & set(case.options)
     two = {"softcap", "alibi_slopes", *BY_ELEMENT} & set(case.options)
     return max(case.q.shape[3], case.v.shape[3]) <= 128 and not two
 
 
 def check_one_kernel(kernel, options, tools):
-    """The problems that wgmma's kernel for all gradients can take: random ones, adversarial ones, whole numbers, the
-    same bits again and again."""
-    if kernel != "wgmma":
+    """The problems that a kernel for all gradients can take: random ones; on wgmma adversarial ones, whole numbers, the
+    same bits again and again, too. mma has one in float32 and float64."""
+    if kernel not in ("mma", "wgmma"):
         return "it has none"
     every, cases, number = tools.groups_with(kernel, options), {}, 0
     while len(cases) < options.problems // 6 and number < 10 * options.problems:
         group = every[number % len(every)]
         case = tools.random_case(kernel, options.small, group, number // len(every))
-        if can_be_one_kernel(case):
+        if can_be_one_kernel(kernel, case):
             cases[f"one kernel, {group}:{number // len(every)}"] = case
         number += 1
     with one_kernel_where_possible():
         found = [compare(cases, kernel, tools.on_gpu)]
-        if not options.case:
+        if not options.case and kernel == "wgmma":
             every = enumerate(adversarial(kernel, options.small, tools.takes))
-            hard = {f"adversarial {n}": case for n, case in every if can_be_one_kernel(case)}
+            hard = {f"adversarial {n}": case for n, case in every if can_be_one_kernel(kernel, case)}
             found.append(f"adversarial: {compare(hard, kernel, tools.on_gpu)}")
             found.append(f"whole numbers: {check_whole_numbers(kernel, options, tools)}")
             found.append(f"repeats: {check_repeats(kernel, options, tools)}")
