@@ -7,9 +7,10 @@ import itertools
 import re
 
 import compiler
-import numpy as np
 import pytest
 from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
+from simt_kernels import ALL, BACKWARD, everything, local_bytes
+from simt_kernels import backward_problem as problem
 
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
@@ -30,9 +31,8 @@ from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
-from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.groups import part_of, parts_of
-from numba_flash.problem.options import OPTION_NAMES, Options, uses
+from numba_flash.problem.options import uses
 from numba_flash.select import arguments, backward_arguments, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
@@ -41,81 +41,25 @@ from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")
-ALL = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
-
-
-def problem(head_dim=64, head_dim_v=None, dtype="float32", wanted=("dq", "dk", "dv"), **options):
-    """One without data: 2 heads, 300 queries, 500 keys."""
-    head_dim_v = head_dim_v or head_dim
-    lse_dtype = "float64" if dtype == "float64" else "float32"
-    given = dict(
-        do=empty(1, 2, 300, head_dim_v, dtype=dtype), q=empty(1, 2, 300, head_dim, dtype=dtype),
-        k=empty(1, 2, 500, head_dim, dtype=dtype), v=empty(1, 2, 500, head_dim_v, dtype=dtype),
-        o=empty(1, 2, 300, head_dim_v, dtype=dtype), lse=empty(1, 2, 300, dtype=lse_dtype),
-    )  # fmt: skip
-    arguments = dict(dlse=None, wanted=wanted, deterministic=True) | given | options
-    arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
-    named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
-    return BackwardProblem.of(**arguments, options=Options.of(**named))
-
-
-def everything(bias_shape, dtype="float16"):
-    return problem(
-        59, 33, dtype, ALL, causal=True, softcap=3.0, bias=empty(*bias_shape, dtype=dtype),
-        mask=empty(300, 500, dtype="bool"), alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"),
-        q_offset=empty(1, dtype="int32"), dlse=empty(1, 2, 300, dtype="float32"),
-    )  # fmt: skip
 
 
 def named(config):
     return f"{config.kernel}-{config.dtype}-{getattr(config, 'head_dim', config.threads)}"
 
 
-# Every kernel, plain and with everything; rows in registers as long as they go, and longer ones in local memory.
-CONFIGS = [
-    *v2_configs(problem(), HOPPER),
-    *v2_configs(problem(128, dtype="float16"), HOPPER)[1:],
-    *v2_configs(problem(64, dtype="float64"), HOPPER)[1:],
-    *v2_configs(everything((300, 500)), HOPPER),
-    v2_configs(everything((1, 500)), HOPPER)[3],
-    v2_configs(everything(()), HOPPER)[3],
-    *v2_configs(problem(576), HOPPER)[1:],
-]
-
-
-def local_bytes(config):
-    """A row of sums is kept in registers, as far as they go; a longer one lies in local memory, and nothing else."""
-    row = dict(v2_dkdv="row", v2_dq="k_row").get(config.kernel)
-    size = getattr(config, row) * (8 if config.compute_dtype == "float64" else 4) if row else 0
-    return size if size > 512 else 0
-
-
 @compiler.needed
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=named)
-def test_nothing_is_spilled_on_hopper(config):
-    ptx = compiled.to_ptx(config, (9, 0))
-    assert f".entry {compiled.entry_name(config)}(" in ptx
-    made = assembler.assemble(ptx, "sm_90a")
+@pytest.mark.parametrize("config", [*filter(local_bytes, BACKWARD)], ids=named)
+def test_long_rows_and_nothing_else_lie_in_local_memory(config):
+    made = assembler.assemble(compiled.to_ptx(config, (9, 0)), "sm_90a")
     assert made.spill_bytes == 0 and made.stack_bytes <= local_bytes(config) and made.warnings == ()
-    assert made.registers * config.threads <= 65536
-
-
-# One of each kernel on a GPU of each generation. PTX for the oldest is what every later one takes.
-@compiler.needed
-@pytest.mark.slow
-@pytest.mark.parametrize("config", v2_configs(everything((300, 500)), HOPPER), ids=named)
-def test_every_gpu_from_turing_on(config):
-    ptx = compiled.to_ptx(config, (7, 5))
-    for arch in ("sm_75", "sm_80", "sm_100a", "sm_120a"):
-        assert assembler.assemble(ptx, arch).spill_bytes == 0, arch
 
 
 @compiler.needed
 @pytest.mark.parametrize(
     "config",
     [
-        *v2_configs(everything((300, 500)), HOPPER), *CONFIGS[1:3],
+        *v2_configs(everything((300, 500)), HOPPER), *BACKWARD[1:3],
         *mma_configs(everything((300, 500)), HOPPER)[:5],
         *wgmma_configs(problem(dtype="float16"), HOPPER)[1:],
     ],

@@ -1,4 +1,5 @@
-"""What the compilers make of every tensor-core kernel that select can choose: without a GPU, for every GPU.
+"""What the compilers make of every tensor-core kernel that select can choose, and of kernels/simt: without a GPU, for
+every GPU.
 
 A kernel passes its gate when nothing is spilled, nothing lies in local memory, nothing is serialised (C7510 to
 C7519), registers and shared memory suffice for the blocks that its Config counts on, and the instructions for whose
@@ -22,7 +23,8 @@ from unittest import mock
 import compiler
 import gate_results
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, empty, problem
+from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
+from simt_kernels import BACKWARD, FORWARD, local_bytes
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
@@ -97,10 +99,15 @@ OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
 WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
+SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
+OF_SIMT = tuple({config.kernel for config in SIMT} - set(WITHOUT_PRODUCTS))
+for kernel in OF_SIMT:
+    MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = (TURING, *SINCE_AMPERE), (), ()
 REGISTERS = 65536  # of a multiprocessor
 
 # Rows that do not pass yet, and why. Strict: one that passes has to leave this list.
 FAILING: dict[str, str] = {
+    "v2-float64-64-64": "spills 40 bytes on sm_120a with 13.5, none on the others",
     # With tiles of 16 keys these four spill 16, 0, 8 and 8 bytes, and each product reads Q for half as many keys.
     "wgmma_float32-256-64x32-reading": "spills 32 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-both": "spills 68 bytes; none without bias, mask and functions",
@@ -164,7 +171,7 @@ def intended(config):
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
-    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_PARTS):
+    if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_SIMT, *OF_PARTS):
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.key_tiles else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
         return in_ptx, IN_SASS[kernel], MACHINES[kernel]
@@ -596,6 +603,17 @@ def by_element_gates():
                         yield f"{name}-halved", kind(**features | wanted | given | halved)
 
 
+def simt_gates():
+    """{name: Config}; those that differ in what a bias is broadcast over have numbers."""
+    found = {}
+    for config in SIMT:
+        head_dims = (config.head_dim, config.head_dim_v) if hasattr(config, "head_dim") else (config.threads,)
+        options = [name for name, _ in getattr(config, "uses", ())]
+        name = "-".join(map(str, (config.kernel, config.dtype, *head_dims, *options)))
+        found[name if name not in found else f"{name}-{len(found)}"] = config
+    return found
+
+
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
@@ -606,6 +624,7 @@ def gates():
         | dict(wgmma_float32_gates())
         | dict(wgmma_backward_float32_gates())
     )
+    configs |= simt_gates()
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
