@@ -148,14 +148,20 @@ class WideFusedConfig(WideBackwardConfig):
 
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    blocks: ClassVar[int] = 1  # that share the columns
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threads // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.threads // 32} warps")
+        if self.team // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.team // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
             raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
+
+    @property
+    def team(self) -> int:
+        """Threads that share parts of dQ."""
+        return self.threads
 
     @property
     def own_rows(self) -> int:
@@ -181,7 +187,7 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def _column_parts(self) -> int:
         """In how many parts warps have the columns of dQ."""
-        return max(self.threads // 32 // (self.tile_m // 16), 1)
+        return max(self.team // 32 // (self.tile_m // 16), 1)
 
     @property
     def dq_columns(self) -> int:
@@ -194,7 +200,12 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def pitch(self) -> int:
         """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
-        return self.tile_m + 16 // self.item_size
+        return self.tile_m + (4 if self.item_size == 4 else 0)
+
+    def own_places(self) -> tuple[int, int, int]:
+        """Where V, P^T and dS^T are."""
+        v_at, _, _, p_at, ds_at, *_ = self.shared_offsets()
+        return v_at, p_at, ds_at
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
@@ -202,6 +213,90 @@ class WideFusedConfig(WideBackwardConfig):
         weights = self.tile_n * self.pitch * self.item_size
         return tuple(
             itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
+        )
+
+
+@dataclass(frozen=True)
+class WideCarriedConfig(WideFusedConfig):
+    """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
+
+    teams: with 2, each has half of the block's keys, and goes its own way; both give a part of dQ. blocks: with 2, a
+    cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the next tile of Q
+    comes earlier.
+    """
+
+    teams: int = 1
+    blocks: int = 1  # type: ignore[misc]
+    q_places: int = 2
+
+    whole_program: ClassVar[bool] = True  # setmaxnreg wants that
+    shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
+    FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
+    LOADERS: ClassVar[int] = 64  # threads that fetch tiles
+
+    def __post_init__(self) -> None:
+        if self.dtype != "float64":
+            raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
+        for name in ("teams", "blocks", "q_places"):
+            if getattr(self, name) not in (1, 2):
+                raise ValueError(f"{name} must be 1 or 2, not {getattr(self, name)}")
+        if self.own_rows % (self.teams * self.warp_rows):
+            raise ValueError(f"{self.own_rows} keys are no {self.teams} times {self.warp_rows}")
+        if self.own_rows > 4 * self.warp_rows:
+            raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
+        super().__post_init__()
+        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:
+        return self.workers + 128
+
+    @property
+    def cluster(self) -> int:  # type: ignore[override]
+        return self.blocks
+
+    @property
+    def ptx_version(self) -> str:  # type: ignore[override]
+        """st.async, by which blocks hand each other scores, has 8.1."""
+        return "8.1" if self.blocks > 1 else ""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
+        launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
+        return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
+
+    @property
+    def team(self) -> int:
+        """Threads of a team."""
+        return self.workers // self.teams
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Of one block."""
+        return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
+
+    @property
+    def pitch_dq(self) -> int:
+        """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
+        return self.head_dim_padded + 2
+
+    def shared_offsets(self) -> tuple[int, ...]:
+        """Where V, the places of Q, dO, P^T, dS^T, lse with delta of the queries in each place, the block's state, the
+        part of dQ, mbarriers, what comes from the other block (kernels/mma/shared_scores.py), and the end are."""
+        own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
+        weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
+        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * 8 + self.workers // 2)
+        places = self.q_places
+        return tuple(
+            itertools.accumulate(
+                (own, own, places * other, other, weights, weights, places * self.tile_m * 16, 48, part, 48, scores)
+            )
         )
 
 

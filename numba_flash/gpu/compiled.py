@@ -62,6 +62,7 @@ MODULES = {
     "mma_dkdv_wide": "mma.backward_dkdv_wide",
     "mma_dq_wide": "mma.backward_dq_wide",
     "mma_wide_fused": "mma.backward_wide_fused",
+    "mma_wide_carried": "mma.backward_wide_carried",
     "mma_dq_finish": "mma.backward_dq_finish",
     "wgmma_dkdv": "wgmma.backward_dkdv",
     "wgmma_dq": "wgmma.backward_dq",

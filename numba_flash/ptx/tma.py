@@ -24,6 +24,7 @@ _MULTICAST = (
     ".mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1, {}], [$2], blocks; }}"
 )
 _STORE = "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group [$0, {}], [$1];"
+_ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{} [$0], [$1], $2;"
 _i32, _i64, _void = types.int32, types.int64, types.void
 
 
@@ -77,8 +78,13 @@ def add_bytes(typingctx, target, source, count):
 
     Otherwise as store_bytes (PTX ISA 9.7.9.25.4.2). Each addition is atomic; those of several copies have no order.
     """
-    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
-    return asm.scalars(text, _void(_i64, _i32, _i32))
+    return asm.scalars(_ADD.format("f32"), _void(_i64, _i32, _i32))
+
+
+@intrinsic
+def add_bytes_f64(typingctx, target, source, count):
+    """Likewise of float64 numbers."""
+    return asm.scalars(_ADD.format("f64"), _void(_i64, _i32, _i32))
 
 
 @intrinsic

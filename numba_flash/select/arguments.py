@@ -151,7 +151,7 @@ PARAMETERS: dict[str, Parameters] = {
     ),
     "mma_dkdv_wide": _wide_backward(("dk", "dv"), MASK_BITS_OF_KEYS),
     "mma_dq_wide": _wide_backward(("dq",)),
-    "mma_wide_fused": _with_arrays(_wide_backward(("dq", "dk", "dv")), "turns"),
+    **dict.fromkeys(("mma_wide_fused", "mma_wide_carried"), _with_arrays(_wide_backward(("dq", "dk", "dv")), "turns")),
     "mma_dq_finish": _wide_backward(("dq",)),
     "wgmma_dkdv": _with_arrays(
         _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), "dk_sums", "dv_sums"

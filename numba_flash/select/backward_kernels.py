@@ -28,7 +28,14 @@ from ..config.wgmma_backward_float32 import (
     WgmmaDqFloat32Config,
 )
 from ..config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
-from ..config.wide_backward import WideBackwardConfig, WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
+from ..config.wide_backward import (
+    WideBackwardConfig,
+    WideCarriedConfig,
+    WideDkdvConfig,
+    WideDqConfig,
+    WideDqFinishConfig,
+    WideFusedConfig,
+)
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -133,6 +140,12 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     return (*made, *head_sums(problem, target, of_blocks=False))
 
 
+KERNEL_OF_ALL: dict[type[WideFusedConfig], str] = {
+    WideFusedConfig: "mma_wide_fused",
+    WideCarriedConfig: "mma_wide_carried",
+}
+
+
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
     """Where it is the faster form, one kernel of dK, dV and parts of dQ, with what goes before and behind it. It takes
     five products instead of seven. Else none."""
@@ -140,9 +153,14 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
         return []
-    for row in usable("mma_wide_fused", problem, target):
+    carries = forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64)
+    rows: list[tuple[type[WideFusedConfig], Any]] = []
+    if carries:
+        rows += [(WideCarriedConfig, row) for row in usable("mma_wide_carried", problem, target)]
+    rows += [(WideFusedConfig, row) for row in usable("mma_wide_fused", problem, target)]
+    for kind, row in rows:
         features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
-        fused = WideFusedConfig(**features, kernel="mma_wide_fused")
+        fused = kind(**features, kernel=KERNEL_OF_ALL[kind])
         fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
         if fits and gains_by_one_wide_kernel(problem, row):
             of_finish = features_of(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
@@ -151,7 +169,7 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
     return []
 
 
-def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused) -> bool:
+def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused | tiles.WideCarried) -> bool:
     """Whether the one kernel of float32 and float64 is the faster form.
 
     Its tiles have columns for row.head_dim. Its parts of dQ follow each other in a line, so that it wants work for a

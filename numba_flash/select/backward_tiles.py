@@ -76,6 +76,25 @@ class WideFused(NamedTuple):
     gpu: str = MEASURED
 
 
+class WideCarried(NamedTuple):
+    """The same in float64 on Hopper, whose parts of dQ are carried."""
+
+    above: int
+    head_dim: int
+    own_rows: int
+    other_rows: int
+    warp_rows: int
+    column_groups: int
+    blocks_per_sm: int
+    least_keys: int
+    teams: int = 1
+    blocks: int = 1  # that share the columns
+    q_places: int = 2
+    unrolled: bool = False
+    plain: bool = True
+    gpu: str = MEASURED
+
+
 # What decides about each score or weight on its own in wgmma's backward, by how many registers it takes: a bias that
 # comes by TMA alone; a mask_mod alone; a mask or random bits alone; bias, with a mask or without; one kind beside
 # options of the score, functions among them; several kinds, or a bias beside another option of the score.
@@ -210,6 +229,12 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "mma_wide_fused_float64": (
         WideFused(160, 256, 32, 16, warp_rows=16, column_groups=4, blocks_per_sm=1, least_keys=8192),
+    ),
+    # for GPUs whose m16n8k16 of float64 is one instruction
+    "mma_wide_carried_float64": (
+        WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=32768, q_places=1),
+        WideCarried(64, 128, 64, 16, 16, 2, blocks_per_sm=1, least_keys=16384),
+        WideCarried(128, 256, 64, 16, 16, 2, blocks_per_sm=1, least_keys=8192, teams=2, blocks=2),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),

@@ -40,6 +40,7 @@ FIRST_LINES = {
     **dict.fromkeys(
         ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
     ),
+    "mma_wide_carried": "k_smem = shared.address(",
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_paired", "wgmma_dq_paired"), "warpgroup = int32("),
@@ -99,9 +100,9 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel, seqlen=24, wide=False, head_dim=4, **options):
+def differentiate(kernel, seqlen=24, wide=False, head_dim=4, dtype=np.float32, **options):
     """All kernels of a backward; those on tensor cores have fewer gradients."""
-    given = [np.tile(x, head_dim // 4) for x in (q, k, v)] if kernel == "v2" or wide else half
+    given = [np.tile(x, head_dim // 4).astype(dtype) for x in (q, k, v)] if kernel == "v2" or wide else half
     arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", given, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
     wanted = ("dq", "dk", "dv")
@@ -195,9 +196,13 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
 def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q in (19, 23))
-    if kernel in ("mma_wide_fused", "mma_dq_finish"):
-        row = backward_tiles.WideFused(0, 256, 16, 16, 16, 2, 0, 0, gpu=backward_tiles.SIMULATOR)
-        monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused_float32", (row,))
+    if kernel in ("mma_wide_fused", "mma_wide_carried", "mma_dq_finish"):
+        for kind, form, rows in (
+            (backward_tiles.WideFused, "fused_float32", 16),
+            (backward_tiles.WideCarried, "carried_float64", 32),
+        ):
+            row = kind(0, 256, rows, 16, 16, 2, 0, 0, gpu=backward_tiles.SIMULATOR)
+            monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}", (row,))
         monkeypatch.setattr(
             select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
         )
@@ -222,6 +227,8 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", mask_mod=mods.causal)
         elif kernel in ("mma_wide_fused", "mma_dq_finish"):
             differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
+        elif kernel == "mma_wide_carried":
+            differentiate("mma", seqlen=22, wide=True, dtype=np.float64)
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
         elif kernel in ("wgmma_dkdv_float32", "wgmma_dq_float32"):

@@ -31,7 +31,13 @@ from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, Wg
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
-from numba_flash.config.wide_backward import WideDkdvConfig, WideDqConfig, WideDqFinishConfig, WideFusedConfig
+from numba_flash.config.wide_backward import (
+    WideCarriedConfig,
+    WideDkdvConfig,
+    WideDqConfig,
+    WideDqFinishConfig,
+    WideFusedConfig,
+)
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
@@ -118,6 +124,7 @@ def test_every_kernel_can_be_made():
         WideDkdvConfig("mma_dkdv_wide", "float32", 8, 8, 16, 16),
         WideDqConfig("mma_dq_wide", "float32", 8, 8, 16, 16),
         WideFusedConfig("mma_wide_fused", "float32", 8, 8, 16, 16),
+        WideCarriedConfig("mma_wide_carried", "float64", 8, 8, 16, 32),
         WideDqFinishConfig("mma_dq_finish", "float32", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),

@@ -149,30 +149,29 @@ ONE_KERNEL = {
 }
 
 
+FUSED, CARRIED = backward_tiles.WideFused, backward_tiles.WideCarried
+
+
 @pytest.fixture(
     params=[
-        ("float32", 16, 16, 16, 2),
-        ("float32", 32, 32, 32, 4),
-        ("float32", 32, 32, 16, 2),
-        ("float64", 32, 16, 16, 2),
-        ("float64", 32, 16, 32, 4),
-    ]
+        ("float32", FUSED(0, 256, 16, 16, 16, 2, 0, 0)),
+        ("float32", FUSED(0, 256, 32, 32, 32, 4, 0, 0, unrolled=True)),
+        ("float32", FUSED(0, 256, 32, 32, 16, 2, 0, 0)),
+        ("float64", FUSED(0, 256, 32, 16, 16, 2, 0, 0)),
+        ("float64", FUSED(0, 256, 32, 16, 32, 4, 0, 0)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
+        ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0, q_places=1)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2)),
+    ],
+    ids=lambda given: "-".join(map(str, (type(given[1]).__name__, given[0], *given[1][2:6]))),
 )
 def one_kernel(request, monkeypatch, nothing_remembered):
-    dtype, own, other, warp_rows, groups = request.param
-    row = backward_tiles.WideFused(
-        0,
-        256,
-        own,
-        other,
-        warp_rows,
-        groups,
-        0,
-        0,
-        unrolled=dtype == "float32" and groups == 4,
-        gpu=backward_tiles.SIMULATOR,
-    )
-    monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_fused_{dtype}", (row,))
+    dtype, row = request.param
+    for kind, form in ((FUSED, "fused"), (CARRIED, "carried")):
+        rows = (row._replace(gpu=backward_tiles.SIMULATOR),) if isinstance(row, kind) else ()
+        if f"mma_wide_{form}_{dtype}" in backward_tiles.TABLES:
+            monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}_{dtype}", rows)
     monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
@@ -180,7 +179,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
 @pytest.mark.parametrize("how", ONE_KERNEL)
 def test_parts_of_dq(one_kernel, how):
     case = one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=24, head_dim_v=40, **ONE_KERNEL[how])
-    assert "mma_wide_fused" in str(explained(case))
+    assert ("mma_wide_fused" in str(explained(case))) != ("mma_wide_carried" in str(explained(case)))
     one_kernel.check(case)
 
 
@@ -198,3 +197,13 @@ def test_parts_of_dq_that_meet_nan(one_kernel, where):
     found, units = one_kernel(case, given), 16 * testing.EPS[one_kernel.dtype]
     assert np.isnan(found.dq[0, 0, 22:]).any()
     assert np.allclose(found.dq[0, 0, :22], clean.dq[0, 0, :22], rtol=units, atol=units * abs(clean.dq).max())
+
+
+@pytest.mark.parametrize(
+    "one_kernel", [("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2, blocks=2))], indirect=True
+)
+@pytest.mark.parametrize("head_dims", [(72, 100), (130, 68)])
+def test_columns_that_two_blocks_share(one_kernel, head_dims):
+    """Each has 64, or 128 of which the second has 2 of q and none of v."""
+    case = one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    one_kernel.check(case, causal=True)

@@ -24,7 +24,7 @@ from numba_flash.config.wgmma_backward_float32 import (
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
-from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
+from numba_flash.config.wide_backward import WideCarriedConfig, WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch import launch_backward
 from numba_flash.dispatch.launch_backward import grid, workspace
 from numba_flash.functions.function import Function
@@ -690,8 +690,7 @@ def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
     one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
     assert all(kernels(head_dim, heads=32) == one for head_dim in (36, 64, 68, 128, 132, 256))
     assert kernels(32, heads=32) == kernels(64, heads=16) == two
-    assert kernels(256, 1024, 1024) == kernels(256, 1024, 1024, dtype="float64") == kernels(162, dtype="float64") == one
-    assert kernels(128, dtype="float64") == two, "that is faster there"
+    assert kernels(256, 1024, 1024) == one
     assert kernels() == kernels(causal=True) == kernels(window=(9, 9)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
     assert kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_k=2047) == two
@@ -700,6 +699,25 @@ def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
         assert "mma_wide_fused" not in kernels(**changed)
     assert kernels(head_dim=126) == two, "rows of dq have to begin at multiples of 16 bytes"
     assert kernels(target=RTX_5090)[1] == "mma_dkdv_wide", "where its tiles do not fit"
+
+
+def test_who_takes_all_gradients_in_float64():
+    """Where the products have an instruction of their own parts of dQ are carried; elsewhere it gains above 160."""
+
+    def kernels(target, head_dim=128, heads=32, **options):
+        of_all = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, heads, 2048, head_dim, dtype="float64"))
+        given = of_all | dict(lse=empty(1, heads, 2048, dtype="float64"))
+        made = wide_configs(problem(head_dim, dtype="float64", **given, **options), target)
+        return [config.kernel for config in made], [config.cluster for config in made]
+
+    carried = ["delta", "mma_wide_carried", "mma_dq_finish"]
+    for head_dim in (34, 64, 66, 128):
+        assert kernels(HOPPER, head_dim) == (carried, [1, 1, 1])
+    assert kernels(HOPPER, 130) == kernels(HOPPER, 256) == (carried, [1, 2, 1])
+    assert kernels(HOPPER, 32)[0] == kernels(HOPPER, softcap=5.0)[0] == ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    assert kernels(A100, 128)[0] == ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    assert kernels(B200, 256)[0] == ["delta", "mma_wide_fused", "mma_dq_finish"]
+    assert kernels(B200, 160)[0][1] == "mma_dkdv_wide"
 
 
 def test_when_one_kernel_takes_all_gradients():
@@ -1014,6 +1032,22 @@ def test_what_the_hopper_backward_refuses(options, words):
             "strips of 16 .* divide 6 warps",
         ),
         (lambda: WideFusedConfig("mma_wide_fused", "float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float32", 64, 64, 16, 64),
+            "carried in float64, not in float32",
+        ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=3),
+            "blocks must be 1 or 2, not 3",
+        ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, q_places=3),
+            "q_places must be 1 or 2, not 3",
+        ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 16, teams=2),
+            "16 keys are no 2 times 16",
+        ),
     ],
 )
 def test_a_config_checks_itself(make, word):

@@ -38,6 +38,7 @@ from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, Wg
 from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
+    WideCarriedConfig,
     WideDkdvConfig,
     WideDqConfig,
     WideDqFinishConfig,
@@ -86,6 +87,13 @@ WIDE = {  # mma in other dtypes, and the instructions of its products
     "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
 }
 IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
+OF_CARRIER = (
+    "setmaxnreg.inc",
+    "setmaxnreg.dec",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f64",
+    *OF_TURNS[1:],
+)
+OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
 WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
@@ -164,7 +172,9 @@ def intended(config):
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
     in_ptx, in_sass = WIDE[dtype]
-    return (in_ptx, "cp.async.cg.shared"), (in_sass, "LDGSTS"), machines
+    carried = kernel == "mma_wide_carried"
+    more = OF_CARRIER * carried + OF_BOTH_BLOCKS * (config.cluster > 1)
+    return (in_ptx, "cp.async.cg.shared", *more), (in_sass, "LDGSTS", *("USETMAXREG",) * carried), machines
 
 
 def wide_gates():
@@ -285,6 +295,19 @@ def wide_backward_gates():
                 yield name + words, WideFusedConfig(**of_fused, **given)
                 of_finish = features | sizes | given | dict(kernel="mma_dq_finish")
                 yield name.replace("wide_fused", "dq_finish") + words, WideDqFinishConfig(**of_finish)
+
+
+def carried_gates():
+    for row in backward_tiles.rows_for("mma_wide_carried_float64", HOPPER):
+        sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
+        features = dict(dtype="float64", head_dim=row.head_dim, head_dim_v=row.head_dim)
+        of_all = features | tiles.columns(row) | sizes | dict(large_f64=True, kernel="mma_wide_carried")
+        name = f"mma_wide_carried_float64-{row.head_dim}-{row.own_rows}x{row.other_rows}"
+        positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
+        for words, given in {"": {}, "-positions": positions}.items():
+            yield name + words, WideCarriedConfig(**of_all, **given)
+            of_finish = features | sizes | given | dict(kernel="mma_dq_finish")
+            yield name.replace("wide_carried", "dq_finish") + words, WideDqFinishConfig(**of_finish)
 
 
 def of_row(kernel, row):
@@ -568,7 +591,12 @@ def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
-    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
+    configs |= (
+        dict(by_element_gates())
+        | dict(carried_gates())
+        | dict(wgmma_float32_gates())
+        | dict(wgmma_backward_float32_gates())
+    )
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
         configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}

@@ -161,6 +161,10 @@ USES = {
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
         "tma.add_bytes(g, at, 16)",
     ),
+    "tma.add_bytes_f64": (
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f64",
+        "tma.add_bytes_f64(g, at, 16)",
+    ),
     "tma.wait_group": ("cp.async.bulk.wait_group 1", "made()", (1,)),
     "tma.prefetch": ("prefetch.tensormap", "tma.prefetch(g)"),
     "tma.parameter": ("cvta.param.u64", "u[0] = uint32(made())", ("ENTRY",)),

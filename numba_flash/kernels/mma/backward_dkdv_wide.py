@@ -108,7 +108,7 @@ def make(config):
     )
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
-    start_rows, of_pair = lse_delta.staged(config, tile_m)
+    start_rows, of_pair = lse_delta.staged(config, tile_m, threads)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
     reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
@@ -151,7 +151,9 @@ def make(config):
         rows_left = int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
         load_q(k_smem + int32(q_at), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
-        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
+        start_rows(
+            k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, special.thread_index()
+        )
 
     @inlined
     def own_column():

@@ -46,6 +46,7 @@ class DqParts(NamedTuple):
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
     walk_of: Callable[..., Any]
+    parts_before: Callable[..., Any]
     wait_turn: Callable[..., Any]
     add: Callable[..., Any]
     hand_on: Callable[..., Any]
@@ -81,6 +82,7 @@ def make(config):
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
     dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
+    blocks = config.blocks  # that share a key tile: each counts
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -136,7 +138,7 @@ def make(config):
         first_from_query, both = block_state.get(state + block_state.SIZE)
         first_key, keys = both >> 32, int64(int32(both))
         first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
-        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n) * uint32(blocks)
 
     @inlined
     def wait_turn(i, h, state, sizes):
@@ -208,4 +210,4 @@ def make(config):
             load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
         store_new(acc, 2, old, old_count, to + next_rows, left_next, score)
 
-    return DqParts(work_of, keep, walk_of, wait_turn, add, hand_on)
+    return DqParts(work_of, keep, walk_of, parts_before, wait_turn, add, hand_on)

@@ -17,84 +17,51 @@ Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shar
 of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from typing import Any, NamedTuple
-
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import bar, cp_async, ld_st, memory, shared, special
+from ...ptx import cp_async, ld_st, memory, shared, special
 from ..score import fragments, positions
-from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
-from . import backward_dq_parts, backward_wide, shared_weights
+from . import backward_dq_parts, backward_fused_tile, backward_wide
 from .backward_dq_parts import Walk
-
-
-class Registers(NamedTuple):
-    """What a warp holds of S^T or dP^T, of dK and dV, of operands, and of its keys. Shapes are in make()."""
-
-    acc: Any
-    acc_dk: Any
-    acc_dv: Any
-    own_frag: Any
-    other_frag: Any
-    p_frag: Any
+from .backward_fused_tile import Registers
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
+    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
-    alignment, pitch, double = config.ALIGNMENT, config.pitch, config.dtype == "float64"
     v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, _ = config.shared_offsets()
-    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    parts, part_shift = groups // 2, shift - 1  # of the queries, in which warps compute S or dP
-    strips, columns, own_columns = warp_rows // 16, padded // groups, tile_m // parts
-    blocks, steps_16 = own_columns // 8, tile_m // 16
-    s_count, sum_count = strips * blocks * 4, strips * columns // 2
+    alignment, groups = config.ALIGNMENT, config.column_groups
+    columns = padded // groups
 
     real = numbers.of(config.compute_dtype).real
     load_own, load_other = (async_tiles.loader(tile, padded, threads, 1, size) for tile in (tile_n, tile_m))
-    of_scores, of_sums = (backward_wide.fused_products(config, n) for n in (parts, groups))
-    multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
-    add_16, sum_lanes = of_sums.add_16, of_sums.lanes
-    own_count, other_count = of_sums.q_count, of_sums.kv_count
-    place, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
+    tile = backward_fused_tile.make(config)
+    find_scores, give_half, meet, weigh, add_rows = (
+        tile.find_scores,
+        tile.give_half,
+        tile.meet,
+        tile.weigh,
+        tile.add_rows,
+    )
+    first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
+    s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
-    weight, _ = fragments.weights_at(config)
-    start_rows, of_pair = lse_delta.staged(config, tile_m)
+    start_rows, _ = lse_delta.staged(config, tile_m, threads)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
-    work_of, keep, walk_of, wait_turn, add_dq, hand_on = backward_dq_parts.make(config)
+    parts = backward_dq_parts.make(config)
+    work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
+    wait_turn, add_dq, hand_on = parts.wait_turn, parts.add, parts.hand_on
 
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
-
-    @inlined
-    def first_row_of_warp():
-        return int32((special.thread_index() >> int32(5 + shift)) * warp_rows)
-
-    @inlined
-    def part_and_role():
-        """-> which part of the queries the warp computes S or dP of, and 1 where it is dP."""
-        within = (special.thread_index() >> int32(5)) & int32(groups - 1)
-        return int32(within >> int32(1)), int32(within & int32(1))
-
-    @inlined
-    def meet():
-        """All warps that own the same keys."""
-        bar.sync(1 + (special.thread_index() >> int32(5 + shift)), 32 * groups)
-
-    @inlined
-    def turn(t, walk, sizes):
-        """-> (i, h) of the t-th tile of queries."""
-        member = divide(t, walk.tiles)
-        h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
-        return int32(walk.begin + walk.tiles - 1 - (t - member * walk.tiles)), int32(h)
 
     @inlined
     def load_do(t, k_smem, arrays, strides, sizes):
@@ -116,77 +83,14 @@ def make(config):
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
             load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes)
-
-    @inlined
-    def find_scores(registers, k_smem):
-        """acc <- S of the warp's part, or dP."""
-        thread = special.thread_index()
-        lane, (part, role) = thread & int32(31), part_and_role()
-        own = k_smem + role * int32(v_at)
-        other = k_smem + int32(q_at) + role * int32(do_at - q_at)
-        warp = ((thread >> int32(5 + shift)) << int32(part_shift)) + part
-        own_lane, other_lane, _, _ = score_lanes(lane, warp, own, other, other)
-        multiply(registers.acc, registers.own_frag, registers.other_frag, own_lane, other_lane)
-
-    @inlined
-    def give_half(registers, k_smem):
-        """What the other warp makes P and dS of, to where it puts them: S to P, dP to dS."""
-        lane, (part, role) = special.thread_index() & int32(31), part_and_role()
-        at = place(lane, k_smem + int32(p_at) + role * int32(ds_at - p_at))
-        at += ((first_row_of_warp() + 8 - 8 * role) * pitch + part * own_columns) * size
-        for strip in range(strips):
-            for n in range(blocks):
-                of = (strip * blocks + n) * 4
-                first, second = registers.acc[of], registers.acc[of + 1]
-                third, fourth = registers.acc[of + 2], registers.acc[of + 3]
-                x, y = first if role else third, second if role else fourth
-                put(x, y, at + (strip * 16 * pitch + 8 * n) * size)
-
-    @inlined
-    def weigh(i, registers, k_smem, walk, term, sizes, score):
-        """P^T and dS^T of the warp's half to shared memory."""
-        lane, (part, role) = special.thread_index() & int32(31), part_and_role()
-        row = int32(first_row_of_warp() + 8 * role)
-        p_place = place(lane, k_smem + int32(p_at)) + (row * pitch + part * own_columns) * size
-        to_ds = int32(ds_at - p_at)
-        first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
-        given, p, ds = (cuda.local.array(2, real), cuda.local.array(2, real), cuda.local.array(2, real))
-        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
-        first_query, end_query = cuda.local.array(strips, int32), cuda.local.array(strips, int32)  # that see a key
-        for strip in range(strips):
-            at_key = int32(walk.first_key + key + strip * 16)
-            first, end = key_queries(at_key, walk.q_start, sizes.left, sizes.right, sizes.seqlen_q)
-            first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.keys else int32(0)
-        for n in range(blocks):
-            of_pair(lse, delta, k_smem + int32(rows_at), first_column + n * 8)
-            for strip in range(strips):
-                at = p_place + (strip * 16 * pitch + 8 * n) * size
-                pair(given, at if role else at + to_ds)
-                for x in range(2):
-                    of = (strip * blocks + n) * 4 + x
-                    upper, lower = registers.acc[of], registers.acc[of + 2]
-                    s, dp = given[x] if role else upper, lower if role else given[x]
-                    query = int32(i * tile_m + first_column + n * 8 + x)
-                    distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
-                    found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
-                    seen = query >= first_query[strip] and query < end_query[strip]
-                    p[x] = found if seen else real(0)
-                    ds[x] = found * (dp - delta[x]) * derivative if seen else real(0)
-                put(p[0], p[1], at)
-                put(ds[0], ds[1], at + to_ds)
-
-    @inlined
-    def add_rows(acc, registers, weights_smem, rows_smem):
-        """acc += P^T dO, or dS^T Q."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        at = operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
-        _, _, rows_lane, _ = sum_lanes(lane, warp, rows_smem, rows_smem, rows_smem)
-        for _ in range(special.opaque(steps_16)):
-            operand(registers.p_frag, at)
-            add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
-            at, rows_lane = int32(at + 16 * size), int32(rows_lane + 2048)
+            start_rows(
+                k_smem + int32(rows_at),
+                int64(walk.b) * sizes.heads + h,
+                i * tile_m,
+                arrays,
+                sizes,
+                special.thread_index(),
+            )
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
@@ -201,12 +105,13 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
         hand_on_before(t, k_smem, sizes)
-        find_scores(registers, k_smem)
+        find_scores(registers, k_smem, int32(q_at), int32(do_at))
         give_half(registers, k_smem)
         meet()
         walk = walk_of(k_smem + int32(state_at), sizes)
         i, h = turn(t, walk, sizes)
-        weigh(i, registers, k_smem, walk, row_term(walk.b, h, arrays, strides), sizes, score)
+        term = row_term(walk.b, h, arrays, strides)
+        weigh(i, registers, k_smem, k_smem + int32(rows_at), walk, term, sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
         if special.thread_index() == threads - 1:

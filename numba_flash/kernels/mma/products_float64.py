@@ -40,6 +40,7 @@ def make(config):
     )
     by_columns = groups > 1 and config.splits_columns
     half_steps = steps // 2
+    at_once = 2 if config.unrolled and not by_columns else 1  # panels
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -95,18 +96,19 @@ def make(config):
 
     @inlined
     def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
-        """acc_s (strips, blocks, 4) = Q . K^T over so many panels."""
+        """acc_s (strips, blocks, 4) = Q . K^T over so many times at_once panels."""
         for i in range(strips * blocks * 4):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(special.opaque(count)):  # written out, it would take too many registers
-            add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
-            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
+        for _ in range(special.opaque(count)):  # all written out, it would take too many registers
+            for _ in range(at_once):
+                add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at)
+                q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
+        add_panels(int32(steps // at_once), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):

@@ -3,6 +3,10 @@
 In float32 the queries of each 8 lie in the order 0, 2, 4, 6, 1, 3, 5, 7. So ldmatrix hands out the operand that
 products_float32.py takes, and what lanes write at a time lies in different banks. For the banks' sake rows are 16 bytes
 longer than they need be, too.
+
+In float64 lanes read pairs of a row, and single numbers of a column of every other key. Chunks of 16 bytes trade places
+within each 128 bytes: the chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the key's bit 0.
+So 8 pairs of two neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
 """
 
 from collections.abc import Callable
@@ -20,6 +24,7 @@ class SharedWeights(NamedTuple):
     """Device functions. `at`: an address that a place function returned, some rows and columns further."""
 
     place: Callable[..., Any]  # (lane, smem): of the lane's pair in an accumulator
+    moved: Callable[..., Any]  # (at, n): 8 * n columns further
     pair: Callable[..., Any]  # (values, at): values (2,) <- the pair
     put: Callable[..., Any]  # (x, y, at): the pair <- x, y
     operand_place: Callable[..., Any]  # (lane, smem)
@@ -29,15 +34,27 @@ class SharedWeights(NamedTuple):
 
 
 def make(pitch, strips, double):
-    """pitch: elements from a key to the next."""
-    size = 8 if double else 4
+    """pitch: elements from a key to the next; in float64 a multiple of 16."""
     load_b32, store_b32, load_f64 = ld_st.load_b32, ld_st.store_b32, ld_st.load_f64
     load_v2_f64, store_v2_f64 = ld_st.load_v2_f64, ld_st.store_v2_f64
 
     @inlined
     def place(lane, smem):
-        column = int32(first_column_of(lane)) if double else lane & 3
-        return int32(smem + (int32(first_row_of(lane)) * pitch + column) * size)
+        return int32(smem + (int32(first_row_of(lane)) * pitch + (lane & 3)) * 4)
+
+    @inlined
+    def place_f64(lane, smem):
+        row = int32(first_row_of(lane))
+        chunk = (lane & 3) ^ (row & 6) ^ ((row & 1) << 2)
+        return int32(smem + row * (pitch * 8) + (chunk << 4))
+
+    @inlined
+    def moved(at, n):
+        return at + n * 32
+
+    @inlined
+    def moved_f64(at, n):
+        return int32((at ^ int32((n & 1) << 6)) + (n >> 1) * 128)
 
     @inlined
     def pair(values, at):
@@ -61,8 +78,6 @@ def make(pitch, strips, double):
 
     @inlined
     def operand_place(lane, smem):
-        if double:
-            return place(lane, smem)
         return int32(smem + (lane & 15) * (pitch * 4) + ((lane >> 4) << 4))
 
     @inlined
@@ -77,15 +92,20 @@ def make(pitch, strips, double):
         for strip in range(strips):
             for half in range(2):
                 for r in range(2):
-                    load_v2_f64(values, 0, at + ((strip * 16 + 8 * r) * pitch + half * 8) * 8)
+                    load_v2_f64(values, 0, (at ^ int32(half << 6)) + (strip * 16 + 8 * r) * (pitch * 8))
                     p_frag[strip * 8 + half * 4 + r] = values[0]
                     p_frag[strip * 8 + half * 4 + 2 + r] = values[1]
 
     @inlined
     def turned_place(lane, smem):
         row = int32(first_row_of(lane))
-        column = row if double else ((row & 1) << 2) + (row >> 1)
-        return int32(smem + (int32(first_column_of(lane)) * pitch + column) * size)
+        column = ((row & 1) << 2) + (row >> 1)
+        return int32(smem + (int32(first_column_of(lane)) * pitch + column) * 4)
+
+    @inlined
+    def turned_place_f64(lane, smem):
+        row, key = int32(first_row_of(lane)), int32(first_column_of(lane))
+        return int32(smem + key * (pitch * 8) + (((row >> 1) ^ key) << 4) + ((row & 1) << 3))
 
     @inlined
     def turned(p_frag, at):
@@ -99,8 +119,9 @@ def make(pitch, strips, double):
         for n in range(2):
             for x in range(2):
                 for r in range(2):
-                    p_frag[4 * n + 2 * x + r] = load_f64(int32(at + ((8 * n + x) * pitch + 8 * r) * 8))
+                    p_frag[4 * n + 2 * x + r] = load_f64(int32((at ^ int32((x ^ r) << 6)) + (8 * n + x) * (pitch * 8)))
 
     if double:
-        return SharedWeights(place, pair_f64, put_f64, operand_place, operand_f64, turned_place, turned_f64)
-    return SharedWeights(place, pair, put, operand_place, operand, turned_place, turned)
+        ways = place_f64, moved_f64, pair_f64, put_f64, place_f64, operand_f64, turned_place_f64, turned_f64
+        return SharedWeights(*ways)
+    return SharedWeights(place, moved, pair, put, operand_place, operand, turned_place, turned)

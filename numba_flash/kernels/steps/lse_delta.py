@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cp_async, ld_st, memory, special
+from ...ptx import cp_async, ld_st, memory
 from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
@@ -84,20 +84,20 @@ def of_query(config):
     return found
 
 
-def staged(config, rows):
+def staged(config, rows, threads):
     """-> (start_rows, of_pair), device functions: lse and delta of a tile of `rows` queries by way of shared memory, in
     float32 and float64. A lane needs them of each of its columns; with reads of global memory there dK and dV took 6 %
     longer (H200)."""
-    size, threads = ITEM_SIZE[config.dtype], config.threads
+    size = ITEM_SIZE[config.dtype]
     copy, double = cp_async.small_copy(size), config.dtype == "float64"
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, head_of_all, first_query, arrays, sizes):
+    def start_rows(rows_smem, head_of_all, first_query, arrays, sizes, thread):
         """Start the copies of both; the caller commits, waits and owes a barrier. Zeros of queries past the last."""
         for step in range(-(-rows // threads)):
-            row = int32(special.thread_index() + step * threads)
+            row = int32(thread + step * threads)
             if row < rows:
                 query = int64(first_query + row)
                 count = int32(size) if query < sizes.seqlen_q else int32(0)

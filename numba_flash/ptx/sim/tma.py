@@ -16,7 +16,7 @@ from .mbarrier import find
 from .now import current
 
 Store = namedtuple("Store", "tensor box coordinates values words")
-Landing = namedtuple("Landing", "target values words adds")
+Landing = namedtuple("Landing", "target values words adds")  # adds: numbers of this type, or None
 
 
 def overlap(shape, box, coordinates):
@@ -159,11 +159,15 @@ def _leave(target, source, count, adds):
 
 
 def store_bytes(target, source, count):
-    _leave(target, source, count, False)
+    _leave(target, source, count, None)
 
 
 def add_bytes(target, source, count):
-    _leave(target, source, count, True)
+    _leave(target, source, count, np.float32)
+
+
+def add_bytes_f64(target, source, count):
+    _leave(target, source, count, np.float64)
 
 
 def _check_known(mbarrier):
@@ -228,7 +232,7 @@ def wait_group(newest):
         while len(landing) + len(current().store_groups) > newest:
             for target, values, _, adds in landing.popleft():
                 if adds:
-                    target.view(np.float32)[...] += values.view(np.float32)
+                    target.view(adds)[...] += values.view(adds)
                 else:
                     target[...] = values
 

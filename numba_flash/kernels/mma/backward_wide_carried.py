@@ -1,0 +1,271 @@
+"""backward_wide_fused.py in float64 for Hopper: warps that compute do nothing else, and wait for little.
+
+Read that file and backward_dq_carried.py first. What dQ has so far, and whose turn it is, takes several thousand clocks
+to ask and to say, and products of a tile take five thousand; there both stand in one line. Here a warp of its own, the
+carrier, asks and says it beside the products. Two more warps fetch Q and dO: with cp.async, whose bytes an mbarrier
+says to be there. The carrier's warpgroup has few registers, and those that compute have the others.
+
+With two teams each has half of the block's keys, and a tile's barriers are the team's. Both wait for the place of a
+part of dQ one behind the other, and so one makes P and dS while the other multiplies.
+
+Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
+gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
+
+Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places. dO comes while dK and dQ
+are computed from the tile before.
+
+Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
+(config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
+bytes and are contiguous along dim; dq, dk and dv are contiguous.
+"""
+
+from numba import cuda, float64, int32, int64, uint8, uint32
+
+from ...ptx import bar, cluster, cp_async, fence, ld_st, mbarrier, memory, setmaxnreg, shared, special
+from ..score import fragments, positions
+from ..steps import async_tiles, lse_delta
+from ..steps import recompute_keys as recompute
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_queries, key_tiles
+from ..steps.tiles import row_base
+from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from .backward_dq_carried import DS_FULL
+from .backward_dq_parts import Walk
+from .backward_fused_tile import Registers
+
+REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
+ALL = 5  # the named barrier of all warps that compute; backward_dq_carried.py and FusedTile.meet have others
+
+
+def make(config):
+    tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
+    head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_at, _ = config.shared_offsets()
+    q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
+    loaders, team = config.LOADERS, config.team
+    q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
+    q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
+
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
+    load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
+    tile = backward_fused_tile.make(config)
+    find_scores, give_half, meet, weigh, add_rows = (
+        tile.find_scores,
+        tile.give_half,
+        tile.meet,
+        tile.weigh,
+        tile.add_rows,
+    )
+    first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
+    s_count, sum_count, own_count, other_count = tile.counts
+    store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
+    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    start_rows, _ = lse_delta.staged(config, tile_m, loaders)
+    recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
+    parts = backward_dq_parts.make(config)
+    work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
+    leave_dq, carry_dq = backward_dq_carried.make(config)
+    begin_scores, add_other = shared_scores.make(config, s_count)
+    give_registers, take_registers = (of(n) for of, n in zip(REGISTERS, config.registers, strict=True))
+
+    @inlined
+    def own_column():
+        """The first column of the block."""
+        return int32(cluster.rank() * padded) if paired else int32(0)
+
+    @inlined
+    def meet_all():
+        """All warps that compute."""
+        bar.sync(ALL, workers)
+
+    @inlined
+    def meet_others():
+        """Likewise of both blocks that share columns."""
+        if paired:
+            cluster.sync()
+        else:
+            meet_all()
+
+    @inlined
+    def place_of(t):
+        """Which of Q's places that of the t-th tile is in."""
+        return int32(t & 1) if q_places > 1 else int32(0)
+
+    @inlined
+    def phase_of(t):
+        """And the parity of its phase there."""
+        return (t >> 1) & 1 if q_places > 1 else t & 1
+
+    @inlined
+    def load_queries(t, k_smem, thread, arrays, strides, sizes):
+        """Start the copies of Q of the t-th tile of queries, with lse and delta."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        first, place, rows_left = own_column(), place_of(t), int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
+        to, rows_smem = k_smem + int32(q_at) + place * q_bytes, k_smem + int32(rows_at) + place * rows_bytes
+        load_other(to, source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
+        start_rows(rows_smem, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
+
+    @inlined
+    def load_do(t, k_smem, thread, arrays, strides, sizes):
+        """Likewise of dO."""
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
+        load_other(k_smem + int32(do_at), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
+
+    @inlined
+    def fetch(end, k_smem, thread, arrays, strides, sizes):
+        """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
+        t = int32(0)
+        while t < end:
+            mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
+            load_queries(t, k_smem, thread, arrays, strides, sizes)
+            mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
+            load_do(t, k_smem, thread, arrays, strides, sizes)
+            cp_async.commit_group()
+            wait_all()
+            mbarrier.arrive(k_smem + int32(q_full) + 8 * place_of(t))
+            t = int32(t + 1)
+
+    @inlined
+    def done_with(place):
+        """All lanes of the warp have read what is to come next to a place whose mbarrier this is."""
+        bar.warp_sync()
+        mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
+
+    @inlined
+    def step(t, registers, k_smem, arrays, strides, sizes, score):
+        """One tile of queries of one head."""
+        to_q, do_smem = int32(q_at + place_of(t) * q_bytes), k_smem + int32(do_at)
+        mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
+        find_scores(registers, k_smem, to_q, int32(do_at))
+        if paired:
+            add_other(registers.acc, t, k_smem + int32(scores_at))
+        give_half(registers, k_smem)
+        meet()
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)
+        rows_smem, term = k_smem + int32(rows_at) + place_of(t) * rows_bytes, row_term(walk.b, h, arrays, strides)
+        weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
+        meet()
+        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
+        done_with(k_smem + int32(do_empty))
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + to_q)
+        done_with(k_smem + int32(q_empty) + 8 * place_of(t))
+        bar.sync(DS_FULL + special.thread_index() // team, team)
+        leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
+
+    @inlined
+    def carry(end, k_smem, strides, sizes):
+        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        state, t = k_smem + int32(state_at), int32(0)
+        while t < end:
+            i, h = turn(t, walk_of(state, sizes), sizes)
+            carry_dq(i, h, t == 0, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            t = int32(t + 1)
+
+    @inlined
+    def begin(k_smem):
+        """One thread: mbarriers of the tiles' places. A thread that fetches arrives for itself, one of each warp that
+        computes for the warp."""
+        for place in range(q_places):
+            mbarrier.init(k_smem + int32(q_full + 8 * place), loaders)
+            mbarrier.init(k_smem + int32(q_empty + 8 * place), workers // 32)
+        mbarrier.init(k_smem + int32(do_empty), workers // 32)
+
+    @inlined
+    def take_ticket(k_smem, state, arrays):
+        """Which work the block has, or the cluster: to `state`, where all threads see it behind."""
+        if special.thread_index() == 0:
+            begin(k_smem)
+        if paired:
+            if special.thread_index() == 0:
+                begin_scores(k_smem + int32(scores_at))
+                fence.mbarrier_init()
+                if cluster.rank() == 0:
+                    ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
+                    for rank in range(2):
+                        cluster.store_b32(cluster.place_in(state, rank), ticket)
+            cluster.sync()
+        else:
+            if special.thread_index() == 0:
+                ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
+            cuda.syncthreads()
+
+    @cuda.jit
+    def flash_attention_mma_wide_carried(arrays, strides, sizes, score):
+        thread = special.thread_index()
+        lane, warp = thread & int32(31), thread >> int32(5)
+        k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
+        state = k_smem + int32(state_at)
+        take_ticket(k_smem, state, arrays)
+        b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
+        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
+        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
+        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
+        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
+        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        tiles = int32(stop - begin) if keys_left > 0 else int32(0)
+        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
+        cuda.syncthreads()  # the ticket has been read
+        if thread == 0:
+            keep(walk, state, arrays, strides, sizes)
+        cuda.syncthreads()  # what was kept is there
+        end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+        if thread >= workers:
+            give_registers()
+            if thread < workers + loaders:
+                fetch(end, k_smem, thread - workers, arrays, strides, sizes)
+            elif thread < workers + loaders + 32:
+                carry(end, k_smem, strides, sizes)
+            return
+        take_registers()
+        registers = Registers(
+            cuda.local.array(s_count, float64),  # acc (strips, own_columns / 8, 4)
+            cuda.local.array(sum_count, float64),  # acc_dk (strips, columns / 8, 4)
+            cuda.local.array(sum_count, float64),  # acc_dv (strips, columns / 8, 4)
+            cuda.local.array(own_count, fragment),  # own_frag
+            cuda.local.array(other_count, fragment),  # other_frag
+            cuda.local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+        )
+        for x in range(sum_count):
+            registers.acc_dk[x] = float64(0)
+            registers.acc_dv[x] = float64(0)
+        if tiles > 0:
+            first = own_column()
+            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key) + first)
+            load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, head_dim - first, thread)
+            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
+            load_own(k_smem + int32(v_at), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
+        cp_async.commit_group()
+        wait_all()
+        meet_all()  # K and V are there
+        t = int32(0)
+        while t < end:
+            step(t, registers, k_smem, arrays, strides, sizes, score)
+            t = int32(t + 1)
+
+        walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
+        b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
+        keys_left = int32(min(walk.keys - first_key, tile_n))
+        first_row, column = first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
+        valid = int32(keys_left - first_row)
+        base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+        nonfinite = store_dk(
+            registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
+        )
+        base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+        nonfinite |= store_dv(
+            registers.acc_dv, float64(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
+        )
+        meet_others()  # a row that is no number in some columns is written again as a whole
+        if nonfinite != 0:
+            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+
+    return flash_attention_mma_wide_carried
