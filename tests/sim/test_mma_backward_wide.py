@@ -20,8 +20,7 @@ from contract_functions import BY_PLACE
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles
+from numba_flash.select import backward_tiles, backward_wide
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -172,7 +171,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
         rows = (row._replace(gpu=backward_tiles.SIMULATOR),) if isinstance(row, kind) else ()
         if f"mma_wide_{form}_{dtype}" in backward_tiles.TABLES:
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}_{dtype}", rows)
-    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
+    monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
 
