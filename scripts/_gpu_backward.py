@@ -16,7 +16,7 @@ from numba_flash.config.wgmma_backward import BY_ELEMENT
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.problem.options import daux_name
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import rungs
+from numba_flash.select import backward_wide, rungs
 from numba_flash.testing import exact as testing_exact
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
@@ -167,17 +167,17 @@ def in_pairs(problem, one_kernel):
 def one_kernel_where_possible():
     """With the kernel for all gradients also where it is the slower form, as with all that is small; and on wgmma
     groups of three heads and more in parts of two."""
-    instead = dict(
-        gains_by_one_kernel=lambda problem, target: True,
-        gains_by_one_wide_kernel=lambda problem, row: True,
-        members_of_a_part=in_pairs,
-    )
-    kept = {name: getattr(select_backward, name) for name in instead}
+    instead = {
+        (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
+        (select_backward, "members_of_a_part"): in_pairs,
+        (backward_wide, "gains_by_one_wide_kernel"): lambda problem, row: True,
+    }
+    kept = {(module, name): getattr(module, name) for module, name in instead}
 
     def use(functions):
-        for name, function in functions.items():
-            setattr(select_backward, name, function)
-        for configs in (select_backward.wgmma_configs, select_backward.mma_configs, select_backward.wide_configs):
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
+        for configs in (select_backward.wgmma_configs, select_backward.mma_configs, backward_wide.wide_configs):
             configs.cache_clear()
         dispatch._plans.clear()
 

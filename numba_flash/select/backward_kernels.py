@@ -4,14 +4,13 @@ make."""
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE, Config
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
-from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig
+from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
@@ -28,14 +27,6 @@ from ..config.wgmma_backward_float32 import (
     WgmmaDqFloat32Config,
 )
 from ..config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
-from ..config.wide_backward import (
-    WideBackwardConfig,
-    WideCarriedConfig,
-    WideDkdvConfig,
-    WideDqConfig,
-    WideDqFinishConfig,
-    WideFusedConfig,
-)
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -54,7 +45,8 @@ from .backward_shared import (
     usable,
     with_what_goes_before,
 )
-from .forward import LARGE_FLOAT64
+from .backward_simt import simt_config
+from .backward_wide import wide_configs
 from .tiles import columns
 
 
@@ -81,7 +73,7 @@ def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[Back
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
     else:
-        found = _fitting(DauxConfig, (), problem, target)
+        found = simt_config(DauxConfig, (), problem, target)
         assert isinstance(found, DauxConfig)
         sums = found
         needed.append(delta_config(problem, target))
@@ -98,7 +90,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
     for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows)), (DbiasConfig, ("dbias",))):
         own = tuple(name for name in gradients if name in wanted)
         if own:
-            config = _fitting(kind, own, problem, target)
+            config = simt_config(kind, own, problem, target)
             if config.tile_states:
                 made.append(TileStatesConfig.before(config, 32 if target.simulated else 512))
             made.append(config)
@@ -119,84 +111,6 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         own += first_that_fits([_mma_dq(problem, row) for row in usable("mma_dq", problem, target)], target)
     made += with_what_goes_before([*own, *_dbias(problem, target)], target)
     return (*made, *head_sums(problem, target, of_blocks=True))
-
-
-@functools.lru_cache(maxsize=4096)
-def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """mma's kernels in float32 and float64."""
-    fused = _wide_fused(problem, target)
-    if fused:
-        return (*fused, *head_sums(problem, target, of_blocks=False))
-    made: list[BackwardConfig] = [delta_config(problem, target)]
-    own: list[Config] = []
-    if {"dk", "dv"} & set(problem.wanted):
-        rows = usable("mma_dkdv", problem, target)
-        own += first_that_fits([_wide_dkdv(problem, row, target) for row in rows], target)
-    if "dq" in problem.wanted:
-        own += first_that_fits([_wide_dq(problem, row, target) for row in usable("mma_dq", problem, target)], target)
-    made += with_what_goes_before(own, target)
-    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
-        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
-    return (*made, *head_sums(problem, target, of_blocks=False))
-
-
-KERNEL_OF_ALL: dict[type[WideFusedConfig], str] = {
-    WideFusedConfig: "mma_wide_fused",
-    WideCarriedConfig: "mma_wide_carried",
-}
-
-
-def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
-    """Where it is the faster form, one kernel of dK, dV and parts of dQ, with what goes before and behind it. It takes
-    five products instead of seven. Else none."""
-    forward = problem.forward
-    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
-        return []
-    carries = forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64)
-    rows: list[tuple[type[WideFusedConfig], Any]] = []
-    if carries:
-        rows += [(WideCarriedConfig, row) for row in usable("mma_wide_carried", problem, target)]
-    rows += [(WideFusedConfig, row) for row in usable("mma_wide_fused", problem, target)]
-    for kind, row in rows:
-        features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
-        fused = kind(**features, kernel=KERNEL_OF_ALL[kind])
-        fits = fused.shared_bytes * max(fused.blocks_per_sm, 1) <= target.shared_bytes
-        if fits and gains_by_one_wide_kernel(problem, row):
-            of_finish = features_of(problem) | dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-            finish = WideDqFinishConfig(**of_finish, kernel="mma_dq_finish")
-            return [dataclasses.replace(delta_config(problem, target), turns_of=fused.tile_m), fused, finish]
-    return []
-
-
-def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused | tiles.WideCarried) -> bool:
-    """Whether the one kernel of float32 and float64 is the faster form.
-
-    Its tiles have columns for row.head_dim. Its parts of dQ follow each other in a line, so that it wants work for a
-    batch entry, as gains_by_one_kernel does. docs/adding_a_tile_row.md has the measurements.
-    """
-    forward = problem.forward
-    filled = min(forward.head_dim, forward.head_dim_v) > row.above
-    long_line = forward.seqlen_k > forward.seqlen_q or forward.heads_kv < 8
-    return filled and not long_line and forward.heads_kv * forward.seqlen_k >= row.least_keys
-
-
-def _wide_features(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> dict[str, Any]:
-    large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(large_f64=large)
-
-
-def _wide_dkdv(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
-    features = _wide_features(problem, row, target) | dict(tile_m=row.other_rows, tile_n=row.own_rows)
-    return [
-        WideDkdvConfig(**features, kernel="mma_dkdv_wide", of_dk="dk" in part, of_dv="dv" in part)
-        for part in apart_or_together(problem, row.apart)
-    ]
-
-
-def _wide_dq(problem: BackwardProblem, row: tiles.WideBackward, target: Target) -> list[WideBackwardConfig]:
-    features = _wide_features(problem, row, target) | dict(tile_m=row.own_rows, tile_n=row.other_rows)
-    return [WideDqConfig(**features, kernel="mma_dq_wide")]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,7 +148,7 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardCo
         own.append(kinds[1](**features | columns(row), kernel=f"wgmma_dq_{form}"))
     made = [delta_config(problem, target), *with_what_goes_before(own, target)]
     if "dbias" in wanted:  # it has no kernel of its own for it yet
-        made.append(_fitting(DbiasConfig, ("dbias",), problem, target))
+        made.append(simt_config(DbiasConfig, ("dbias",), problem, target))
     return (*made, *head_sums(problem, target, of_blocks=False))
 
 
@@ -445,28 +359,3 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
 
 def _wgmma_dq(problem: BackwardProblem, row: tiles.WgmmaDq) -> list[WgmmaBackwardConfig]:
     return [WgmmaDqConfig(**features_of(problem), **bias_boxes_of(problem), **columns(row), kernel="wgmma_dq")]
-
-
-def _fitting(
-    kind: type[SimtBackwardConfig], own: tuple[str, ...], problem: BackwardProblem, target: Target
-) -> SimtBackwardConfig:
-    features = features_of(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
-    if kind is DbiasConfig:
-        *_, bias_rows, bias_keys = problem.dbias_shape
-        features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
-    if kind is DauxConfig:
-        features |= dict(wanted_aux=problem.wanted_aux)
-    # not mostly past the last row of its own side
-    of_keys = kind is DkdvConfig
-    length = problem.forward.seqlen_k if of_keys else problem.forward.seqlen_q
-    rows = tiles.rows_for("v2_dkdv" if of_keys else "v2_dq", target)
-    made = [kind(**features, **columns(row)) for row in rows if row[of_keys] <= 32 or row[of_keys] < 2 * length]
-    return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
-
-
-KERNEL_OF: dict[type[SimtBackwardConfig], str] = {
-    DkdvConfig: "v2_dkdv",
-    DqConfig: "v2_dq",
-    DbiasConfig: "v2_dbias",
-    DauxConfig: "v2_daux_sums",
-}

@@ -17,7 +17,7 @@ from numba_flash.debug import stop_at
 from numba_flash.gpu.compiled import MODULES, source
 from numba_flash.machine import toolchain
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles
+from numba_flash.select import backward_tiles, backward_wide
 from numba_flash.select.rungs import TENSOR
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
@@ -204,7 +204,7 @@ def test_every_kernel(kernel, monkeypatch):
             row = kind(0, 256, rows, 16, 16, 2, 0, 0, gpu=backward_tiles.SIMULATOR)
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}", (row,))
         monkeypatch.setattr(
-            select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
+            backward_wide, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
         )
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):

@@ -20,8 +20,7 @@ from contract_functions import BY_PLACE
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles
+from numba_flash.select import backward_tiles, backward_wide
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -162,7 +161,7 @@ FUSED, CARRIED = backward_tiles.WideFused, backward_tiles.WideCarried
         ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
         ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0, q_places=1)),
         ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2)),
-        ("float64", CARRIED(0, 256, 64, 16, 16, 2, 0, 0, teams=2)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2)),
     ],
     ids=lambda given: "-".join(map(str, (type(given[1]).__name__, given[0], *given[1][2:6]))),
 )
@@ -172,7 +171,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
         rows = (row._replace(gpu=backward_tiles.SIMULATOR),) if isinstance(row, kind) else ()
         if f"mma_wide_{form}_{dtype}" in backward_tiles.TABLES:
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}_{dtype}", rows)
-    monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
+    monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
     return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
 
 
@@ -200,7 +199,7 @@ def test_parts_of_dq_that_meet_nan(one_kernel, where):
 
 
 @pytest.mark.parametrize(
-    "one_kernel", [("float64", CARRIED(0, 256, 64, 16, 16, 2, 0, 0, teams=2, blocks=2))], indirect=True
+    "one_kernel", [("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2, blocks=2))], indirect=True
 )
 @pytest.mark.parametrize("head_dims", [(72, 100), (130, 68)])
 def test_columns_that_two_blocks_share(one_kernel, head_dims):

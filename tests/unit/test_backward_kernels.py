@@ -35,7 +35,8 @@ from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import uses
 from numba_flash.select import arguments, backward_arguments, backward_kernels
 from numba_flash.select.backward import select_backward
-from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs, wide_configs
+from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
+from numba_flash.select.backward_wide import wide_configs
 from numba_flash.select.heads_abreast import heads_abreast
 from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
 

@@ -42,7 +42,6 @@ def make(config):
     half_steps = steps // 2
     slice_panels = half_steps // config.SLICES if config.sliced else 0  # of a warp's columns
     k_panels, v_panels = (slice_panels, slice_panels) if config.sliced else (half_steps, o_blocks // 2)  # of a warp
-    at_once = 2 if config.unrolled and not by_columns else 1  # panels
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -104,12 +103,9 @@ def make(config):
         for i in range(strips * blocks * 4):
             acc_s[i] = float64(0)
         q_at, k_at = q_lane, k_lane
-        for _ in range(special.opaque(count // at_once)):  # all written out, it would take too many registers
-            for _ in range(at_once):
-                add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at, FIRST, FIRST)
-                q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
-        for _ in range(steps % at_once):
+        for _ in range(special.opaque(count)):  # written out, it would take too many registers
             add_panel(blocks, acc_s, q_frag, k_frag, q_at, k_at, FIRST, FIRST)
+            q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
