@@ -240,11 +240,12 @@ def make(config):
     @inlined
     def outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
-        if not has_states:
-            next_j = int32(j - 1)
-        if not in_slices:
+        if in_slices:
+            if not has_states:
+                next_j = int32(j - 1)  # here: behind the softmax this takes a register more
+        else:
             k_global, _ = block_state.get(places.q + int32(bases_at))
-            source = k_global + next_j * tile_n * k_bytes
+            source = k_global + (next_j if has_states else j - 1) * tile_n * k_bytes
             wait_all()
             cuda.syncthreads()  # V_j is there, and everyone is done with K_j
             if j > begin:
