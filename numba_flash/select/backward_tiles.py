@@ -90,7 +90,6 @@ class WideCarried(NamedTuple):
     teams: int = 1
     blocks: int = 1  # that share the columns
     q_places: int = 2
-    unrolled: bool = False
     plain: bool = True
     gpu: str = MEASURED
 
