@@ -106,6 +106,13 @@ def _assemble_ahead(jobs):
     return errors
 
 
+class Ahead:
+    """`scripts/gpu_check --ahead` compiles what its checks need, and runs none of them."""
+
+    only = False
+    note = "compiled ahead, not run"
+
+
 def compile_ahead(jobs):
     """Compile every (Config, compute capability) that is not in the disk cache, on all cores."""
     missing = [x for x in dict.fromkeys(jobs) if compiled.read_cache(x[0], compiled.architecture(x[1])) is None]
