@@ -251,15 +251,18 @@ def dq_lines(problem: BackwardProblem) -> int:
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
-    """Whether blocks of the one kernel take one tile after the other: up to head_dim 64, where there are more of them
-    than run at a time. No order of sums depends on it, and so no bit.
+    """Whether blocks of the one kernel take one tile after the other, where there are more of them than run at a time.
+    No order of sums depends on it, and so no bit. From head_dim 65 on a block with the only key tile of a head does not
+    stay, because the compiler would let its products wait for each other. Nor does one that drops weights: registers
+    are few.
 
     4 heads of 64 tokens took 12.5 us, and in another run, with blocks that stay, 16 (H200).
     """
     forward = problem.forward
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
-    return max(forward.head_dim, forward.head_dim_v) <= 64 and many
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return many and not (wide and (key_tiles or forward.seeded))
 
 
 def all_parts(forward: Problem, members: int) -> int:

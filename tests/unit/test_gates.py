@@ -479,11 +479,16 @@ def backward_gates():
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
             yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
-            if row.tile_m == 128:
-                for key_tiles in range(1 + WgmmaFusedConfig.MOST_KEY_TILES):
+            if name != "dropout":
+                for key_tiles in range(1 + (WgmmaFusedConfig.MOST_KEY_TILES if row.tile_m == 128 else 0)):
                     stays = dataclasses.replace(fused, key_tiles=key_tiles, stays=True)
                     yield f"wgmma_fused-{row.head_dim}-{name}-stays-{key_tiles}-key-tiles", stays
                 yield f"wgmma_fused-{row.head_dim}-{name}-stays-parts", dataclasses.replace(in_parts, stays=True)
+            if name == "plain":
+                of_fewer = dataclasses.replace(of_fewer, stays=True)
+                yield f"wgmma_fused-{row.head_dim}-three-quarters-stays", of_fewer
+                unordered = dataclasses.replace(fused, ordered=False, stays=True)
+                yield f"wgmma_fused-{row.head_dim}-unordered-stays", unordered
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features = {x: features[x] for x in features if x != "lse_first"}
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)

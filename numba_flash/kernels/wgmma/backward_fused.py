@@ -29,8 +29,8 @@ multiplied before delta is taken away, and so does not begin with it.
 FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
 
 With config.stays a block has one tile of keys after the other (backward_block_tiles). The first Q, K and V of the next
-one come while consumers round dK and dV of this one. So these are put together in the place of a dS, where both fit up
-to head_dim 64. Above that they take the place of K and V, and a block has one tile.
+one come while consumers round dK and dV of this one. So these are put together in the place of dS: up to head_dim 64
+side by side in one of the two, above that one after the other in both.
 
 The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
 threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
@@ -77,7 +77,7 @@ def make(config):
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
-    stays, lines = config.stays, config.dq_lines
+    stays, lines, one_panel = config.stays, config.dq_lines, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; where a block has one tile a Q past the end comes
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
@@ -314,9 +314,6 @@ def make(config):
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
         for x in range(mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
@@ -328,6 +325,9 @@ def make(config):
             own = state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
+            for x in range(s_count):
+                acc_s[x] = float32(0)
+                acc_dp[x] = float32(0)
             for x in range(dk_count):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
@@ -343,7 +343,7 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            if not stays and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
+            if not (stays and one_panel) and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
             if n < end or not some_lack_q:
@@ -415,8 +415,11 @@ def make(config):
             if n > first:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
             if stays:
-                # In place of the dS that is not the last: both warpgroups' dQ of that is there.
-                place = base + (n & 1) * ds_bytes + me * (64 * 128)
+                if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+                    place = base + (n & 1) * ds_bytes + me * (64 * 128)
+                else:  # in place of the warpgroup's own panels of both
+                    bar_sync(3, all_consumers)  # the dQ of both is there
+                    place = base
                 write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
                 bar_sync(me + 1, 128)  # all four warps have read it
             else:
