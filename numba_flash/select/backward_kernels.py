@@ -252,17 +252,20 @@ def dq_lines(problem: BackwardProblem) -> int:
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
     """Whether blocks of the one kernel take one tile after the other, where there are more of them than run at a time.
-    No order of sums depends on it, and so no bit. From head_dim 65 on a block with the only key tile of a head does not
-    stay, because the compiler would let its products wait for each other. Nor does one that drops weights: registers
-    are few.
+    No order of sums depends on it, and so no bit.
 
-    4 heads of 64 tokens took 12.5 us, and in another run, with blocks that stay, 16 (H200).
+    From head_dim 65 on walks that are long lose 2 % by it, and short ones gain up to 14 %
+    (docs/adding_a_tile_row.md). A block with the only key tile of a head does not stay there: the compiler would
+    let its products wait for each other. Nor does one that drops weights: registers are few.
     """
     forward = problem.forward
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
+    every_key = forward.left is None and forward.right is None
+    of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
+    long = every_key and of_a_walk > LONGEST_STAY
     wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return many and not (wide and (key_tiles or forward.seeded))
+    return many and not (wide and (key_tiles or forward.seeded or long))
 
 
 def all_parts(forward: Problem, members: int) -> int:
@@ -297,6 +300,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> l
     return made
 
 
+LONGEST_STAY = 8192  # queries of a walk over all of them
 ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 

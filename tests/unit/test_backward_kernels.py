@@ -922,6 +922,23 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     assert fused.launch._blocks == blocks
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "heads_kv", "head_dim", "options", "stays"),
+    [
+        (8192, 8, 128, {}, True), (8256, 8, 128, {}, False), (4160, 4, 128, {}, False), (8256, 8, 64, {}, True),
+        (8256, 8, 128, dict(causal=True), True), (8192, 8, 128, dict(dropout_p=0.5, seed=1), False),
+    ],
+    ids=["short", "long", "long of two members", "long, 64", "long, causal", "dropout"],
+)  # fmt: skip
+def test_blocks_do_not_stay_for_long_walks_of_wide_heads(seqlen, heads_kv, head_dim, options, stays):
+    arrays = {name: empty(1, 8, seqlen, head_dim, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(1, heads_kv, seqlen, head_dim, dtype="float16") for name in ("k", "v")}
+    lse = empty(1, 8, seqlen, dtype="float32")
+    made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse, **options)
+    fused = wgmma_configs(made, HOPPER)[1]
+    assert (fused.kernel, fused.stays) == ("wgmma_fused", stays)
+
+
 def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():
     """4 groups of 8 heads in parts of 4, causal: 128 tiles of 16 key tiles, 136 of 17."""
     for seqlen, stays in ((2048, False), (2049, True)):
