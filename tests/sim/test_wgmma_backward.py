@@ -30,7 +30,7 @@ from numba_flash.dispatch import launch_backward
 from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
-from numba_flash.ptx.sim import wgmma
+from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
@@ -249,6 +249,22 @@ def test_blocks_that_stay_keep_what_products_read(
     takes the place of a dS from which the other warpgroup makes its dQ."""
     monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
     rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim))
+
+
+def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_tiles_of_blocks):
+    """From head_dim 65 on it takes the place of a dS of which the other warpgroup, here a slow one, makes its dQ."""
+    together = wgmma.together
+
+    def late(instruction, *given):
+        me = now.current()
+        if instruction == ("wgmma.wait_group", 0) and special.thread_index() >= 256:
+            for _ in range(200):
+                me.turns.let_others_run(me)
+        together(instruction, *given)
+
+    monkeypatch.setattr(wgmma, "together", late)
+    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=72))
 
 
 # A block has all heads, whose states take turns: the third one's is where the first one's was.
