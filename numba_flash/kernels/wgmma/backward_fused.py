@@ -76,6 +76,9 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
+    # Of a second panel no columns past head_dim are added: these copies are what the L2 has most to do with.
+    second_chunks = min(head_dim_padded - dq_columns, dq_columns) // 8 if config.dq_panels == 2 else dq_columns // 8
+    second_bytes = part_bytes * second_chunks // (dq_columns // 8)
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
     stays, lines, one_panel = config.stays, config.dq_lines, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; where a block has one tile a Q past the end comes
@@ -178,6 +181,7 @@ def make(config):
         end = int32(n + members * (stop - begin))
         member, i = int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
+        own_bytes = part_bytes if me == 0 else second_bytes
         if n < end:
             part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
             seen = load_acquire(address(arrays.turns, turns_at + part))
@@ -192,9 +196,9 @@ def make(config):
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
             hands_on = ordered or before == 0
             if before == 0:
-                store_bytes(target, staged, part_bytes)
+                store_bytes(target, staged, own_bytes)
             else:
-                add_bytes(target, staged, part_bytes)
+                add_bytes(target, staged, own_bytes)
             commit_bytes()
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
@@ -262,7 +266,8 @@ def make(config):
         for chunk in range(dq_columns // 8):
             for x in range(4):
                 four[x] = acc_dq[4 * chunk + x].view(np.uint32)
-            store_v4(place + chunk * (128 * 16), four, 0)
+            if chunk < second_chunks or me == 0:
+                store_v4(place + chunk * (128 * 16), four, 0)
         fence_async()
         arrive(base + at.dq_full + 8 * own)
 
