@@ -574,15 +574,15 @@ def by_element_gates():
     rich = dict(softcap=True, alibi_slopes="float32", **lengths)
     functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
-    of_level = dict(
-        boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
-        asked=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
-        hidden=dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
-        read=dict(read=read | lengths),
-        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
-                  dropout=dropped | rich),
-        all=dict(everything=functions | read | dropped | rich, read_rich=read | rich),
-    )  # fmt: skip
+    of_level = {
+        "bias by TMA": dict(boxed=dict(bias="bfloat16", **lengths)),
+        "mask_mod": dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
+        "mask or dropout": dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
+        "bias and mask": dict(read=read | lengths),
+        "one kind": dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
+                         dropout=dropped | rich),
+        "several kinds": dict(everything=functions | read | dropped | rich, read_rich=read | rich),
+    }  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
         for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if row.by_element):
