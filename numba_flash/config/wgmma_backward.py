@@ -305,7 +305,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
     MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
     MOST_LINES: ClassVar[int] = 4
-    AT_A_TIME: ClassVar[int] = 128  # blocks: about as many as a GPU has room for
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from ..config.blocks import AT_A_TIME
 from ..config.forward import ITEM_SIZE, Config
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
@@ -212,7 +213,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
-    two_ways = lines == 2 and not every_key and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
@@ -245,7 +246,7 @@ def dq_lines(problem: BackwardProblem) -> int:
     behind the one before (kernels/steps/dq_order.py).
     """
     forward = problem.forward
-    alone = forward.heads == 1 and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    alone = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     wide = max(forward.head_dim, forward.head_dim_v) > 64
     return WgmmaFusedConfig.MOST_LINES if alone and wide and problem.deterministic else 1
 

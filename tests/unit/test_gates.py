@@ -814,6 +814,21 @@ def test_a_change_makes_the_gate_compile(a_file, what, monkeypatch, tmp_path):
         judged("good", good, tmp_path)
 
 
+def test_words_about_the_code_are_no_change_of_it(tmp_path):
+    def code(text):
+        path = tmp_path / f"{abs(hash(text))}.py"
+        path.write_text(text)
+        return gate_results.code_of(path)
+
+    bare = 'def f(x):\n    y = "# no comment"\n    return y\n'
+    docstring = '    """Does it,\n\n    twice.\n    """\n'
+    told = '"""A page."""\n\n# why\ndef f(x):  # what\n' + docstring + '\n    y = "# no comment"\n    return y\n'
+    assert code(bare) == code(told)
+    changed = ('"# a comment"', "y", "return  y")
+    for new, old in zip(changed, ('"# no comment"', "x", "return y"), strict=True):
+        assert code(bare) != code(bare.replace(old, new))
+
+
 def compiles(config, cc):
     raise ZeroDivisionError("it compiles")
 
