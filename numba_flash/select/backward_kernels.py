@@ -1,5 +1,5 @@
-"""The kernels of each rung's backward for a BackwardProblem, each with the Config that its table's row and the problem
-make."""
+"""The kernels of each rung's backward for a BackwardProblem. The Config of each follows from the row of its table and
+the problem."""
 
 import dataclasses
 import functools

@@ -1,5 +1,5 @@
-"""What the backward kernels of all rungs share: what a problem says to each Config, which rows of a table can be used,
-and the kernels that run before and behind those of the rungs."""
+"""What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
+table that can be used, and the kernels that run before and after those of the rungs."""
 
 from collections.abc import Sequence
 from typing import Any

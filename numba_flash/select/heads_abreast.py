@@ -1,4 +1,4 @@
-"""How many heads wgmma_backward_fused works on beside each other. No order of sums depends on it, and so no bit."""
+"""How many heads wgmma_backward_fused computes at the same time. The order of sums, and so each bit, is the same."""
 
 from ..config.blocks import AT_A_TIME
 from ..config.wgmma_backward import WgmmaFusedConfig

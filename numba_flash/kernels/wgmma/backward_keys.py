@@ -1,7 +1,7 @@
-"""What a block that owns a tile of keys does, alike in wgmma_backward_dkdv and wgmma_backward_fused.
+"""The work of a block that owns a tile of keys, which wgmma_backward_dkdv and wgmma_backward_fused share.
 
-It walks over the tiles of queries that see its keys, of each query head of the group in turn: the last first, or with
-config.both_ways as the word STEP says.
+The block loops over the tiles of queries that see its keys, for each query head of the group in turn. The last tile
+comes first, or with config.both_ways the word STEP gives the direction.
 """
 
 from typing import Any, NamedTuple
