@@ -203,11 +203,12 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
-    if target.simulated or (64 < widest <= 80 and (every_key or short)):  # two kernels have no columns past these
+    one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
+    if target.simulated or (one_tile and 64 < widest <= 80):
         return False
     if short:
         return True
-    if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which walks all of its queries
+    if one_tile:
         return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
@@ -217,7 +218,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
-    least = 8192 if widest <= 64 else 16384  # up to 64 blocks stay (WgmmaFusedConfig.stays), and fewer of them gain
+    least = (
+        8192 if widest <= 64 or not every_key else 16384
+    )  # of wide heads and all keys, small batches would lose more
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
 
 
