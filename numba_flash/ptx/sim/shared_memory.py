@@ -204,19 +204,25 @@ class SharedMemory:
         """This thread may have these words written over, or an error says who still needs them."""
         if isinstance(words, slice):
             first, last = words.start, words.stop
-            needed = self._copying.find(1, first, last) >= 0 or self._read_since.find(1, first, last) >= 0
-            if not needed and self._reading.count(0, first, last) == last - first:
-                return
-        if np.count_nonzero(self.copying[words]):
+            copying, reading = (
+                self._copying.find(1, first, last) >= 0,
+                self._reading.count(0, first, last) < last - first,
+            )
+            was_read = self._read_since.find(1, first, last) >= 0
+        else:
+            copying, reading, was_read = (
+                np.count_nonzero(x[words]) for x in (self.copying, self.reading, self._was_read)
+            )
+        if copying:
             raise InstructionError(
                 f"{self._first(words, self.copying[words])} is written while a copy to it is under way"
             )
-        if np.count_nonzero(self.reading[words]):
+        if reading:
             where = self._first(words, self.reading[words] > 0)
             raise InstructionError(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
-        numbers = self.readers[:, words]
-        if not np.count_nonzero(numbers):
+        if not was_read:
             return
+        numbers = self.readers[:, words]
         known = self.order.known[thread]
         for number in set(numbers.ravel().tolist()) - {0}:
             readers, epochs = self._reads[number]
