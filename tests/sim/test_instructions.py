@@ -86,7 +86,7 @@ def wide(x):
 
 def test_approx_and_maximum():
     x = np.array([0, -0.0, 1, -3.5, 100, -126.5, -200, np.inf, -np.inf, np.nan, 1e-40, 0.1, 130, 3, 5, 7], np.float32)
-    results = np.zeros((4, 16), np.float32)
+    results = np.zeros((5, 16), np.float32)
 
     def kernel(x, out):
         i = cuda.threadIdx.x
@@ -94,12 +94,14 @@ def test_approx_and_maximum():
         out[16 + i] = approx.lg2(x[i])
         out[32 + i] = approx.rcp(x[i])
         out[48 + i] = minmax.maximum(x[i], 1.0)
+        out[64 + i] = minmax.maximum(1.0, x[i])
 
     launch(kernel, 16, x, results)
     with np.errstate(all="ignore"):
         flat = np.where(np.abs(x) < np.finfo(np.float32).tiny, x * 0, x).astype(np.float64)
         power = np.exp2(flat)
-        expected = [np.where(power < np.finfo(np.float32).tiny, 0, power), np.log2(flat), 1 / flat, np.fmax(flat, 1)]
+        larger = np.fmax(flat, 1)
+        expected = [np.where(power < np.finfo(np.float32).tiny, 0, power), np.log2(flat), 1 / flat, larger, larger]
         np.testing.assert_allclose(results, np.array(expected).astype(np.float32), rtol=3e-7)
 
 
@@ -147,6 +149,13 @@ def test_shfl():
     np.testing.assert_array_equal(out, (i ^ 5) * 3)
     np.testing.assert_array_equal(others, (i // 32 * 32 + 31 - i % 32) * 3)
     np.testing.assert_array_equal(floats, (i ^ 16) / 2)
+
+
+def test_lanes_that_are_not_there_give_nothing():
+    def kernel(out):
+        out[cuda.threadIdx.x] = shfl.bfly_b32(cuda.threadIdx.x * 3, 33 if cuda.threadIdx.x else 0)
+
+    np.testing.assert_array_equal(lanes(kernel), 3 * np.arange(32))
 
 
 def test_vote_and_elect():
@@ -302,6 +311,16 @@ def test_mma_of_larger_elements(name, depth, dtype):
         assert (np.abs(out - exact) > eps / 2).any()
     else:
         np.testing.assert_allclose(out, c + a @ b, rtol=1e-14, atol=1e-14)
+
+
+def test_sums_are_cut_off():
+    next_to_1 = float(np.nextafter(np.float32(1), np.float32(2)))
+    x = np.array([0, -0.0, 1, -1, 1 + 2**-30, -1 - 2**-30, next_to_1 - 2**-30, 3e-46, 1e39, -np.inf, np.nan])
+    expected = np.array([0, -0.0, 1, -1, 1, -1, 1, 0, np.inf, -np.inf, np.nan], np.float32)
+    with np.errstate(all="ignore"):
+        found = mma.cut_off(x)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.signbit(found[:8]), np.signbit(expected[:8]))
 
 
 def test_mma_of_8_rows():
@@ -1423,6 +1442,33 @@ def test_two_warpgroups_may_set_the_same_rows_to_zero(same):
     else:
         match = "with no barrier in between|while wgmma or a TMA store still reads it"
         misuse(kernel, 256, match=match, shared_bytes=4096)
+
+
+@pytest.mark.parametrize("fenced", ["all", "own alone", "none"])
+def test_a_fence_is_of_all_that_a_thread_wrote_last(fenced):
+    """In words of four; thread 1 writes over what thread 0 wrote, which the fence of thread 0 is not for."""
+
+    def kernel():
+        i = cuda.threadIdx.x
+        smem = cuda.shared.array(0, np.dtype(np.uint8))
+        at, acc, four = shared.address(smem), cuda.local.array(4, np.dtype(np.float32)), np.full(4, i, np.uint32)
+        ld_st.store_v4(at + 16 * i, four, 0)
+        bar.sync(1, 128)
+        if i == 1:
+            ld_st.store_v4(at, four, 0)
+        bar.sync(1, 128)
+        if fenced == "all" or (fenced == "own alone" and i != 1):
+            fence.proxy_async()
+        bar.sync(1, 128)
+        wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, describe(at), describe(at), 0)
+        wgmma.commit_group()
+        wgmma.wait_group(0)()
+
+    describe = wgmma.descriptor(128, 256, 0)
+    if fenced == "all":
+        launch(kernel, 128, shared_bytes=2048)
+    else:
+        misuse(kernel, 128, match="0x400, written by thread 1, is read by .*fence.proxy_async", shared_bytes=2048)
 
 
 def test_a_number_is_written_over_when_everyone_has_read_it():

@@ -214,7 +214,7 @@ def test_numbas_own_way_of_running_a_block_is_put_back(ends_well):
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_numbas_number_types_are_numpys_during_a_launch_and_put_back(ends_well, monkeypatch):
+def test_numbas_number_types_make_numpys_numbers_during_a_launch_and_put_back(ends_well, monkeypatch):
     """Of Numba's a kernel would make a number in ten times the time."""
     from numba import float64, types
 
@@ -222,7 +222,10 @@ def test_numbas_number_types_are_numpys_during_a_launch_and_put_back(ends_well, 
     inside, real = [], float64
 
     def kernel():
-        inside.append((int16, real, type(int16(3)), type(real(3))))  # noqa: F821 - put there above
+        inside.append((type(int16(3)), type(real(3)), np.zeros(1, int16).dtype, np.zeros(1, real).dtype))  # noqa: F821
+        inside.append((int16(np.int64(40000)), int16(np.float32(-1.7)), real(np.float32(0.5))))  # noqa: F821
+        with pytest.raises(OverflowError):
+            int16(40000)  # noqa: F821 - put there above
         assert ends_well
 
     if ends_well:
@@ -230,7 +233,7 @@ def test_numbas_number_types_are_numpys_during_a_launch_and_put_back(ends_well, 
     else:
         with pytest.raises(AssertionError):
             launch.run(lambda: toolchain.cuda().jit(kernel), 1, 1, 0, (), ())
-    assert inside == [(np.int16, np.float64, np.int16, np.float64)]
+    assert inside == [(np.int16, np.float64, np.int16, np.float64), (40000 - 2**16, -1, 0.5)]
     assert globals()["int16"] is types.int16 and real is float64
 
 

@@ -29,7 +29,7 @@ def sync():
 def store_b32(place, value):
     thread = current()
     block, address = there(thread, place)
-    block.shared.store(address, [u32(value)], thread)
+    block.shared.store(address, u32(value).tobytes(), thread)
 
 
 def store_v4(place, values, at, barrier):

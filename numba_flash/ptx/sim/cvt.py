@@ -5,19 +5,25 @@ import numpy as np
 from .errors import InstructionError
 from .registers import ELEMENTS, check_float
 
+# Room for two numbers and what becomes of them: new arrays would take three times as long. One thread runs at a time.
+_PAIR = np.empty(2, np.float32)
+_TWO = {kind: (two := np.empty(2, element), two.view(np.uint32)) for kind, element in ELEMENTS.items()}
+
 
 def pack_f16x2(low, high):
-    return _packed(low, high, ELEMENTS["f16"])
+    return _packed(low, high, "f16")
 
 
 def pack_bf16x2(low, high):
-    return _packed(low, high, ELEMENTS["bf16"])
+    return _packed(low, high, "bf16")
 
 
 def _packed(low, high, kind):
     """registers.packed of two numbers, most of which come here."""
-    pair = np.array((check_float(low), check_float(high)), np.float32)
-    return pair.astype(kind).view(np.uint32)[0]
+    two, as_bits = _TWO[kind]
+    _PAIR[0], _PAIR[1] = check_float(low), check_float(high)
+    two[:] = _PAIR
+    return as_bits[0]
 
 
 def low_f16(two):

@@ -30,7 +30,7 @@ class Pointer:
     may store, even if it is the same number.
     """
 
-    __slots__ = ("_first", "_flat", "_stored_by", "array", "unfinished", "written")
+    __slots__ = ("_first", "_flat", "_size", "_stored_by", "array", "unfinished", "written")
 
     def __init__(self, array: np.ndarray):
         self.array = array  # for a person in the debugger
@@ -48,6 +48,7 @@ class Pointer:
         length = 1 + sum(abs(x) for x in reach) if array.size else 0
         self._first = -sum(min(0, x) for x in reach)
         self._flat = np.lib.stride_tricks.as_strided(lowest, (length,), (item,), writeable=array.flags.writeable)
+        self._size = length
 
     def __getitem__(self, index: int) -> Any:
         if self.unfinished:
@@ -84,7 +85,7 @@ class Pointer:
 
     def _checked(self, index: int) -> int:
         position = int(index) + self._first
-        if not 0 <= position < self._flat.size:
+        if not 0 <= position < self._size:
             raise IndexError(f"element {index} lies outside of an array of shape {self.array.shape}")
         return position
 
@@ -185,7 +186,7 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     """Blocks that take turns, and device functions that are called like any other function.
 
     Numba swaps `cuda` in a function's module at every call of it. Here that is done once a function and launch. NumPy's
-    number types are swapped in with it (a call of Numba's gives the same number and takes ten times as long), and for a
+    numbers are swapped in with it (a call of Numba's gives the same number and takes ten times as long), and for a
     device function the plain one that it is made of, which Python calls without a detour.
     """
     from numba.cuda.simulator import kernelapi
@@ -257,4 +258,21 @@ def _numbers() -> dict[int, Any]:
     from numba import types
 
     named = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
-    return {id(getattr(types, name)): getattr(np, name) for name in named}
+    return {id(getattr(types, name)): _converter(getattr(np, name)) for name in named}
+
+
+def _converter(kind: Any) -> Any:
+    """What a call of NumPy's type gives, in half of the time; as a dtype it is that type."""
+    room = np.empty(1, kind)
+
+    def convert(x: Any) -> Any:
+        if type(x) is kind:
+            return x
+        try:
+            room[0] = x
+        except OverflowError:  # a call wraps NumPy's numbers around, and not Python's
+            return kind(x)
+        return room[0]
+
+    convert.dtype = room.dtype  # type: ignore[attr-defined]
+    return convert

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .now import current
-from .registers import u32
+from .registers import bits, u32
 
 
 def load_b32(address):
@@ -11,15 +11,15 @@ def load_b32(address):
 
 
 def store_b32(address, value):
-    _store(address, [u32(value)])
+    _store(address, u32(value))
 
 
 def load_v4(values, at, address):
-    values.view(np.uint32)[at : at + 4] = _loaded(address, 16)
+    bits(values)[at : at + 4] = _loaded(address, 16)
 
 
 def store_v2_f64(address, values, at):
-    _store(address, values[at : at + 2].view(np.uint32))
+    _store(address, values[at : at + 2])
 
 
 def load_v2_f64(values, at, address):
@@ -31,20 +31,21 @@ def load_f64(address):
 
 
 def store_v2(address, values, at):
-    _store(address, values[at : at + 2].view(np.uint32))
+    _store(address, values[at : at + 2])
 
 
 def store_v4(address, values, at):
-    _store(address, values[at : at + 4].view(np.uint32))
+    _store(address, values[at : at + 4])
 
 
 def _loaded(address, count):
     thread, address = current(), int(address)
     shared = thread.block.shared
-    shared.read_few(shared.words(address, count, count), thread.number)
-    return shared.data[address : address + count].view(np.uint32)
+    words = shared.words(address, count, count)
+    shared.read_few(words, thread.number)
+    return shared.bits[words]
 
 
 def _store(address, values):
     thread = current()
-    thread.block.shared.store(int(address), values, thread)
+    thread.block.shared.store(int(address), values.tobytes(), thread)

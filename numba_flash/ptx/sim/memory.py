@@ -3,7 +3,7 @@
 import numpy as np
 
 from .now import current
-from .registers import u32
+from .registers import bits, u32
 
 
 def address(pointer, index):
@@ -11,7 +11,7 @@ def address(pointer, index):
 
 
 def load_v4(values, at, address):
-    values.view(np.uint32)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32)
+    bits(values)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32)
 
 
 def load_b16_if(address, condition):
@@ -23,11 +23,11 @@ def load_b32_if(address, condition):
 
 
 def load_v2_if(values, at, address, condition):
-    values.view(np.uint32)[at : at + 2] = _at(address, 8, 8, writing=False).view(np.uint32) if condition else 0
+    bits(values)[at : at + 2] = _at(address, 8, 8, writing=False).view(np.uint32) if condition else 0
 
 
 def load_v4_if(values, at, address, condition):
-    values.view(np.uint32)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32) if condition else 0
+    bits(values)[at : at + 4] = _at(address, 16, 16, writing=False).view(np.uint32) if condition else 0
 
 
 def load_f64_if(address, condition):

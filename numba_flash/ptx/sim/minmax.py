@@ -6,8 +6,13 @@ from .registers import check_float
 
 
 def maximum(x, y):
-    return np.fmax(check_float(x), check_float(y))
+    return _larger(check_float(x), check_float(y))
 
 
 def maximum_f64(x, y):
-    return np.fmax(np.float64(x), np.float64(y))
+    return _larger(np.float64(x), np.float64(y))
+
+
+def _larger(x, y):
+    """np.fmax, which takes six times as long: the other where one is NaN."""
+    return x if x >= y or y != y else y

@@ -26,11 +26,17 @@ def words(acc, a, b):
     """
     depth = 4 * b.shape[1]
     a_matrix, b_matrix, c = np.zeros((16, depth)), np.empty((depth, 8)), np.zeros((16, 8))
-    a_matrix[tuple(x[:, : a.shape[1]] for x in _A_WORDS)] = a
-    b_matrix[tuple(x[:, : b.shape[1]] for x in _B_WORDS)] = b
-    places = tuple(x[:, : acc.shape[1]] for x in _C)
+    a_matrix[_places("a", a.shape[1])] = a
+    b_matrix[_places("b", b.shape[1])] = b
+    places = _places("c", acc.shape[1])
     c[places] = acc
     return (c + a_matrix @ b_matrix)[places]
+
+
+@functools.cache
+def _places(which, count):
+    """Where the first `count` registers of each lane stand."""
+    return tuple(x[:, :count] for x in dict(a=_A_WORDS, b=_B_WORDS, c=_C)[which])
 
 
 def tf32(acc, a, b):
@@ -42,8 +48,9 @@ def tf32(acc, a, b):
 def cut_off(x):
     """float64 -> float32, rounded towards zero."""
     near = x.astype(np.float32)
-    too_large = np.isfinite(near) & (np.abs(near.astype(np.float64)) > np.abs(x))
-    return np.where(too_large, np.nextafter(near, np.float32(0)), near)
+    size = np.abs(near)
+    too_large = (size > np.abs(x)) & (size < np.inf)
+    return (near.view(np.int32) - too_large).view(np.float32)  # as integers they are in order of size
 
 
 def _of_lanes(registers):

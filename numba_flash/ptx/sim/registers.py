@@ -13,6 +13,7 @@ from .errors import InstructionError
 RUNNING = np.uint32(0x7F80DEAD)
 _QUIET = np.uint32(0x00400000)
 _TOUCHED = RUNNING | _QUIET
+_UINT32 = np.dtype(np.uint32)
 ELEMENTS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -29,7 +30,14 @@ def packed(low, high, kind):
 
 def u32(value):
     """Any number as 32 bits, like a register."""
+    if type(value) is np.uint32:
+        return value
     return np.uint32(int(value) & 0xFFFFFFFF)
+
+
+def bits(values):
+    """32-bit registers as uint32."""
+    return values if values.dtype is _UINT32 else values.view(np.uint32)
 
 
 def table(element, count):
@@ -40,7 +48,8 @@ def table(element, count):
 
 def check_float(x):
     """A float32 that is there."""
-    x = np.float32(x)
+    if type(x) is not np.float32:  # asking takes a sixth of the time of converting
+        x = np.float32(x)
     if x != x and x.view(np.uint32) | _QUIET == _TOUCHED:
         _raise()
     return x

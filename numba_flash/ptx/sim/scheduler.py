@@ -81,7 +81,7 @@ class Turns(numba_kernel.BlockManager):
         if self.over:
             raise Abandoned
         thread.waits_for = what
-        following = self._next()
+        following = self.ready.popleft() if self.ready else self._next()
         if following is not thread:
             thread.hand_on(following)
         thread.waits_for = None
@@ -91,6 +91,10 @@ class Turns(numba_kernel.BlockManager):
     def wake(self, thread):
         self._polls = 0
         self.ready.append(thread)
+
+    def wake_all(self, threads):
+        self._polls = 0
+        self.ready.extend(threads)
 
     def let_others_run(self, thread):
         """After something that a loop may do until another thread has done something."""

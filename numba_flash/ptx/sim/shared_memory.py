@@ -4,7 +4,8 @@ For every 4 bytes: whether a copy is under way to them, whether an instruction t
 reads them, who wrote them last and who has read them since (by an instruction here, not by index), and whether
 the writer has fenced them for the asynchronous proxy. An access that would be luck on a GPU raises.
 
-np.count_nonzero asks for any in a third of the time that x.any() takes.
+np.count_nonzero asks for any in a third of the time that x.any() takes, and bytes of Python's, where a word or four
+are all there is, in a quarter of that. So some arrays are there as both.
 """
 
 import sys
@@ -18,6 +19,7 @@ from .order import NEVER, NOBODY
 
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
 STATIC_BYTES = 48 * 1024  # room behind it for cuda.shared.array of a fixed size
+ALL = ["all words"]  # in place of a list of words
 GARBAGE = 0xFF  # what it holds at first: NaN in every float, so that nobody takes it for zeros
 
 
@@ -32,16 +34,23 @@ class SharedMemory:
         self._next_static = self._static
         self._arrays = {}
         size = self._static + STATIC_BYTES
-        self.data = np.full(size, GARBAGE, np.uint8)
+        self._bytes = bytearray([GARBAGE]) * size
+        self.data = np.frombuffer(self._bytes, np.uint8)
+        self.bits = self.data.view(np.uint32)
         self.lines = self.data.reshape(-1, 16)  # what a swizzle moves
         words = size // 4
-        self.copying = np.zeros(words, bool)
-        self.reading = np.zeros(words, np.uint8)
+        self._copying, self._reading, self._read_since = bytearray(words), bytearray(words), bytearray(words)
+        self.copying = np.frombuffer(self._copying, bool)
+        self.reading = np.frombuffer(self._reading, np.uint8)
         self.writer = np.full(words, NOBODY, np.int16)
         self.written = np.zeros(words, np.int32)  # in which epoch of the writer
         self.fenced = np.zeros(words, np.int32)  # in which of its epochs it fenced, or NEVER
         # For each warp its last read since, a number in _reads, or 0; earlier ones of other lanes are forgotten.
         self.readers = np.zeros((-(-order.threads // 32), words), np.int32)
+        self._all = np.arange(words)
+        self._was_read = np.frombuffer(self._read_since, bool)  # whether there is one
+        self._writer, self._written, self._fenced = (memoryview(x) for x in (self.writer, self.written, self.fenced))
+        self._readers = [memoryview(row) for row in self.readers]
         self._reads = [None]  # (threads, their epochs when they read together)
         self._latest = {}  # a thread, or (first thread, how many): (their epochs, the number of that in _reads)
 
@@ -107,20 +116,23 @@ class SharedMemory:
         if not asynchronous:  # those have an end that is waited for
             threads = [threads] if isinstance(threads, int) else threads
             self.readers[threads[0] // 32, words] = self._read_by(threads)
+            self._was_read[words] = True
 
     def read_few(self, words, thread):
         """`read` of a word or four by one thread: most reads there are, and NumPy is slow with so little."""
-        known = self.order.known[thread]
-        for word in range(words.start, words.stop):
-            if self.copying[word] or known[self.writer[word]] < self.written[word]:
-                self.read(words, thread)  # says what is wrong
+        known = self.order.numbers
         before, number = self._latest.get(thread, (None, 0))
-        epoch = known[thread]
+        epoch = known[thread, thread]
         if before != epoch:
             number = len(self._reads)
             self._reads.append(([thread], epoch))
             self._latest[thread] = epoch, number
-        self.readers[thread // 32, words] = number
+        readers = self._readers[thread // 32]
+        for word in range(words.start, words.stop):
+            if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
+                self.read(words, thread)  # says what is wrong
+            readers[word] = number
+            self._read_since[word] = 1
 
     def _read_by(self, threads):
         epochs = self.order.known[threads, threads]
@@ -133,13 +145,12 @@ class SharedMemory:
         return number
 
     def store(self, address, values, thread):
-        """A thread's store of 32-bit values, at a multiple of their size."""
-        count = 4 * len(values)
+        """A thread's store of bytes, at a multiple of their number."""
+        count = len(values)
         words = self.words(address, count, count)
-        data = self.data[address : address + count].view(np.uint32)
-        if np.count_nonzero(data != values) or not self._stored_by_others(words, thread.number):
+        if self._bytes[address : address + count] != values or not self._stored_by_others(words, thread.number):
             self.write(words, thread)
-            data[:] = values
+            self._bytes[address : address + count] = values
 
     def _stored_by_others(self, words, thread):
         """Whether others stored these words meanwhile: doing the same beside them is harmless.
@@ -157,12 +168,17 @@ class SharedMemory:
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
         self._free(words, thread.number)
-        self.writer[words] = thread.number
-        self.written[words] = self.order.now(thread.number)
-        self.fenced[words] = NEVER
-        if len(thread.unfenced) > 4096:  # who never fences
-            thread.unfenced = [slice(None)]
-        thread.unfenced.append(words)
+        number, now = thread.number, self.order.now(thread.number)
+        few = range(words.start, words.stop) if isinstance(words, slice) else words.ravel().tolist()
+        if len(few) > 4:
+            self.writer[words], self.written[words], self.fenced[words] = number, now, NEVER
+        else:
+            for word in few:
+                self._writer[word], self._written[word], self._fenced[word] = number, now, NEVER
+        if thread.unfenced is not ALL:
+            thread.unfenced.extend(few)
+            if len(thread.unfenced) > 4096:  # who never fences
+                thread.unfenced = ALL
 
     def start_copy(self, words, thread):
         """A copy to these words is under way, from a thread's instruction."""
@@ -177,35 +193,51 @@ class SharedMemory:
 
     def fence(self, thread):
         """What a thread wrote before is in order with the asynchronous proxy."""
-        now = self.order.now(thread.number)
-        for words in thread.unfenced:
-            fenced = self.fenced[words]
-            mine = (self.writer[words] == thread.number) & (fenced == NEVER)
-            self.fenced[words] = np.where(mine, now, fenced)
+        if not thread.unfenced:
+            return
+        words = self._all if thread.unfenced is ALL else np.array(thread.unfenced)
+        mine = words[(self.writer[words] == thread.number) & (self.fenced[words] == NEVER)]
+        self.fenced[mine] = self.order.now(thread.number)
         thread.unfenced = []
 
     def _free(self, words, thread):
         """This thread may have these words written over, or an error says who still needs them."""
-        if np.count_nonzero(self.copying[words]):
+        if isinstance(words, slice):
+            first, last = words.start, words.stop
+            copying, reading = (
+                self._copying.find(1, first, last) >= 0,
+                self._reading.count(0, first, last) < last - first,
+            )
+            was_read = self._read_since.find(1, first, last) >= 0
+        else:
+            copying, reading, was_read = (
+                np.count_nonzero(x[words]) for x in (self.copying, self.reading, self._was_read)
+            )
+        if copying:
             raise InstructionError(
                 f"{self._first(words, self.copying[words])} is written while a copy to it is under way"
             )
-        if np.count_nonzero(self.reading[words]):
+        if reading:
             where = self._first(words, self.reading[words] > 0)
             raise InstructionError(f"{where} is written while wgmma or a TMA store still reads it: wait for its group")
-        numbers = self.readers[:, words]
-        if not np.count_nonzero(numbers):
+        if not was_read:
             return
+        numbers = self.readers[:, words]
         known = self.order.known[thread]
         for number in set(numbers.ravel().tolist()) - {0}:
             readers, epochs = self._reads[number]
             # Lanes that read together were all done when the first of them came to a barrier.
-            if not np.count_nonzero(known[readers] >= epochs):
+            if isinstance(epochs, int):
+                seen = self.order.numbers[thread, readers[0]] >= epochs
+            else:
+                seen = np.count_nonzero(known[readers] >= epochs)
+            if not seen:
                 first = readers[0] - self._first_thread
                 who = f"thread {first}" if len(readers) == 1 else f"warp {first // 32}"
                 where = self._first(words, (numbers == number).any(axis=0))
                 raise InstructionError(f"{where}, read by {who}, is written over with no barrier in between")
         self.readers[:, words] = 0
+        self._was_read[words] = False
 
     def _first(self, words, which):
         """The first of the words in question, as an address."""

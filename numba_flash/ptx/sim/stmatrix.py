@@ -22,7 +22,7 @@ def _stmatrix(count, trans):
             np.stack([registers.view(np.uint32)[at : at + count] for _, registers, at in given]), count, trans
         )
         for thread, (address, _, _), row in zip(warp.members, given, values, strict=False):
-            shared.store(int(address), row.view(np.uint32), thread)
+            shared.store(int(address), row.tobytes(), thread)
 
     def stmatrix(address, registers, at):
         together((name, at), compute, (address, registers, at))

@@ -36,7 +36,7 @@ class Thread:
         self.thread_id = index[0] + x * (index[1] + y * index[2])
         self.number = block.rank * block.size + self.thread_id  # in the cluster
         self.ended = False
-        self.waits_for = self.result = None
+        self.waits_for = None
         self.copies, self.copy_groups = [], deque()  # cp.async
         self.stores, self.store_groups, self.landing = [], deque(), deque()  # TMA
         self.waited = not block.memory.behind  # for the kernel before (griddepcontrol.py)

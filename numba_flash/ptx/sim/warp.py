@@ -14,7 +14,7 @@ class Group:
         self.kind, self.size, self.members = kind, size, members
         self.numbers = [thread.number for thread in members]
         self.given = [None] * size
-        self.came = []
+        self.came, self.results = [], None
         self.instruction = self.where = None
         self.products, self.product_groups = [], deque()  # wgmma under way, of a warpgroup
 
@@ -45,18 +45,17 @@ def together(instruction, compute, given, group="warp"):
             f"{_text(instruction)} is reached while {name(other)} waits in {_text(group.instruction)} at "
             f"{place(other)}; all of a {group.kind} must come to one instruction with one set of operands"
         )
-    group.given[thread.thread_id % group.size] = given
+    lane = thread.thread_id % group.size
+    group.given[lane] = given
     group.came.append(thread)
     if len(group.came) < group.size:
-        thread.block.wait(thread, instruction[0])
-        return thread.result
-    results = compute(group, group.given)
-    came, group.came = group.came, []
-    for other in came:
-        other.result = None if results is None else results[other.thread_id % group.size]
-        if other is not thread:
-            thread.block.wake(other)
-    return thread.result
+        thread.turns.wait(thread, instruction[0])
+    else:
+        group.results = compute(group, group.given)
+        came, group.came = group.came, []
+        thread.turns.wake_all(came[:-1])
+    # Those of the next instruction come when all lanes have taken theirs.
+    return None if group.results is None else group.results[lane]
 
 
 def same(group, given, what):

@@ -167,7 +167,7 @@ def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
 def _a_in_shared(kind, a_offsets):
     def a_matrix(group, given):
         descriptor = int(same(group, [a for _, a, _, _ in given], "a's descriptor"))
-        return *_read(group, [rows_of_k(descriptor + offset, 64) for offset in a_offsets], kind, 1), []
+        return *_read(group, [_touched(rows_of_k, descriptor + offset, 64) for offset in a_offsets], kind, 1), []
 
     return a_matrix
 
@@ -206,10 +206,10 @@ def _compute(n, kind, a_matrix, b_offsets, b_trans):
         before = _before(group, acc) if accumulate else 0
         a, a_words, operands = a_matrix(group, given)
         if b_trans:
-            places = [columns_of_n(b + offset, n) for offset in b_offsets]
+            places = [_touched(columns_of_n, b + offset, n) for offset in b_offsets]
             b, b_words = _read(group, places, kind, 0)
         else:
-            places = [rows_of_k(b + offset, n) for offset in b_offsets]
+            places = [_touched(rows_of_k, b + offset, n) for offset in b_offsets]
             b, b_words = _read(group, places, kind, 1)
             b = b.T
         values = _sums(a, b, before)
@@ -234,15 +234,21 @@ def _sums(a, b, before):
     return c[places].astype(np.float32)
 
 
+@functools.lru_cache(512)  # of the operands in a few stages; each is some 10 KB
+def _touched(layout, descriptor, count):
+    """(numbers of an operand's elements, of the words that they lie in, (lowest address, how many bytes from there))"""
+    addresses = layout(descriptor, count)
+    return addresses >> 1, np.unique(addresses >> 2), (int(addresses.min()), int(np.ptp(addresses)) + 2)
+
+
 def _read(group, places, kind, axis):
-    """(matrix, words read) of an operand whose steps' elements lie at `places`, put together along its k axis."""
+    """(matrix, words read) of an operand whose steps touch `places`, put together along its k axis."""
     shared = group.members[0].block.shared
     parts, words = [], []
-    for addresses in places:
-        shared.words(int(addresses.min()), int(np.ptp(addresses)) + 2, 2)
-        touched = np.unique(addresses >> 2)
+    for elements, touched, reach in places:
+        shared.words(*reach, 2)
         shared.read(touched, group.numbers, asynchronous=True)
-        parts.append(halves(shared.data.view(np.uint16)[addresses >> 1], kind))
+        parts.append(halves(shared.data.view(np.uint16)[elements], kind))
         words.append(touched)
     return np.concatenate(parts, axis=axis), words
 
