@@ -1,6 +1,7 @@
 """gpu_check on gradients: random and adversarial problems, graphs, families, memory; for each rung with a backward."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import time
@@ -14,6 +15,7 @@ from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.config.wgmma_backward import BY_ELEMENT
 from numba_flash.dispatch import backward as dispatch
+from numba_flash.dispatch import launch_backward
 from numba_flash.problem.options import daux_name
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_wide, rungs
@@ -177,11 +179,21 @@ def in_pairs(problem, one_kernel):
     return 2 if problem.forward.heads > 2 * problem.forward.heads_kv else 0
 
 
+def stays_anyhow(problem, target, members, key_tiles, chosen=select_backward.blocks_stay):
+    """blocks_stay, as on a GPU that has not room for two blocks at a time."""
+    return chosen(problem, dataclasses.replace(target, multiprocessors=1), members, key_tiles)
+
+
 @contextlib.contextmanager
-def one_kernel_where_possible():
+def one_kernel_where_possible(few_blocks=False):
     """With the kernel for all gradients also where it is the slower form, as with all that is small; and on wgmma
-    groups of three heads and more in parts of two."""
-    instead = {
+    groups of three heads and more in parts of two. few_blocks: of wgmma's blocks that can stay there are three, so that
+    each takes many tiles."""
+    stay = {
+        (select_backward, "blocks_stay"): stays_anyhow,
+        (launch_backward, "blocks_at_a_time"): lambda target: 3,
+    }
+    instead = (stay if few_blocks else {}) | {
         (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
         (select_backward, "members_of_a_part"): in_pairs,
         (backward_wide, "gains_by_one_wide_kernel"): lambda problem, row: True,
@@ -222,8 +234,12 @@ def check_one_kernel(kernel, options, tools):
         if can_be_one_kernel(kernel, case):
             cases[f"one kernel, {group}:{number // len(every)}"] = case
         number += 1
+    found = []
+    if kernel == "wgmma":
+        with one_kernel_where_possible(few_blocks=True):
+            found.append(f"three blocks: {compare(cases, kernel, tools.on_gpu)}")
     with one_kernel_where_possible():
-        found = [compare(cases, kernel, tools.on_gpu)]
+        found.append(compare(cases, kernel, tools.on_gpu))
         if not options.case and kernel == "wgmma":
             every = enumerate(adversarial(kernel, options.small, tools.takes))
             hard = {f"adversarial {n}": case for n, case in every if can_be_one_kernel(kernel, case)}
