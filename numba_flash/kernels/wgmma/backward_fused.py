@@ -303,6 +303,12 @@ def make(config):
         return n
 
     @inlined
+    def zero_scores(acc_s, acc_dp):
+        for x in range(s_count):
+            acc_s[x] = float32(0)
+            acc_dp[x] = float32(0)
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
@@ -319,6 +325,10 @@ def make(config):
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
+        # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
+        # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
+        if one_panel:
+            zero_scores(acc_s, acc_dp)
         for x in range(mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
@@ -330,9 +340,8 @@ def make(config):
             own = state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
-            for x in range(s_count):
-                acc_s[x] = float32(0)
-                acc_dp[x] = float32(0)
+            if not one_panel:
+                zero_scores(acc_s, acc_dp)
             for x in range(dk_count):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
