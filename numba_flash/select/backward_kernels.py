@@ -206,7 +206,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return False
     if short:
         return True
-    if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which processes all its queries
+    if 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS:  # a head is one block, which walks all of its queries
         return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
@@ -216,7 +216,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
-    least = 8192 if widest <= 64 else 16384  # up to 64, blocks stay (WgmmaFusedConfig.stays), and fewer blocks gain
+    least = 8192 if widest <= 64 else 16384  # up to 64 blocks stay (WgmmaFusedConfig.stays), and fewer of them gain
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
 
 
@@ -301,7 +301,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> l
 
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
-ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
+ONLY_FUSED = ("stages_a", "stages_b")  # fields that wgmma_round does not have
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -344,7 +344,7 @@ def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwa
 
 
 def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
-    """Of the walk that adds up."""
+    """The kernels of the gradients of aux; the Config returned is that of the walk that adds up."""
 
     def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
         features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
