@@ -40,7 +40,7 @@ MOST_FUNCTIONS = 200
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
-# s and dS behind score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
+# s and dS after score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
 SIGNATURE_OF_AUX = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 

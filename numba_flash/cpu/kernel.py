@@ -131,7 +131,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     v = v_copy
                 if packs:
                     pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
-                if hides_some:  # asked once for all panels; where it is not, each is asked about what it sees
+                if hides_some:  # called once for all panels; otherwise for each panel, about what it sees
                     is_finite = all_finite(v, v_stride, head_dim_v, key_end - key0, zero)
             free = max(first, min(last_first, end))
             cut = max(free, min(first_end, end))

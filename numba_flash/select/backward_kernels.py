@@ -344,7 +344,7 @@ def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwa
 
 
 def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
-    """The kernels of the gradients of aux; the Config returned is that of the walk that adds up."""
+    """The kernel that adds up the terms of aux: the second of the two loops over all scores (kernels/score/owed.py)."""
 
     def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
         features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)
