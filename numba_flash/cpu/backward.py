@@ -1,7 +1,8 @@
-"""The CPU rung's backward: the host's part, as forward.py is of the forward. The kernels are in backward_kernel.py.
+"""The host's part of the CPU rung's backward, as forward.py is that of the forward. The kernels are in
+backward_kernel.py.
 
-Memory beside the gradients: dk and dv once more in float32 (float64 for float64) with head_dim rounded up to whole
-vectors, and for each thread its tiles, whatever the lengths: 0.6 MB with head_dim 64 in float32, 0.9 MB with 128.
+Memory besides the gradients: dk and dv once more in float32 (float64 for float64) with head_dim rounded up to whole
+vectors, and each thread's tiles, for any lengths: 0.6 MB with head_dim 64 in float32, 0.9 MB with 128.
 """
 
 # mypy: ignore-errors
@@ -34,7 +35,7 @@ from .vectors.build import Shape, call, load, store
 
 @njit(error_model="numpy", inline="always")
 def set_up(launch, shared, stop, pointers):
-    """Fill a call's frame, which begins the shared memory; returns its address."""
+    """Fills a call's frame, which begins the shared memory; returns its address."""
     frame = (shared + 63) // 64 * 64
     for n in range(len(pointers)):
         store(frame, at.POINTERS + n, pointers[n])
@@ -52,7 +53,7 @@ def set_up(launch, shared, stop, pointers):
 
 @njit(error_model="numpy", inline="always")
 def begin(one, frame):
-    """Before a pass: its plan, and no task handed out. Returns its kernel and phase."""
+    """Sets the frame for a pass: its plan, and no task taken. Returns its kernel and phase."""
     store(frame, at.PLAN, load(one, at.PASS_PLAN, INT))
     store(load(frame, at.COUNTER, INT), 0, INT)
     return load(one, at.PASS_KERNEL, INT), load(one, at.PASS_PHASE, INT)
@@ -61,8 +62,8 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(launch, stop, pointers):
-    """All passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, and behind
-    them that of what functions read."""
+    """Runs all passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, followed
+    by that of what functions read."""
     shared_numbers = load(launch, at.SHARED, INT)
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8 + shared_numbers, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
@@ -79,7 +80,7 @@ def run_serial(launch, stop, pointers):
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(workers, launch, shared, stop, pointers):
-    """All passes on `workers` threads, each of which fetches the next task when it is done with one."""
+    """Runs all passes on `workers` threads, each of which takes the next task when it has finished one."""
     scratch_bytes = load(launch, at.SCRATCH, INT)
     memory = np.empty((64 + workers * scratch_bytes) // 8, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
@@ -114,7 +115,7 @@ def _kernel(what, double):
 
 @functools.cache
 def _give_way():
-    """Address of the system's function by which a thread lets others run."""
+    """Address of the system's function with which a thread lets others run."""
     function = ctypes.windll.kernel32.SwitchToThread if sys.platform == "win32" else ctypes.CDLL(None).sched_yield
     return ctypes.cast(function, ctypes.c_void_p).value
 
@@ -122,20 +123,20 @@ def _give_way():
 class Ready(NamedTuple):
     """What is known of a problem before its arrays."""
 
-    numbers: np.ndarray  # what run_serial and run_parallel are told
+    numbers: np.ndarray  # the arguments of run_serial and run_parallel
     address: int
     serial: bool
     long: bool
-    plans: tuple[np.ndarray, ...]  # whose addresses are among the numbers
-    functions: tuple[OwnFunctions, ...]  # whose addresses are among those of the plans; all read the same
+    plans: tuple[np.ndarray, ...]  # their addresses are among the numbers
+    functions: tuple[OwnFunctions, ...]  # their addresses are in the plans; all read the same
     of_aux: OfAux | None
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
-    at_once: Callable[..., None] | None  # as forward.Ready's
+    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    at_once: Callable[..., None] | None  # as in forward.Ready
 
     def run(self, pointers: tuple[int, ...]) -> None:
-        """Write the gradients wanted; addresses in the order of options.GradientOperands, 0 = none, and behind them
-        those of aux."""
+        """Writes the wanted gradients. The addresses are in the order of options.GradientOperands, 0 = none, followed
+        by those of aux."""
         if self.at_once is not None:
             self.at_once(self.address, interrupt.NEVER, pointers + self.behind)
             return
@@ -171,12 +172,12 @@ class Ready(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def ready(problem: BackwardProblem) -> Ready:
-    """A caller with many calls of one problem keeps it, as of forward.ready."""
+    """A caller with many calls of one problem keeps the result, as with forward.ready."""
     p = problem.forward
     double = p.dtype == "float64"
     shape = Shape(numba.float64 if double else numba.float32)
     plan = at.make_plan(problem, shape.lanes, shape.width)
-    passes = []  # what runs on all threads before the next begins
+    passes = []  # each runs on all threads before the next begins
     slopes = {"dq", "dk"} & set(problem.wanted)
     functions = [own_functions(p, derivative=bool(slopes))]
     functions[0].go_into(plan.numbers)
@@ -223,7 +224,7 @@ def ready(problem: BackwardProblem) -> Ready:
 
 
 def warm_up(problem: BackwardProblem) -> None:
-    """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
+    """Compiles what `Ready.run` would run, or loads it from the cache, and runs nothing."""
     if ready(problem).serial or forked.threads_lost:
         run_serial.compile((numba.int64, numba.int64, POINTERS))
     else:

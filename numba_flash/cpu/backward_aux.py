@@ -1,7 +1,8 @@
-"""Gradients of what a score_mod reads, on the CPU (compiled): dS of each score, times what it owes to each number read.
+"""Gradients of what a score_mod reads, on the CPU (compiled): dS of each score times its derivative by each number
+read.
 
-Any score may owe to any element. So the query tiles are dealt to PARTS parts, each with sums in float64 of its own for
-all elements, and these are added up in the order of the parts: the bits do not depend on the threads.
+Every score may contribute to every element. So the query tiles are divided among PARTS parts. Each part has its own
+float64 sums of all elements, and the parts are added in order: the bits do not depend on the threads.
 """
 
 # mypy: ignore-errors
@@ -19,7 +20,7 @@ from .vectors.build import call_function, fetch_add, lanes, load, size_of, store
 
 @inlined
 def run_tile(task, sums, frame, scratch, zero):
-    """Query tile number `task` of all."""
+    """Query tile number `task` of all query tiles."""
     kind, size, across = type(zero), size_of(zero), lanes(zero)
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     heads_kv, tile_m = load(plan, slot.HEADS_KV, INT), load(plan, slot.TILE_M, INT)
@@ -79,7 +80,7 @@ def run_tile(task, sums, frame, scratch, zero):
             tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
             where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
             panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
-            scores(p, k_panel, head_dim * size, q_panel, head_dim, keys, 0, zero)  # once more, before score_mod
+            scores(p, k_panel, head_dim * size, q_panel, head_dim, keys, 0, zero)  # computed again, as before score_mod
             scale_panel(p, keys, across, plan, zero)
             take_places(places, panel_row0, panel_rows, across, kv_head, offset, plan)
             aux = load(pointers, at.AUX, INT)

@@ -1,17 +1,17 @@
-"""dq, dk and dv on the CPU (compiled): one task is one tile of query rows against the keys it sees.
+"""dq, dk and dv on the CPU (compiled): one task is one query tile with all keys that it sees.
 
-As in FlashAttention-2 scores are computed again from q, k and lse, tile by tile:
+As in FlashAttention-2, scores are recomputed from q, k and lse, tile by tile:
 
     P = exp(S - lse)   dV += P^T do   dP = do V^T   dS = P * (dP - delta)   dQ += dS K   dK += dS^T Q
 
-A tile of queries stays, key tiles pass by, so dQ is a task's own; dK and dV are sums over tasks, kept for all keys
-in the precision computed in. A key tile's sums take the query tiles of a head in one order, the last first: a task
-waits until the one before it is done with that key tile, and says so itself. Tasks are handed out in that order,
-all heads taking turns, so one that waits is rare, and one it waits for has been started. Hence the bits do not
-depend on the threads. When all tasks are done, the sums become dk and dv.
+A task holds a query tile and loops over key tiles, so it owns its dQ. dK and dV are sums over tasks, stored for all
+keys in the computing precision. The query tiles of a head are added to a key tile's sums in one order, the last one
+first: a task waits until the previous one has finished with that key tile, and then reports that it has finished, too.
+Tasks are handed out in that order, the heads in turn. So a task rarely waits, and always for one that has been started.
+Hence the bits do not depend on the threads. When all tasks have finished, the sums become dk and dv.
 
-Rows are numbered and packed in panels as in the forward (kernel.py): dQ^T = K^T dS^T and both score products
-have query rows along the vector; the sums over rows have head_dim along it.
+Rows are numbered and packed in panels as in the forward (kernel.py): dQ^T = K^T dS^T and both products of scores have
+query rows along the vector; the sums over rows have head_dim along it.
 """
 
 # mypy: ignore-errors
@@ -51,13 +51,13 @@ def keep(to, first, last, is_cut, asks):
 
 @compiled
 def kept(at):
-    """What `keep` left there."""
+    """The number that `keep` stored there."""
     return load(at, 0, INT), load(at, 1, INT), load(at, 2, INT) != 0, load(at, 3, INT) != 0
 
 
 @inlined
 def run_task(task, frame, scratch, zero):
-    """Task number `task`: dq of its rows, and their share of dk and dv."""
+    """Task number `task`: dq of its rows, and their contribution to dk and dv."""
     kind, size, across = type(zero), size_of(zero), lanes(zero)
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     wants_dq, wants_dk = load(plan, at.WANTS_DQ, INT), load(plan, at.WANTS_DK, INT)
@@ -98,7 +98,7 @@ def run_task(task, frame, scratch, zero):
     row_numbers = ones + across * size
     places = row_numbers + 2 * across * size
     slopes = places + 2 * across * 8
-    seen = slopes + panel_bytes  # of each panel the first key, the end, and the results of keys_of and shown_keys
+    seen = slopes + panel_bytes  # for each panel the first key, the end, and the results of keys_of and shown_keys
     k = seen + 4 * 8 * (tile_m // across)
     v = k + tile_n * head_dim * size
     packed = v + tile_n * head_dim_v * size
@@ -112,7 +112,7 @@ def run_task(task, frame, scratch, zero):
     take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
     take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
     take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
-    # 0 times NaN must not count: a key adds nothing to a row that gives it no weight, nor a row to such a key.
+    # 0 times NaN must not count: a key adds nothing to a row in which its weight is 0, nor the row to the key.
     q_guarded = not all_finite(q, tile_m * head_dim * size, tile_m * head_dim, 1, zero)
     do_guarded = not all_finite(do, tile_m * head_dim_v * size, tile_m * head_dim_v, 1, zero)
     fill(dq, panels * head_dim * across, zero)
@@ -129,7 +129,7 @@ def run_task(task, frame, scratch, zero):
     for key_tile in range(begin, end):
         key0, key_end = max(key_tile * tile_n, all_first), min((key_tile + 1) * tile_n, all_end)
         if load(load(frame, at.STOP, INT), 0, INT):
-            panels, key_end = INT, key0  # nobody waits for the result any more, but other threads do for their turn
+            panels, key_end = INT, key0  # the result is no longer wanted, but other threads wait for their turn
         whole, some = True, False
         for panel in range(panels):
             panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
@@ -204,7 +204,7 @@ def run_task(task, frame, scratch, zero):
 
 @inlined
 def write_sums(task, frame, zero):
-    """dk and dv of one key tile of a KV head from their sums."""
+    """Converts the sums of a key tile of a KV head to its dk and dv."""
     kind, size = type(zero), size_of(zero)
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     heads_kv, key_tiles = load(plan, slot.HEADS_KV, INT), load(plan, at.KEY_TILES, INT)
@@ -224,17 +224,17 @@ def write_sums(task, frame, zero):
             copy_out(to, step, source, 1, count, dtype, kind(1), zero)
 
 
-GRADIENTS_OF_ROWS, RESULTS = 0, 1  # the phases; the second begins when the first has ended
+GRADIENTS_OF_ROWS, RESULTS = 0, 1  # the second phase begins when the first has ended
 
 
 @inlined
 def run_phase(frame, phase, scratch, zero):
-    """Run the tasks of a phase that the counter hands out."""
+    """Runs the tasks of a phase that the counter hands out."""
     plan, counter = load(frame, at.PLAN, INT), load(frame, at.COUNTER, INT)
     tasks = load(plan, slot.TASKS, INT)
     if phase == RESULTS:
         tasks = load(plan, slot.BATCH, INT) * load(plan, slot.HEADS_KV, INT) * load(plan, at.KEY_TILES, INT)
-    task = fetch_add(counter)  # a task that was fetched is run, for others wait for it
+    task = fetch_add(counter)  # a task that was taken must run, because others wait for it
     while task < tasks:
         if phase == RESULTS:
             write_sums(task, frame, zero)

@@ -1,4 +1,4 @@
-"""The steps of the CPU's backward kernels: a tile of query rows, gradients of a panel, sums over rows (compiled)."""
+"""The steps of the CPU's backward kernels: a query tile, gradients of a panel, sums over rows (compiled)."""
 
 # mypy: ignore-errors
 
@@ -22,12 +22,13 @@ score_weights, score_gradients_plain, score_gradients_capped = (
     score_gradients(what) for what in ("weights", "plain", "capped")
 )
 dot_row = dot_rows(1)
-FAR_LSE = 2.0**10  # in powers of 2; rounding it, as a shift, is off by 2^-14 there, and so is p
+FAR_LSE = 2.0**10  # in powers of 2; as a shift it would be rounded by 2^-14 there, and so would p
 
 
 @compiled
 def keys_of(row0, rows, group, offset, left, right, valid, key0, key_end):
-    """Of keys [key0, key_end) those [first, end) that some of the rows see, and whether one does not see them all."""
+    """Of the keys [key0, key_end), those [first, end) that some of the rows see, and whether some row does not see them
+    all."""
     first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
     last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     first, end = max(key0, first_first), min(key_end, last_end)
@@ -36,10 +37,11 @@ def keys_of(row0, rows, group, offset, left, right, valid, key0, key_end):
 
 @compiled
 def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, width, sign, zero):
-    """Rows [row0, row0 + rows) of a KV head's q or do, in two orders, with zeros where there is no row.
+    """Loads rows [row0, row0 + rows) of a KV head's q or do in two orders, with zeros for rows that do not exist.
 
     panels (tile_m / lanes, width, lanes) times sign, for products along width, and blocks (width / lanes, tile_m,
-    lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is room for one row.
+    lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is work space for one
+    row.
     """
     size, across = size_of(zero), lanes(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
@@ -63,11 +65,11 @@ def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, 
 
 @compiled
 def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
-    """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is room for two rows.
+    """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is work space for two rows.
 
-    A row that sees no key has lse = -inf: a shift of -inf as well leaves each of its keys without weight. So it is
-    with rows that there are not. base is 0, and where lse is far from 0 it is lse in units of the scores, from which
-    it is to be taken, and shift is 0 (as in simd_panel.exponents).
+    A row that sees no key has lse = -inf. Its shift is also -inf, so that each of its keys has weight 0. Rows that do
+    not exist get the same. base is 0. If lse is far from 0, base is lse in units of the scores, to be subtracted from
+    them, and shift is 0 (as in simd_panel.exponents).
     """
     kind, size = type(zero), size_of(zero)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -104,7 +106,7 @@ WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 
 class PanelTiles(NamedTuple):
-    """Addresses: of results and of room for them, and of a panel's tiles, which begin with its rows and keys."""
+    """Addresses of results, of work space for them, and of a panel's tiles, which begin with its rows and keys."""
 
     p: int  # (keys, lanes)
     ds: int  # likewise
@@ -127,7 +129,7 @@ class PanelKeys(NamedTuple):
     rows: int
     first: int
     keys: int
-    is_cut: bool  # whether one of the rows does not see all of them
+    is_cut: bool  # whether some row does not see all of them
     asks: bool  # whether mask_mod hides some of them
     kv_head: int
     b: int
@@ -139,7 +141,7 @@ class PanelKeys(NamedTuple):
 def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
     """p and dS of a panel.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that meet the softmax; CAPPED = dS of those before score_mod
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that enter the softmax; CAPPED = dS of those before score_mod
     and the cap.
     """
     p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
@@ -162,13 +164,13 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
             count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
-    if load(plan, slot.SEEDED, INT):  # dP is that of the weight, before it was counted
+    if load(plan, slot.SEEDED, INT):  # dP is that of the weight before dropout
         count(ds, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     else:
         score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
-    if load(plan, slot.SEEDED, INT):  # and P of dV is what it counts
+    if load(plan, slot.SEEDED, INT):  # dV takes P after dropout
         count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
 
 
@@ -176,9 +178,9 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
 def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, guarded, zero):
     """to (keys, columns) += weights^T @ x: P^T do or dS^T q over all rows of `panels` panels.
 
-    weights: of a panel (keys, lanes), panels lying panel_bytes apart; x: blocks of `lanes` columns, block_bytes apart,
-    each (rows, lanes). columns is a multiple of a vector's width. guarded: x holds NaN or Inf, and a row that has no
-    weight is left out; rare, so one key and one vector at a time, with the same bits elsewhere.
+    weights: of a panel (keys, lanes), panels panel_bytes apart; x: blocks of `lanes` columns, block_bytes apart, each
+    (rows, lanes). columns is a multiple of a vector's width. guarded: x has NaN or Inf, and rows with weight 0 are left
+    out. This is rare, so it goes one key and one vector at a time, with the same bits elsewhere.
     """
     size, across = size_of(zero), lanes(zero)
     vector = across // PANEL_VECTORS
@@ -214,7 +216,7 @@ def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, gu
 
 @compiled
 def wait_for(address, number, give_way):
-    """Return when another thread has written `number`. It nearly always has: else let other threads run."""
+    """Waits until another thread has written `number`. Almost always it has; otherwise lets other threads run."""
     tries = 0
     while load_acquire(address) != number:
         tries += 1

@@ -1,6 +1,6 @@
-"""What the CPU's backward kernels have to know of a problem: the forward's numbers (plan.py), and more of them.
+"""What the CPU's backward kernels need to know of a problem: the forward's numbers (plan.py), and more.
 
-Tiles depend on the shape of one head alone, so that bits depend neither on the batch nor on the threads.
+Tiles depend only on the shape of one head, so the bits depend neither on the batch nor on the threads.
 """
 
 import math
@@ -12,45 +12,45 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import GRADIENT_OF, RANKS, GradientOperands
 from . import plan as slot
 
-# Where the numbers stand that come to those of the forward; *_STRIDE as there.
+# The slots of the numbers that are added to the forward's; *_STRIDE as there.
 DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
 HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
-# Of an option's gradient, which is a sum: its strides and type, which dimensions it has itself, whether
-# dS counts times the distance of query and key, the rows of a task, and which of the pointers it is.
+# Of an option's gradient, which is a sum: its strides and type, which dimensions it has, whether dS is multiplied by
+# the distance of query and key, the rows of a task, and the index of its pointer.
 SUM_STRIDE = slot.NUMBERS + 27
 SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
     slot.NUMBERS + 31, slot.NUMBERS + 39
 )
-# Of the option itself: which of the pointers it is, and its strides (batch, head), in bytes.
+# Of the option itself: the index of its pointer, and its strides (batch, head), in bytes.
 TERM_POINTER, TERM_STRIDE = slot.NUMBERS + 39, slot.NUMBERS + 40
 NUMBERS = slot.NUMBERS + 42
 
-# In their places for gradients of aux: the address of what functions.make_gradient made, where in AUX the address of
-# the sums is, and how many bytes a part's sums are.
+# The same slots for gradients of aux: the address of the function from functions.make_gradient, the slot of AUX that
+# has the address of the sums, and the bytes of a part's sums.
 AUX_FUNCTION, AUX_SUMS, AUX_BYTES = SUM_STRIDE, SUM_STRIDE + 1, SUM_STRIDE + 2
-PARTS = 16  # whatever the threads
-STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, and the cap behind them
+PARTS = 16  # for any number of threads
+STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, followed by the cap
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
-AUX = len(GradientOperands._fields)  # where the address of what functions read stands, behind those of the caller's
-ALL_POINTERS = AUX + 2  # with that and a seed
+AUX = len(GradientOperands._fields)  # slot of the address of what functions read, after the caller's pointers
+ALL_POINTERS = AUX + 2  # with it and a seed
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 
-# What a launch is told, again int64: sizes, and then for each of its passes where its kernel and its plan are.
-# SHARED: how many int64 numbers of memory its tasks share, all 0 to begin with.
+# The arguments of a launch, also int64: sizes, and then the kernel and plan of each pass. SHARED: the number of int64
+# that its tasks share, all 0 at the beginning.
 ADDRESS_OF_GIVE_WAY, DONE_BYTES, SUMS_K_BYTES, SCRATCH, SHARED, PASSES, FIRST_PASS = range(7)
 PASS_KERNEL, PASS_PLAN, PASS_PHASE, PASS_NUMBERS = range(4)
 
-# Keys of a tile: the scores of a panel and their gradients nearly stay in the first-level cache.
+# Keys of a tile: the scores of a panel and their gradients almost fit into the first-level cache.
 TILE_N = 96
-# Query rows of a task, and the bytes that q, do (twice) and dq of them may take, of a second-level cache of 1 MB.
+# Query rows of a task, and the bytes that their q, do (twice) and dq may take, of a second-level cache of 1 MB.
 # Measured from 64 to 256 rows (float32, 2 cores of 2026): head_dim 128 gains a fifth, head_dim 64 a twentieth.
 MAX_TILE_M = 256
 MAX_ROWS_BYTES = 600_000
-ENOUGH_TILES = 8  # query tiles of a head, if it has as many panels: tasks for several threads even in one head
+ENOUGH_TILES = 8  # query tiles of a head, if it has so many panels: tasks for several threads even with one head
 
 
 class Plan(NamedTuple):
@@ -58,12 +58,12 @@ class Plan(NamedTuple):
     units: int  # (batch, KV head) pairs
     key_tiles: int
     tasks: int
-    sums_bytes: tuple[int, int]  # of all dk and dv in the precision computed in
-    scratch_bytes: int  # of a thread
+    sums_bytes: tuple[int, int]  # of all dk and dv in the computing precision
+    scratch_bytes: int  # of each thread
 
 
 def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
-    """The numbers of a problem. lanes: query rows of a panel in its compute type; width: of a vector."""
+    """The numbers of a problem. lanes: query rows of a panel in its compute type; width: elements of a vector."""
     p = problem.forward
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[: slot.NUMBERS] = slot.make_plan(p, lanes)
@@ -110,12 +110,12 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     code = slot.DTYPE_CODES[option.dtype]
     numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
     numbers[SUM_DTYPE], numbers[SUM_POINTER] = code, GradientOperands._fields.index(name)
-    numbers[BY_DISTANCE] = rank == 2  # a slope for each head
+    numbers[BY_DISTANCE] = rank == 2  # one slope for each head
     own = [stride != 0 for stride in strides]
     numbers[OWN_BATCH : OWN_KEYS + 1] = own
 
     group = max(p.heads // max(p.heads_kv, 1), 1)
-    tile_m = max(int(numbers[slot.TILE_M]), -(-group // lanes) * lanes)  # all heads of a query are in one task
+    tile_m = max(int(numbers[slot.TILE_M]), -(-group // lanes) * lanes)  # one task has all heads of a query
     rows = tile_m // group * group
     tiles = -(-p.seqlen_q * group // rows)
     numbers[slot.TILE_M], numbers[slot.TILES], numbers[SUM_ROWS] = tile_m, tiles, rows
@@ -130,7 +130,7 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
 
 
 def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for gradients of aux, but for AUX_FUNCTION, AUX_SUMS and AUX_BYTES."""
+    """The same for gradients of aux, without AUX_FUNCTION, AUX_SUMS and AUX_BYTES."""
     p = problem.forward
     numbers = make_plan(problem, lanes, 1).numbers
     tile_m, size = int(numbers[slot.TILE_M]), 8 if p.dtype == "float64" else 4
@@ -140,7 +140,7 @@ def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int
 
 
 def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for that of a term of every row's sum. A task is one element of it."""
+    """The same for the gradient of a term of every row's sum. A task is one element of it."""
     p, term = problem.forward, problem.forward.array(GRADIENT_OF[name])
     assert term is not None
     numbers = make_plan(problem, lanes, 1).numbers
@@ -157,7 +157,7 @@ def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np
 def make_launch(plan: Plan, passes: list[tuple[int, np.ndarray, int, int]], give_way: int) -> np.ndarray:
     """The numbers of a launch.
 
-    passes: for each the kernel's address, its plan, its phase and a thread's bytes of scratch memory.
+    passes: for each the kernel's address, its plan, its phase and the bytes of a thread's work space.
     """
     numbers = np.zeros(FIRST_PASS + PASS_NUMBERS * len(passes), np.int64)
     done, sums_k, sums_v = (-(-n // 64) * 64 for n in (8 * plan.units * plan.key_tiles, *plan.sums_bytes))

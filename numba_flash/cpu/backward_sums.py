@@ -1,9 +1,10 @@
-"""Gradients of arrays of the scores on the CPU (compiled): sums of dS over the dimensions in which they are broadcast.
+"""Gradients of arrays of the scores on the CPU (compiled): sums of dS over the dimensions in which the arrays are
+broadcast.
 
-One task is all that goes into one tile of the result, over every batch entry, head, query and key that shares it,
-in one order: neither threads nor tasks meet in an element, and memory is a tile's. The price is that S and dP are
-computed again, and that a result without any dimension is a single task. Sums are in float64: one element may
-be that of all scores.
+One task computes one tile of the result, over every batch entry, head, query and key that shares it, in one order. So
+neither threads nor tasks share an element, and the memory is that of a tile. The price is that S and dP are computed
+again, and that a result without dimensions is a single task. Sums are in float64: one element may be the sum over all
+scores.
 """
 
 # mypy: ignore-errors
@@ -31,7 +32,7 @@ from .vectors.build import fetch_add, lanes, load, size_of, store
 def add_up(sums, ds, row0, rows, first_row, offset, first, keys, column, plan, zero):
     """sums (rows of the result's tile, its keys) += dS (keys, lanes) of a panel whose rows begin with row0.
 
-    first_row: the first row of the query tile; first: the first key, the result's `column`.
+    first_row: the first row of the query tile; first: the first key, in the result's column `column`.
     """
     across = lanes(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
@@ -60,7 +61,7 @@ def add_up(sums, ds, row0, rows, first_row, offset, first, keys, column, plan, z
 
 @compiled
 def write_tile(sums, b, kv_head, row0, rows, key0, keys, plan, pointers):
-    """A tile of the result. Its strides are 0 in dimensions that it has not."""
+    """Writes a tile of the result. Its strides are 0 in dimensions that the result does not have."""
     group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
     own_heads, own_queries = load(plan, at.OWN_HEADS, INT), load(plan, at.OWN_QUERIES, INT)
     width, dtype = (load(plan, slot.TILE_N, INT) if load(plan, at.OWN_KEYS, INT) else 1), load(plan, at.SUM_DTYPE, INT)
@@ -78,7 +79,7 @@ def write_tile(sums, b, kv_head, row0, rows, key0, keys, plan, pointers):
 
 @compiled
 def own_range(own, number, extent):
-    """What a task goes through of a dimension: one of it where the result has it, else all."""
+    """The range of a dimension that a task covers: one index if the result has the dimension, otherwise all."""
     return (number, number + 1) if own else (INT, extent)
 
 
@@ -127,7 +128,7 @@ def run_task(task, frame, scratch, zero):
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     for part in range((batch1 - batch0) * (head1 - head0) * (tile1 - tile0)):
         if load(load(frame, at.STOP, INT), 0, INT):
-            break  # nobody waits for the result any more
+            break  # the result is no longer wanted
         tile = tile0 + part % (tile1 - tile0)
         kv_head = head0 + part // (tile1 - tile0) % (head1 - head0)
         b = batch0 + part // ((tile1 - tile0) * (head1 - head0))

@@ -1,6 +1,6 @@
-"""Gradients of terms of every row's sum, on the CPU (compiled), by what kernels/score/sinks.py says.
+"""Gradients of terms of every row's sum, on the CPU (compiled), by the formula of kernels/score/sinks.py.
 
-One task is one element of the result, so its sum has one order whatever the threads. Sums are in float64.
+One task is one element of the result, so its sum has one order for any number of threads. Sums are in float64.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,8 @@ from .vectors.build import fetch_add, load, size_of
 
 @compiled
 def delta_of(row, plan, pointers, b, head, i, zero):
-    """rowsum(do * o) - dlse of a query; `row` is room for two rows. Where o is 0, as without keys, do has no part."""
+    """rowsum(do * o) - dlse of a query; `row` is work space for two rows. Where o is 0, as in a row without keys, do
+    does not count."""
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     other = row + head_dim_v * size_of(zero)
     o = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
@@ -49,7 +50,7 @@ def run_task(task, frame, scratch, zero):
     total = 0.0
     for b in range(own_b, end_b):
         if load(load(frame, at.STOP, INT), 0, INT):
-            break  # nobody waits for the result any more
+            break  # the result is no longer wanted
         for i in range(seqlen_q):
             lse = np.float64(load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero))
             weight = math.exp(term - lse) if lse != -INFINITY else 0.0

@@ -1,10 +1,10 @@
-"""Where the CPU rung's compiled code is kept between processes.
+"""The disk cache of the CPU rung's compiled code.
 
-Numba's own cache=True notices changes of the one file a function stands in, but this code is built from
-several; and it trusts whatever it finds. Here an entry is one file, named after everything that shapes
-the code (signature, processor, sources, versions) and starting with a checksum of the rest. An entry
-that cannot be read is compiled anew, one that cannot be written is not kept, and processes that write
-the same entry at once replace each other's file whole.
+Numba's own cache=True notices changes only of the file that has a function, but this code is built from several files;
+and it trusts whatever it finds. Here an entry is one file. Its name contains everything that determines the code
+(signature, processor, sources, versions), and it starts with a checksum of the rest. An entry that cannot be read is
+compiled again, and one that cannot be written is not kept. Processes that write the same entry at once replace each
+other's whole file.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from numba.core.sigutils import normalize_signature
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 
-# What is compiled into the CPU's kernels.
+# The sources that are compiled into the CPU's kernels.
 SOURCES = ("cpu/**/*.py", "functions/**/*.py", "problem/ranges.py")
 
 
@@ -37,7 +37,7 @@ def entries_folder() -> Path:
 
 @functools.cache
 def source_stamp() -> str:
-    """A hash of all that is compiled and of what compiles it."""
+    """A hash of all sources that are compiled and of the compilers."""
     digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)).encode())
     package = Path(__file__).parents[1]
     for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
@@ -50,7 +50,7 @@ class _Locator(_CacheLocator):
         return str(entries_folder())
 
     def get_source_stamp(self) -> str:
-        return ""  # it is in the entry's name; asked for here, sources that are not on disk would stop the import
+        return ""  # it is in the entry's name; read here, sources that are not on disk would stop the import
 
     def get_disambiguator(self) -> str:
         return "numba_flash"
@@ -64,11 +64,11 @@ class _Impl(CompileResultCacheImpl):
     def __init__(self, py_func: Any) -> None:
         self._locator_classes: Any = [_Locator]
         super().__init__(py_func)
-        self._locator = _Locator()  # whatever NUMBA_CACHE_LOCATOR_CLASSES says
+        self._locator = _Locator()  # whatever NUMBA_CACHE_LOCATOR_CLASSES is
 
 
 class Entries:
-    """The files of one function's entries, in place of Numba's index and data files."""
+    """The files of a function's entries, instead of Numba's index and data files."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class Entries:
 
 
 class Cache(FunctionCache):
-    """Numba's cache of a function over the entries above. Nothing that goes wrong with them is an error."""
+    """Numba's cache of a function, with the entries above. No failure of theirs is an error."""
 
     _impl_class = _Impl
 
@@ -108,7 +108,7 @@ class Cache(FunctionCache):
         self._announcement, self._key = announcement, key
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """`key` names code that closes over functions, in whose place Numba would take a picture of their objects."""
+        """`key` identifies code that closes over functions; Numba would pickle the function objects instead."""
         return (sig, codegen.magic_tuple(), self._key) if self._key else super()._index_key(sig, codegen)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -131,13 +131,13 @@ class Cache(FunctionCache):
 
 
 def cached(dispatcher: Any) -> Any:
-    """An njit function, with the cache above."""
+    """An njit function with the cache above."""
     dispatcher._cache = Cache(dispatcher.py_func)
     return dispatcher
 
 
 def c_function(function: Any, signature: str, announcement: str = "", key: str = "") -> Any:
-    """`function` compiled for calls through its address, with the cache above. key: what its closure computes."""
+    """`function` compiled for calls by address, with the cache above. key: identifies what its closure computes."""
     made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
     made._cache = Cache(function, announcement, key)
     made.compile()

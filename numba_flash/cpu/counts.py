@@ -1,4 +1,5 @@
-"""What a weight counts in the output, for a panel of the CPU rung (compiled): as kernels/score/counts.py has it."""
+"""How often a weight counts in the output, for a panel of the CPU rung (compiled): the rule of
+kernels/score/counts.py."""
 
 # mypy: ignore-errors
 
@@ -11,14 +12,14 @@ from .vectors.build import load, store
 
 ROUNDS = 7
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-LOWER, UPPER = np.uint64(0xFFFF), np.uint64(16)  # where in a word the numbers of a key and of the one 8 behind it are
+LOWER, UPPER = np.uint64(0xFFFF), np.uint64(16)  # the places in a word of a key's number and of that 8 keys further
 MULTIPLIER, OTHER_MULTIPLIER = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL, OTHER_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 @compiled
 def random_words(seed, keys, q_pos, h, b):
-    """Philox 4x32: four words of 32 bits, each in 64, of one counter."""
+    """Philox 4x32: four words of 32 bits, each in 64 bits, from one counter."""
     x, y, z, w = np.uint64(keys) & LOW, np.uint64(q_pos) & LOW, np.uint64(h) & LOW, np.uint64(b) & LOW
     key, other = seed & LOW, seed >> HALF
     for _ in range(ROUNDS):
@@ -38,23 +39,23 @@ def count_one(x, key, keys, r, width, number, end, kept, zero):
 
 @compiled
 def count_two(x, key, keys, r, width, word, end, kept, zero):
-    """The same of the two keys of a word."""
+    """Likewise for the two keys of a word."""
     count_one(x, key, keys, r, width, word & LOWER, end, kept, zero)
     count_one(x, key + 8, keys, r, width, word >> UPPER, end, kept, zero)
 
 
 @compiled
 def count(x, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """x (keys, width) <- as often as each weight counts: 0, whatever was there, or the plan's KEPT_COUNT times.
+    """x (keys, width) <- how often each weight counts: 0, whatever x was, or x times the plan's KEPT_COUNT.
 
-    For keys from key0, `rows` rows of a panel; places: room for two int64 numbers of each.
+    For keys from key0, `rows` rows of a panel; places: work space for two int64 numbers of each.
     """
     take_places(places, first_row, rows, width, kv_head, offset, plan)
     seed = np.uint64(load(pointers, load(plan, slot.SEED_POINTER, INT), INT))
     end, kept = np.uint64(2**16 - load(plan, slot.DROPPED, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
     for r in range(rows):
         q_pos, head = load(places, r, INT), load(places, width + r, INT)
-        for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # of 16 keys, 8 of which have one counter
+        for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # of 16 keys; 8 of them share a counter
             for half in range(2):
                 words = random_words(seed, block << 1 | half, q_pos, head, b)
                 key = (block << 4) + 4 * half - key0

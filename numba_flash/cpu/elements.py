@@ -1,4 +1,4 @@
-"""Elements of any type and stride into the precision computed in, and back (compiled)."""
+"""Converts elements of any type and stride to the computing precision, and back (compiled)."""
 
 # mypy: ignore-errors
 
@@ -9,9 +9,9 @@ from . import plan as slot
 from .vectors.build import bits_float, float_bits, load, size_of, store
 from .vectors.scores import copy_row, widen_bfloat, widen_half
 
-INT = np.int64(0)  # says to `load` that an int64 lies there
+INT = np.int64(0)  # tells `load` to read an int64
 
-# Leaves: compiled on their own and linked into the kernel. The wrappers for Python would be compiled too.
+# Leaves: compiled on their own and linked into the kernel. Python wrappers would be compiled too.
 compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -62,7 +62,7 @@ def get(address, dtype, zero):
 
 @compiled
 def put(address, dtype, value):
-    """Write a float64 as the element at an address."""
+    """Stores a float64 as the element at an address."""
     if dtype == slot.FLOAT32:
         store(address, 0, np.float32(value))
     elif dtype == slot.BFLOAT16:
@@ -75,7 +75,7 @@ def put(address, dtype, value):
 
 @compiled
 def copy_in(to, step, source, stride, count, dtype, sign, zero):
-    """to[i * step] = sign * source[i], the source's elements of any type, stride bytes apart."""
+    """to[i * step] = sign * source[i], with source elements of any type, stride bytes apart."""
     if dtype == slot.FLOAT32:
         for i in range(count):
             store(to, i * step, sign * load(source + i * stride, 0, np.float32(0)))
@@ -92,7 +92,7 @@ def copy_in(to, step, source, stride, count, dtype, sign, zero):
 
 @compiled
 def copy_out(to, stride, source, step, count, dtype, factor, zero):
-    """to[i] = factor * source[i * step], to's elements of the problem's type, stride bytes apart."""
+    """to[i] = factor * source[i * step], with elements of `to` in the problem's type, stride bytes apart."""
     if dtype == slot.FLOAT16:
         for i in range(count):
             store(to + i * stride, 0, np.uint16(float_to_half(np.float32(load(source, i * step, zero) * factor))))
@@ -106,14 +106,14 @@ def copy_out(to, stride, source, step, count, dtype, factor, zero):
 
 @compiled
 def row_address(start, plan, stride, b, head, i):
-    """Where row i of a head begins; `stride` is the slot of the first of the four strides."""
+    """Address of row i of a head; `stride` is the slot of the first of the four strides."""
     at = b * load(plan, stride, INT) + head * load(plan, stride + 1, INT)
     return start + at + i * load(plan, stride + 2, INT)
 
 
 @compiled
 def length_and_offset(plan, pointers, b):
-    """How many keys of a batch entry count, and where its query 0 stands among them."""
+    """The number of valid keys of a batch entry, and the position of its query 0 among them."""
     valid, length = load(plan, slot.SEQLEN_K, INT), INT
     if load(plan, slot.HAS_SEQLENS_K, INT):
         lengths, stride = load(pointers, slot.SEQLENS_K_AT, INT), load(plan, slot.SEQLENS_K_STRIDE, INT)
@@ -136,7 +136,7 @@ def fill(to, count, value):
 
 @compiled
 def gather(to, source, row_stride, stride, rows, width, dtype, zero):
-    """to (rows, width) = rows of k or v, made contiguous and converted."""
+    """to (rows, width) = rows of k or v, converted and contiguous."""
     size = size_of(zero)
     for row in range(rows):
         at, element = to + row * width * size, source + row * row_stride

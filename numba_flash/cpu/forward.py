@@ -1,8 +1,8 @@
-"""The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads it is given.
+"""The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads that it may use.
 
-Here is the host's part: what is memoised per problem, whether to use threads, and the launch. The
-kernel is in kernel.py, over panel.py, elements.py and the vector loops of vectors/; what it
-is told of a problem in plan.py; where compiled code is kept in cache.py.
+This is the host's part: the memo for each problem, the decision to use threads, and the launch. The kernel is in
+kernel.py, on top of panel.py, elements.py and the vector loops of vectors/. plan.py has what the kernel is told of a
+problem, and cache.py keeps compiled code.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,7 @@ from .vectors.build import Shape, call, load, store
 
 @njit(error_model="numpy", inline="always")
 def set_up(frame, plan, pointers, shared, stop):
-    """Fill a call's frame; the shared memory begins with the counters."""
+    """Fills a call's frame; the shared memory begins with the counters."""
     store(frame, slot.PLAN, plan)
     store(frame, slot.STOP, stop)
     for n in range(len(pointers)):
@@ -43,7 +43,7 @@ def set_up(frame, plan, pointers, shared, stop):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, stop, pointers):
-    """All tasks on this thread. pointers: a tuple of addresses in the order of options.Operands, and behind them that
+    """Runs all tasks on this thread. pointers: a tuple of addresses in the order of options.Operands, followed by that
     of what functions read."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
@@ -58,7 +58,7 @@ def run_serial(kernel, plan, stop, pointers):
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_parallel(workers, kernel, plan, stop, pointers):
-    """All tasks on `workers` threads, each of which fetches the next task when it is done with one."""
+    """Runs all tasks on `workers` threads, each of which takes the next task when it has finished one."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + workers * scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
@@ -72,8 +72,8 @@ def run_parallel(workers, kernel, plan, stop, pointers):
 
 POINTERS = numba.types.UniTuple(numba.int64, slot.ALL_POINTERS)
 
-# One thread does what takes it less than this by a rough count. Waking threads costs 10 us on an idle machine, but a
-# join on a busy one waits for the last worker to be scheduled: 8 ms were seen.
+# One thread does everything that takes it less than this, by a rough estimate. Waking threads costs 10 us on an idle
+# machine, but on a busy one a join waits until the last worker is scheduled: 8 ms were seen.
 SERIAL_SECONDS = 0.3e-3
 OPERATIONS_A_SECOND, BYTES_A_SECOND = 70e9, 10e9  # of one thread of a server, 2026
 
@@ -87,13 +87,13 @@ def _kernel(double):
 
 
 def entry_of(function, types):
-    """`function` as compiled for these types. Its dispatcher looks at each argument to find it, in 0.2 us."""
+    """`function` as compiled for these types. Its dispatcher examines every argument to find it, which takes 0.2 us."""
     function.compile(types)
     return function.get_overload(types)
 
 
 def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> tuple[np.ndarray, int]:
-    """What functions read, and the seed as a signed number: of what stands behind a caller's arrays."""
+    """What functions read, and the seed as a signed number, from the addresses after the caller's arrays."""
     if not has_seed:
         return functions.aux(behind), 0
     seed, *aux = behind
@@ -111,12 +111,12 @@ class Ready(NamedTuple):
     nothing: bool
     functions: OwnFunctions
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, where no call has its own
-    at_once: Callable[..., None] | None  # `run_serial` past Numba's dispatcher, where nothing else is to be done
+    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    at_once: Callable[..., None] | None  # `run_serial` without Numba's dispatcher, if nothing else has to be done
 
     def run(self, pointers: tuple[int, ...]) -> None:
-        """Write o, and lse where the problem wants it; addresses in the order of options.Operands, 0 = none, and behind
-        them those of aux."""
+        """Writes o, and lse if the problem wants it. The addresses are in the order of options.Operands, 0 = none,
+        followed by those of aux."""
         if self.at_once is not None:
             self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + self.behind)
             return
@@ -142,7 +142,7 @@ class Ready(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def ready(problem: Problem) -> Ready:
-    """A caller with many calls of one problem keeps it: looking it up takes longer than all else here."""
+    """A caller with many calls of one problem keeps the result: the look-up takes longer than everything else here."""
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
@@ -161,7 +161,7 @@ def ready(problem: Problem) -> Ready:
 
 
 def warm_up(problem: Problem) -> None:
-    """Compile what `Ready.run` would run, or load it from the cache, and run nothing."""
+    """Compiles what `Ready.run` would run, or loads it from the cache, and runs nothing."""
     plan = ready(problem)
     if plan.nothing:
         return

@@ -1,7 +1,7 @@
 """The caller's own functions on the CPU: each is compiled by itself, for one panel of scores (compiled).
 
-The kernels call it by its address, which the plan has: a new function costs its own compiling, and the kernels stay
-what they are. In it LLVM takes the rows of a panel along its vectors, and of a row alone the keys.
+The kernels call a function by its address, which is in the plan. So a new function compiles only itself, and the
+kernels do not change. LLVM puts the rows of a panel along its vectors, or for a single row the keys.
 """
 
 # mypy: ignore-errors
@@ -32,24 +32,24 @@ from .vectors.build import Shape, lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-# PLACES: for each row of a panel its position, and behind these for each its head; int64.
-# AUX: for each array its address, its shape, its strides in elements, and of what is owed to its elements where the
-# first lies among a part's sums, and the strides, in bytes; at the end the address of these sums; int64.
-AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # what lies in memory
+# PLACES: the position of each row of a panel, followed by the head of each; int64.
+# AUX: for each array its address, its shape and its strides in elements; for its gradient the offset among a part's
+# sums and the strides, in bytes; at the end the address of these sums; int64.
+AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # the types in memory
 MOST_FUNCTIONS = 200
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
-# s and dS behind score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
+# s and dS after score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
 SIGNATURE_OF_AUX = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 
 @functools.lru_cache(maxsize=MOST_FUNCTIONS)
 def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple, capped: bool, narrow: bool):
-    """What adds up, for a panel, what is owed to the elements of the arrays `wanted` that score_mod reads.
+    """A function that adds up, for a panel, the gradients of the elements of the arrays `wanted` that score_mod reads.
 
     A score_mod may read any number of numbers, in loops too. So it is called once for each: in that call this number
-    has the derivative 1. capped: dS is that behind the softcap, which stands behind READS as a float64.
+    has the derivative 1. capped: dS is that after the softcap, which follows READS as a float64.
     """
     key = repr(("gradient of aux", function.key, base_name, aux, wanted, capped, narrow))
     body = _gradient_panel(function, base_name, aux, wanted, capped, narrow)
@@ -78,7 +78,7 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
                 store(state, 2, none)
                 y = call(*((number(load(s, at, zero)), *where, *arrays)))
                 place = load(state, 2, none)
-                if place == 0:  # so many are not read
+                if place == 0:  # it reads fewer numbers
                     break
                 owed = np.float64(slope(y))
                 if owed != 0:
@@ -93,9 +93,9 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
 
 @functools.lru_cache(maxsize=MOST_FUNCTIONS)
 def make(option: str, function: Function, base_name: str, aux: tuple, derivative: bool, narrow: bool):
-    """The compiled function; its `address` is what a plan has.
+    """The compiled function; the plan has its `address`.
 
-    aux: (dtype, dimensions) of each array. derivative: it also writes slopes. narrow: all positions lie in 0 to NARROW.
+    aux: (dtype, dimensions) of each array. derivative: it also writes slopes. narrow: all positions are in 0 to NARROW.
     """
     key = repr((option, function.key, base_name, aux, derivative, narrow))
     body = _panel(option, function, base_name, aux, derivative, narrow)
@@ -148,8 +148,8 @@ def _panel(option, function, base_name, aux, derivative, narrow):
                 one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
         else:
             own = kept(places, zero)
-            # Two keys at a time. LLVM takes a loop over rows apart where that makes little code, and makes no vectors
-            # of what is left; of two keys it is not little.
+            # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise what is
+            # left; with two keys the code is not little.
             for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
                     row, at = of_row(own, r, b), key * lanes(zero) + r
@@ -163,7 +163,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
     return panel
 
 
-# Scores and slopes are written, and what else is read lies elsewhere: LLVM need not find that out for each key again.
+# Scores and slopes are written, and everything else that is read is elsewhere: LLVM need not check that for each key.
 @intrinsic
 def read_score(typingctx, address, index, zero):
     def generate(context, b, sig, args):
@@ -199,8 +199,8 @@ def _as_they_are(places, zero):
 
 @functools.cache
 def _in_halves():
-    """-> (keep, read), as read_place reads: places kept as 32 bits. LLVM makes its vectors as long as fits the longest
-    number that is read for them, so those of float32 are twice as long then."""
+    """-> (keep, read), as in read_place: places stored as 32 bits. LLVM makes vectors as long as fits the widest number
+    that is read for them, so vectors of float32 become twice as long."""
     half = ir.IntType(32)
 
     @intrinsic
@@ -234,12 +234,13 @@ def _of_scores(b, instruction):
 
 @intrinsic
 def _either(typingctx, condition, x, y):
-    """x where the condition holds, else y; no jump."""
+    """x if the condition holds, otherwise y, without a branch."""
     return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
 
 
 def _tables(aux: tuple, base_name: str, wanted: tuple = ()):
-    """-> tables(address of AUX, state, sums): a tuple of all aux arrays; the numbers of those that are recorded."""
+    """-> tables(address of AUX, state, sums): a tuple of all aux arrays. wanted: the indices of those that are
+    recorded."""
 
     @inner
     def tables(address, state, sums):
@@ -292,12 +293,12 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
 
 
 class OwnFunctions(NamedTuple):
-    """Those of a problem, compiled, and what they read."""
+    """A problem's functions, compiled, and what they read."""
 
-    of: tuple[tuple[int, Any], ...]  # (a slot of the plan, whose address stands there)
+    of: tuple[tuple[int, Any], ...]  # (the slot of the plan that holds the address, the function)
     aux_numbers: np.ndarray  # AUX without addresses
-    places: tuple[int, ...]  # where these go
-    empty: tuple[bool, ...]  # arrays without elements, which may lie nowhere
+    places: tuple[int, ...]  # where the addresses go
+    empty: tuple[bool, ...]  # arrays without elements, which may have no address
 
     def go_into(self, plan: np.ndarray) -> None:
         for at, function in self.of:
@@ -318,7 +319,7 @@ NO_FUNCTIONS = OwnFunctions((), NOTHING, (), ())
 
 
 def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
-    """derivative: score_mod is to write its slopes too."""
+    """derivative: score_mod also writes its slopes."""
     if not problem.functions:
         return NO_FUNCTIONS
     aux = tuple((array.dtype, len(array.shape)) for array in problem.aux)
@@ -341,7 +342,7 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
 class OfAux(NamedTuple):
     """Gradients of what score_mod reads."""
 
-    function: Any  # of make_gradient; None without a score_mod
+    function: Any  # from make_gradient; None without a score_mod
     elements: int  # of all arrays
     wanted: tuple[tuple[int, int, int, str], ...]  # of each its number, where its sums begin, how many, and its dtype
 
@@ -355,7 +356,7 @@ class OfAux(NamedTuple):
         return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
 
     def write(self, sums: np.ndarray, addresses: Sequence[int]) -> None:
-        """sums: (parts, elements). addresses: of the gradients, by the numbers of their arrays."""
+        """sums: (parts, elements). addresses: of the gradients, by the indices of their arrays."""
         total = sums.sum(axis=0)
         for number, begin, size, dtype in self.wanted:
             kind = numpy_dtype(dtype)

@@ -1,14 +1,14 @@
-"""The compiled part of the CPU rung: one task is one tile of query rows against the keys it sees.
+"""The compiled part of the CPU rung: one task is one query tile with all keys that it sees.
 
-The recurrence is FlashAttention-2's: the tile of queries stays, key tiles pass by, each row keeps its
-maximum m, its sum l and its unnormalised output. All query heads of a KV head share its keys, so the
-rows of a tile are numbered r = i * group + g over queries i and heads g of the group: a row's position
-never decreases with r, whatever the group. A task goes through its rows in panels (vectors/build.py), and every
-panel cuts its own key range out of the tile, so a diagonal costs no more than a panel's width.
+The recurrence is FlashAttention-2's: a task holds a query tile and loops over key tiles; each row keeps its maximum m,
+its sum l and its unnormalised output. All query heads of a KV head share its keys, so the rows of a tile are numbered r
+= i * group + g over queries i and heads g of the group: a row's position never decreases with r. A task processes its
+rows in panels (vectors/build.py). Every panel takes its own range of keys of a tile, so a diagonal costs no more than
+the width of a panel.
 
-Rows alone (few rows, as in decoding) are panels of one row, whose keys lie along the vector instead.
-Long keys with few rows are split into chunks; a task then leaves its rows' m, l and output in `parts`,
-and the last task of a tile to finish joins them, in the order of the chunks.
+Single rows (few rows, as in decoding) are panels of one row, with keys along the vector instead. Many keys with few
+rows are split into chunks. A task then stores m, l and output of its rows in `parts`, and the last task of a tile to
+finish joins them, in the order of the chunks.
 """
 
 # mypy: ignore-errors
@@ -42,16 +42,16 @@ from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import FAR, all_finite, softmax_panel
 from .vectors.row import softmax_row
 
-# Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one
-# kernel that everything else is inlined into.
+# Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one kernel into
+# which everything else is inlined.
 inlined = njit(error_model="numpy", inline="always")
 double = np.float64
-PACK_STRIDE = 256  # bytes; v rows not farther apart are read where they are
+PACK_STRIDE = 256  # bytes; v rows that are no farther apart are read in place
 
 
 @inlined
 def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, tile_end, valid, offset, zero):
-    """Rows [row0, row0 + rows) of a KV head against key tiles [tile_first, tile_end); fills state.
+    """Rows [row0, row0 + rows) of a KV head with key tiles [tile_first, tile_end); fills state.
 
     state is o (panels, head_dim_v, width), m (panels, width), l (panels, width).
     """
@@ -94,7 +94,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     own_type = dtype >= slot.FLOAT32
-    # Rows far apart are copied too: they would share a few sets of the caches.
+    # Rows that are far apart are copied too: they would share few sets of the caches.
     copy_k = not own_type or k_step != size or (not by_rows and abs(k_row) > 2 * head_dim * size)
     copy_v = not own_type or v_step != size
     k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
@@ -104,7 +104,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for tile in range(tile_first, tile_end):
         if load(load(pointers, slot.STOP - slot.POINTERS, INT), 0, INT):
-            break  # nobody waits for the result any more
+            break  # the result is no longer wanted
         key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
         is_ready = is_finite = False
@@ -113,7 +113,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             last_row = min(first_row + width, row0 + rows) - 1
             first_first, first_end = row_keys(first_row // group + offset, left, right, valid)
             last_first, last_end = row_keys(last_row // group + offset, left, right, valid)
-            # Keys [first, end) are seen by some row of the panel, [free, cut) by all of them.
+            # Some row of the panel sees keys [first, end), and all rows see [free, cut).
             rows_of_panel = last_row + 1 - first_row
             first, end, asks = shown_keys(
                 s, places, max(key0, first_first), min(key_end, last_end), first_row, rows_of_panel, width, kv_head,
@@ -121,7 +121,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             )  # fmt: skip
             if end <= first:
                 continue
-            if not is_ready:  # a tile of which nobody sees anything is not read
+            if not is_ready:  # a tile in which no row sees a key is not read
                 is_ready = True
                 if copy_k:
                     gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
@@ -131,7 +131,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     v = v_copy
                 if packs:
                     pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
-                if hides_some:  # asked once for all panels; where it is not, each is asked about what it sees
+                if hides_some:  # called once for all panels; otherwise for each panel, about what it sees
                     is_finite = all_finite(v, v_stride, head_dim_v, key_end - key0, zero)
             free = max(first, min(last_first, end))
             cut = max(free, min(first_end, end))
@@ -187,7 +187,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
 
 @inlined
 def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
-    """Divide by l and write o, and lse where it is wanted, of the rows in state. A term that is no key's joins l."""
+    """Divides by l and writes o, and lse if wanted, of the rows in state. A term that belongs to no key is added to
+    l."""
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
@@ -205,7 +206,7 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
         factor = type(zero)(1) / total if total != 0 else zero
         lse = -INFINITY
         if (return_lse or has_term) and total != 0:
-            # In the units the exponentials were taken in, so that both have the same rounding of m.
+            # In the units of the exponentials, so that both have the same rounding of m.
             best = load(m, r, zero)
             in_log2 = double(best * scale_log2)
             lse = in_log2 * math.log(2.0) + math.log(double(total))
@@ -214,7 +215,7 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
         if has_term:
             at = load(pointers, slot.TERM_AT, INT) + b * load(plan, slot.TERM_STRIDE, INT)
             term = get(at + head * load(plan, slot.TERM_STRIDE + 1, INT), term_dtype, 0.0)
-            if term != -INFINITY:  # log(e^lse + e^term) comes in lse's place
+            if term != -INFINITY:  # log(e^lse + e^term) replaces lse
                 whole = max(lse, term) + math.log1p(math.exp(-abs(lse - term)))
                 factor *= type(zero)(math.exp(lse - whole))
                 lse = whole
@@ -227,7 +228,7 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
 
 @inlined
 def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, zero):
-    """Add the states of all chunks into the first: exact, for each is weighted by 2^(c * (m - m of all))."""
+    """Adds the states of all chunks to the first: exact, because each is multiplied by 2^(c * (m - m of all))."""
     at_m = panels * head_dim_v * width
     for r in range(rows):
         best = load(parts, at_m + r, zero)
@@ -242,9 +243,9 @@ def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, 
             m = load(part, at_m + r, zero)
             weight = zero
             if m != -INFINITY:
-                # Numba's float() leaves float32 as it is.
+                # Numba's float() does not widen float32.
                 m_log2, best_log2, unit = double(m * scale_log2), double(best * scale_log2), double(scale_log2)
-                m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was taken from m itself
+                m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was computed from m itself
                 best_far = abs(best_log2) >= FAR and abs(best) != INFINITY
                 m_log2 = double(m) * unit if m_far else m_log2
                 best_log2 = double(best) * unit if best_far else best_log2

@@ -1,4 +1,4 @@
-"""One panel of query rows, or one row alone, against the keys of one tile (compiled): the steps of `attend`."""
+"""One panel of query rows, or a single row, with the keys of one tile (compiled): the steps of `attend`."""
 
 # mypy: ignore-errors
 
@@ -70,12 +70,12 @@ def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
         score_rows_1(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
 
 
-PACKED = 1  # stands for a stride, and is none: those are multiples of an element's size, and may be 0
+PACKED = 1  # in the place of a stride, but is none: strides are multiples of an element's size, and may be 0
 
 
 @compiled
 def pack(to, v, v_stride, keys, width, zero):
-    """v (keys, width) as column blocks, each contiguous: what `values` reads."""
+    """v (keys, width) as column blocks, each contiguous, as `values` reads them."""
     size = size_of(zero)
     pack_rows_all(to, v, v_stride, keys, width, zero)
     at = width // TILE_KEYS * TILE_KEYS
@@ -88,9 +88,9 @@ def pack(to, v, v_stride, keys, width, zero):
 
 @compiled
 def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
-    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), v being `keys` rows after `skip` others.
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), with `keys` rows of v after `skip` others.
 
-    v as it lies (v_stride bytes from row to row, column bytes from column to column), or with v_stride PACKED packed.
+    v in place (v_stride bytes from row to row, column bytes from column to column), or packed, with v_stride PACKED.
     """
     size = size_of(zero)
     row = lanes(zero) * size
@@ -130,7 +130,7 @@ def values_of_row(o, alpha, v, v_stride, p, keys, width, zero):
 
 @compiled
 def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
-    """The same where v holds NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
+    """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
     size = size_of(zero)
     for at in range(width):
         if by_rows:
@@ -141,7 +141,7 @@ def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
 
 @compiled
 def add_bias(s, step, keys, bias, stride, dtype, zero):
-    """s[j * step] += bias[j], the bias's elements stride bytes apart."""
+    """s[j * step] += bias[j], with elements of the bias stride bytes apart."""
     if dtype == slot.FLOAT32:
         for j in range(keys):
             store(s, j * step, load(s, j * step, zero) + type(zero)(load(bias + j * stride, 0, np.float32(0))))
@@ -152,23 +152,23 @@ def add_bias(s, step, keys, bias, stride, dtype, zero):
 
 @compiled
 def removes(plan):
-    """Whether more than the range of keys may remove a score."""
+    """Whether anything but the range of keys may remove a score."""
     by_array = load(plan, slot.BIAS_DTYPE, INT) != slot.ABSENT or load(plan, slot.HAS_MASK, INT)
     return by_array or load(plan, slot.SCORE_MOD, INT) or load(plan, slot.MASK_MOD, INT)
 
 
 @compiled
 def is_featured(plan):
-    """Whether more than a scale comes between the products and the softmax."""
+    """Whether anything but a scale comes between the products and the softmax."""
     return removes(plan) or load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.ALIBI_DTYPE, INT) != slot.ABSENT
 
 
 @compiled
 def sign_and_units(plan, zero):
-    """What q is multiplied by, and the powers of 2 that a score is worth.
+    """The factor of q, and the powers of 2 in the unit of a score.
 
-    The scale's sign, or its being zero, goes into q; its size into the exponent, which costs nothing, unless
-    `scaled` has to see it.
+    The scale's sign, or 0 for a scale of 0, goes into q. Its size goes into the exponent, which costs nothing, unless
+    `scaled` needs it.
     """
     kind, scale = type(zero), load(plan, slot.SCALE, 0.0)
     sign = kind(1 if scale > 0 else (-1 if scale < 0 else 0))
@@ -179,8 +179,8 @@ def sign_and_units(plan, zero):
 def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """-> (first, end, whether mask_mod hides some of the rest), of a panel of `rows` rows and the keys [first, end).
 
-    The keys at either end that mask_mod hides from all rows are left out. It is asked about all keys for that, which
-    costs less than their products. s, places: room.
+    Keys at either end that mask_mod hides from all rows are left out. It is called for all keys, which costs less than
+    their products. s, places: work space.
     """
     mask_mod = load(plan, slot.MASK_MOD, INT)
     if not mask_mod or end <= first:
@@ -201,10 +201,10 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
 
 @compiled
 def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """From products to scores, but for the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
+    """From products to scores, without the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
 
-    tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, room for two of each
-    row; places, for two int64 numbers. asks: whether mask_mod hides some of them.
+    tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, work space for two
+    numbers of each row; places, for two int64 numbers. asks: whether mask_mod hides some of them.
     """
     s, slopes, row_numbers, places = tiles
     kind, count = type(zero), scale_panel(s, keys, width, plan, zero)
@@ -229,7 +229,7 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
 
 @compiled
 def scale_panel(s, keys, width, plan, zero):
-    """s *= |scale|; its sign is in q. Returns how many numbers s has, rounded up to whole vectors."""
+    """s *= |scale|; its sign is in q. Returns the number of elements of s, rounded up to whole vectors."""
     vector = lanes(zero) // PANEL_VECTORS
     count = (keys * width + vector - 1) // vector * vector
     scale_scores(s, count, type(zero)(abs(load(plan, slot.SCALE, 0.0))), zero)
@@ -238,7 +238,7 @@ def scale_panel(s, keys, width, plan, zero):
 
 @compiled
 def take_places(places, first_row, rows, width, kv_head, offset, plan):
-    """Position and head of each row of a panel; behind its last row those of this one."""
+    """Position and head of each row of a panel; lanes after its last row get those of the last row."""
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
     for r in range(width):
@@ -254,7 +254,7 @@ def take_places(places, first_row, rows, width, kv_head, offset, plan):
 def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
     """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
 
-    row_numbers: room for two of each row, its slope and its position.
+    row_numbers: work space for two numbers of each row, its slope and its position.
     """
     kind, size = type(zero), size_of(zero)
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
@@ -291,7 +291,7 @@ def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset
 
 @compiled
 def hide(s, first, end, first_row, rows, width, group, offset, left, right, valid, zero):
-    """-inf where a row of a panel does not see a key: s (keys, width) for keys [first, end), `rows` rows of it."""
+    """-inf if a row of a panel does not see a key: s (keys, width) for keys [first, end), `rows` rows of it."""
     for r in range(rows):
         row_first, row_end = row_keys((first_row + r) // group + offset, left, right, valid)
         at = s + r * size_of(zero)

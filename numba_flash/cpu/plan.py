@@ -1,7 +1,7 @@
-"""What the compiled CPU kernel has to know of a problem: one row of int64 numbers, made once per problem.
+"""What the compiled CPU kernel needs to know of a problem: one row of int64 numbers, created once for each problem.
 
-The kernel reads it through its address, number by number, so a call passes a few integers and nothing
-else. Numbers that are not integers are stored as the bits of a float64.
+The kernel reads it by its address, number by number, so a call passes only a few integers. Numbers that are not
+integers are stored as the bits of a float64.
 """
 
 import os
@@ -13,12 +13,12 @@ from ..problem.options import SEEDED as SEEDED_OPTION
 from ..problem.options import Operands, dropped_steps, kept_count
 from ..problem.ranges import UNBOUNDED
 
-# Element types as the kernel knows them.
+# Element types, as numbers for the kernel.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
 DTYPE_CODES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32, "float64": FLOAT64}
 ITEMSIZES = (2, 2, 4, 8)
 
-# Where each number stands. *_STRIDE is the first of four strides in bytes: batch, head, seqlen, dim.
+# The slot of each number. *_STRIDE is the first of four strides in bytes: batch, head, seqlen, dim.
 (
     BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V, DTYPE,
     LEFT, RIGHT, Q_OFFSET, Q_OFFSET_SOURCE, HAS_SEQLENS_K, SEQLENS_K_STRIDE, Q_OFFSET_STRIDE,
@@ -26,16 +26,16 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, e^term more in l
+ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, which adds e^term to l
 TERM_DTYPE = 60
-# Addresses of the caller's own functions (functions.py), 0 = none; and which pointer is that of what they read.
+# Addresses of the caller's own functions (functions.py), 0 = none; and the index of the pointer to what they read.
 SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
-# Whether a seed says which weights count, the random bits below which one does not, how many times the others do, and
-# which pointer is the seed.
+# Whether there is a seed, the random bits below which a weight is dropped, how often the other weights count, and the
+# index of the seed's pointer.
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
 NUMBERS = 68
-# Arrays given as options: where it says that there is one, its dtype, its strides, and whether these are in bytes.
+# Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
     "bias": (None, BIAS_DTYPE, BIAS_STRIDE, True),
@@ -45,32 +45,32 @@ ARRAY_SLOTS = {
     "sinks": (None, TERM_DTYPE, TERM_STRIDE, True),
 }
 
-# A call's own numbers, also int64: where the plan is, the caller's pointers, and what the tasks share.
+# A call's own numbers, also int64: the address of the plan, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
-AUX = len(Operands._fields)  # where the address of what functions read stands, behind those of the caller's
-ALL_POINTERS = AUX + 2  # with that and a seed
+AUX = len(Operands._fields)  # slot of the address of what functions read, after the caller's pointers
+ALL_POINTERS = AUX + 2  # with it and a seed
 PARTS, COUNTERS, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 4)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
-# Where among the pointers those of a call stand.
+# The indices of a call's arrays among the pointers.
 Q_AT, K_AT, V_AT, O_AT, LSE_AT = range(5)
 BIAS_AT, MASK_AT, ALIBI_AT, SEQLENS_K_AT, Q_OFFSET_AT, TERM_AT = map(
     Operands._fields.index, ("bias", "mask", "alibi_slopes", "seqlens_k", "q_offset", "sinks")
 )
 
-ABSENT = -1  # stands for the dtype of what is not there
+ABSENT = -1  # the dtype of an absent array
 Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 
-# A key tile (K and V in the compute type) should stay in the second-level cache beside the scores of
-# a panel, which should stay in the first.
+# A key tile (K and V in the compute type) should fit into the second-level cache with the scores of a panel, which
+# should fit into the first.
 TILE_BYTES = 200_000
 MAX_TILE_N = 192
-# Query rows a task takes at most, a multiple of every panel's, and the tasks there should be before it does.
+# The most query rows of a task, a multiple of every panel's, and the number of tasks without which tasks take fewer.
 MAX_TILE_M = 128
 ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
-# With no more rows than this a panel would be mostly empty: one row at a time.
+# With no more rows than this, a panel would be mostly empty: one row at a time.
 MAX_ROWS_ALONE = 6
-# With no more rows than this for a KV head, the keys are split over tasks, this many a task. Both are
-# constants, so that a row's bits depend neither on the batch nor on the number of threads.
+# With no more rows than this for a KV head, the keys are divided among tasks, so many for each. Both are constants, so
+# that a row's bits depend neither on the batch nor on the number of threads.
 MAX_ROWS_SPLIT = 64
 CHUNK_KEYS = 1024
 
@@ -82,7 +82,7 @@ def tile_keys(head_dim: int, head_dim_v: int, itemsize: int) -> int:
 
 
 def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
-    """The numbers of a problem; panel_rows is the number of rows of a panel in its compute type."""
+    """The numbers of a problem; panel_rows: the number of rows of a panel in its compute type."""
     p = problem
     plan = np.zeros(NUMBERS, np.int64)
     real = plan.view(np.float64)
@@ -120,7 +120,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     if rows <= MAX_ROWS_SPLIT:
         chunks = max(1, -(-p.seqlen_k // (tile_n * chunk_tiles)))
     by_rows = rows <= MAX_ROWS_ALONE
-    # A tile is whole panels, and no larger than the rows there are: of every chunk its state is kept.
+    # A tile consists of whole panels, and is no larger than the existing rows: its state is stored for every chunk.
     tile_m = rows if by_rows else min(-(-rows // panel_rows) * panel_rows, MAX_TILE_M)
     while not by_rows and tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
         tile_m = -(-tile_m // 2 // panel_rows) * panel_rows
@@ -129,13 +129,13 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[BY_ROWS] = by_rows
     tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
-    # o, m and l; beside them q, scores, what o is rescaled by, ALiBi, places, and a key tile converted and packed.
+    # o, m and l; beside them q, scores, the factors that rescale o, ALiBi, places, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
     work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
     work += 2 * panel_rows * 8
     plan[TASKS] = tasks
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64
-    # Counters, and what the chunks of a tile leave for the last of them.
+    # Counters, and what the chunks of a tile store for the last of them.
     plan[SHARED_BYTES] = -(-8 * (1 + tasks) // 64) * 64 + (tasks * state if chunks > 1 else 0)
     return plan

@@ -1,1 +1,1 @@
-"""The path of a call: from what a caller gave to code that runs."""
+"""The path of a call: from the caller's arguments to code that runs."""

@@ -1,4 +1,4 @@
-"""The path of attention_backward(), below its signature; as forward.py is of attention()."""
+"""The path of attention_backward() below its signature, as forward.py is that of attention()."""
 
 import functools
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from .repeated import Addresses, Backward, is_repeatable, key_of_options
 
 
 class CallPlan(NamedTuple):
-    """What is to be computed, where and by what; and that, ready to be run."""
+    """What to compute, where and with which kernels, ready to run."""
 
     problem: BackwardProblem
     target: Target
     choice: BackwardChoice
     launch: Launch
-    shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each gradient that is wanted
+    shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each wanted gradient
     aux_shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # likewise of those of aux; () for none at all
 
 
@@ -53,8 +53,8 @@ def run(
     stream: Any,
     kernel: Any,
 ) -> AttentionGradients:
-    """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is
-    done."""
+    """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge if a framework records the
+    computation."""
     again = find(do, q, k, v, o, lse, wanted, options, deterministic, kernel) if dlse is stream is None else None
     if again is not None:
         _, inputs, incoming, known = again
@@ -88,8 +88,8 @@ def run(
 def find(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, wanted: Any, options: Given, deterministic: Any, kernel: Any
 ) -> tuple[Any, Addresses, Addresses, Backward | None] | None:
-    """Of a call that may be like one before its key, the addresses of q, k and v, those of o, lse and do, and what such
-    a call does, if `run` has made one. None for other calls."""
+    """For a call that may equal an earlier one, before its key is computed: the addresses of q, k and v, those of o,
+    lse and do, and what such a call does, if `run` has stored it. None for other calls."""
     family = arrays.one_go.get(type(q))
     if family is None:
         return None
@@ -122,8 +122,8 @@ def prepare(
     stream: Any,
     kernel: Any,
 ) -> tuple[list[Any], CallPlan]:
-    """Everything before memory is allocated or anything runs. The arrays come in the order of GradientOperands, and
-    behind them those of aux."""
+    """Everything before memory is allocated or anything runs. The arrays are in the order of GradientOperands, followed
+    by those of aux."""
     read, checks = arrays.read, arrays.checks
     causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     offsets = None
@@ -134,7 +134,7 @@ def prepare(
     do = read("do", do)
     dlse = None if dlse is None else read("dlse", dlse)
     if window is not None:
-        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
+        window = window_sides(window)  # before it becomes part of a key: (1.0, 0) and (1, 0) would be equal
     given = [q, k, v, o, lse, *more, offsets, do, dlse]
     blocks = None
     if functions is not None:
@@ -144,14 +144,14 @@ def prepare(
     if q.layout.family in checks:
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
-    # nearly always there is none of them, and what is not there need not be looked at one by one
+    # nearly always none of them is given, and absent ones need no individual check
     rare = given[5:_DO] + given[len(_READ) :]
     optional = None if rare == _NO_OPTIONAL else tuple([array and array.layout for array in rare])
     key: tuple[Any, ...] = (
         q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout, optional, wanted, causal,
         window, q_offset, numbers, functions, layout, deterministic, kernel, stream is not None, addresses % 16 == 0,
         optional is not None and given[BIAS] and given[BIAS].pointer % 16 == 0,
-        # 1 and True are equal as keys, but only one of them is a causal=
+        # 1 and True are equal as keys, but causal= accepts only one of them
         type(q_offset), type(causal), type(deterministic), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
     try:
@@ -159,7 +159,7 @@ def prepare(
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        found = plan(*key[:KEY])  # something that cannot be a key was given: say what is wrong with it
+        found = plan(*key[:KEY])  # a value that cannot be part of a key was given: report what is wrong with it
     if found is None:
         found = plan(*key[:KEY])
         remember(_plans, key, found)
@@ -172,10 +172,10 @@ def prepare(
     return given, found
 
 
-KEY = 20  # how many entries of a key are the arguments of `plan`
+KEY = 20  # number of entries of a key that are the arguments of `plan`
 _NO_OPTIONAL: list[Any] = [None] * len(ARRAY_NAMES)
 _DO, _SEQLENS_K = (GradientOperands._fields.index(name) for name in ("do", "seqlens_k"))
-_READ = GradientOperands._fields[: _DO + 2]  # the names of what is given; dlse is the last
+_READ = GradientOperands._fields[: _DO + 2]  # the names of the given arrays; dlse is the last
 
 
 def plan(
@@ -200,10 +200,10 @@ def plan(
     aligned: bool,
     bias_aligned: bool = False,
 ) -> CallPlan:
-    """All that follows from layouts and options, so that the plan of a call seen before is looked up.
+    """All that follows from layouts and options, so that a repeated call finds its plan.
 
-    optional: the layouts of ARRAY_NAMES, and behind them those of aux; None for none at all. bias_aligned: bias begins
-    at a multiple of 16 bytes.
+    optional: the layouts of ARRAY_NAMES, followed by those of aux; None if there are none. bias_aligned: bias begins at
+    a multiple of 16 bytes.
     """
     options = Options(causal, window, q_offset, numbers, None, functions, layout)
     options = with_layouts(options, list(optional or _NO_OPTIONAL))
@@ -222,5 +222,5 @@ def plan(
     return CallPlan(problem, target, choice, make_backward_launch(choice, problem, target), shapes, aux_shapes)
 
 
-# The plans of calls seen before, as in forward.py.
+# The plans of earlier calls, as in forward.py.
 _plans: dict[tuple[Any, ...], CallPlan | Backward] = {}

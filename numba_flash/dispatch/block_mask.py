@@ -1,4 +1,4 @@
-"""BlockMask: a mask_mod for problems of one shape, and what was found of its tiles, kept for the next call."""
+"""BlockMask: a mask_mod for problems of one shape, and what was computed about its tiles, kept for the next call."""
 
 import threading
 from collections.abc import Hashable
@@ -12,15 +12,15 @@ from ..problem.option_checks import MAX_EXTENT, check_arguments, q_offset_of, wi
 
 EXTENTS = ("batch", "heads", "seqlen_q", "seqlen_k")
 SAME = "leave it out beside block_mask, which says it already, or make another block_mask"
-# What a block_mask says, and what it is where it was left out.
+# The arguments of a block_mask, and their values if they were left out.
 RANGES: dict[str, Any] = dict(causal=False, window=None, q_offset=None, seqlens_k=None)
 OPTIONS = RANGES | dict(mask_mod=None, aux=())
-MOST = 64  # of how many streams and tile sizes the states are kept
+MOST = 64  # the number of streams and tile sizes for which states are kept
 
 
 @final
 class BlockMask:
-    """What `numba_flash.block_mask` returns. Its attributes are its arguments, and do not change."""
+    """What `numba_flash.block_mask` returns. Its attributes are its arguments and do not change."""
 
     __slots__ = (
         "_kept",
@@ -85,7 +85,7 @@ class BlockMask:
         raise TypeError(f"{self} is of one process")
 
     def check(self, problem: Problem) -> None:
-        """Whether the problem has this shape."""
+        """Checks that the problem has this shape."""
         mine, its = ([getattr(x, name) for name in EXTENTS] for x in (self, problem))
         if mine != its:
             raise ValueError(
@@ -98,7 +98,7 @@ class BlockMask:
         return self._kept.get(key)
 
     def keep(self, key: Hashable, made: Array) -> None:
-        """For the next call with this key. The kernel that makes it has been enqueued."""
+        """Keeps an array for the next call with this key. The kernel that computes it has been enqueued."""
         with self._lock:
             if len(self._kept) >= MOST:
                 self._kept.pop(next(iter(self._kept)))
@@ -108,8 +108,8 @@ class BlockMask:
 def expanded(
     block_mask: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, mask_mod: Any, aux: Any
 ) -> tuple[Any, ...]:
-    """The same options as they are with a block_mask, which goes on in mask_mod's place. Beside it they are left out,
-    or the same."""
+    """The options with those of a block_mask, which itself stays in the place of mask_mod. The call may repeat the
+    block_mask's options or leave them out."""
     if type(block_mask) is not BlockMask:
         raise TypeError(
             f"block_mask must be what numba_flash.block_mask returns, or None, not {type(block_mask).__name__}"
@@ -136,6 +136,6 @@ def expanded(
 
 
 def in_options(block_mask: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """What a block_mask says, by name, beside options that were given by name."""
+    """A block_mask's options by name, together with the call's own."""
     given = [named.get(name, default) for name, default in OPTIONS.items()]
     return dict(zip(OPTIONS, expanded(block_mask, *given), strict=True))

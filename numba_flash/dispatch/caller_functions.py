@@ -1,4 +1,4 @@
-"""What a call does with the caller's functions and a BlockMask. Calls without any do not load it."""
+"""What a call does with the caller's functions and a BlockMask. Calls without them do not load this module."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ MASK_MOD = FUNCTIONS.index("mask_mod")
 
 
 def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The caller's functions as values, and aux. A BlockMask stays one."""
+    """The caller's functions as values, and aux. A BlockMask stays a BlockMask."""
     *functions, aux = given
     if not isinstance(aux, tuple):
         raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
@@ -23,12 +23,12 @@ def functions_of(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ..
 
 
 def without_blocks(functions: tuple[Any, ...]) -> tuple[Function | None, ...]:
-    """With the function of a BlockMask in its place."""
+    """The functions, with a BlockMask replaced by its function."""
     return tuple([x.function if type(x) is BlockMask else x for x in functions])
 
 
 def block_mask_of(functions: tuple[Any, ...]) -> BlockMask | None:
-    """The BlockMask that stands in mask_mod's place, or None."""
+    """The BlockMask in the place of mask_mod, or None."""
     found = functions[MASK_MOD]
     return found if type(found) is BlockMask else None
 

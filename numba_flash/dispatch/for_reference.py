@@ -1,4 +1,4 @@
-"""The oracle at the end of a call, and what it is handed: NumPy views of a launch's operands."""
+"""Calls the oracle (the reference) for a launch, with NumPy views of its operands."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
 
 
 def heads_first(problem: Problem, array: Array) -> np.ndarray:
-    """q, k, v or o, in host memory, as the oracle takes it."""
+    """q, k, v or o, in host memory, in the order of dimensions that the oracle takes."""
     view = arrays.host_view(array)
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
@@ -20,7 +20,7 @@ def heads_first(problem: Problem, array: Array) -> np.ndarray:
 def reference_options(
     problem: Problem, operands: Operands | GradientOperands, behind: Sequence[Array | None]
 ) -> dict[str, Any]:
-    """The keyword arguments of the oracle's functions. behind: the operands behind the others, a seed and aux."""
+    """The keyword arguments of the oracle's functions. behind: the operands after the others, a seed and aux."""
     seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
 
     def optional(array: Array | None) -> np.ndarray | None:

@@ -1,6 +1,6 @@
 """The path of attention() below its signature: read the arrays, plan, run.
 
-A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call makes it,
+A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call creates it,
 later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
 """
 
@@ -24,7 +24,7 @@ BIAS, OWN, SEED = Operands._fields.index("bias"), len(Operands._fields), Options
 OF_FUNCTIONS = Options._fields.index("functions")
 _NO_OTHERS: list[Any] = [None] * (len(Operands._fields) - 3)
 NO_ARRAYS: list[Any] = [None] * len(OPTION_ARRAYS)
-NO_AUX: tuple[Any, ...] = ()  # a default, which each call compares with: as an object, in a fifth of the time
+NO_AUX: tuple[Any, ...] = ()  # a default with which each call compares; comparing one object takes a fifth of the time
 
 
 Given = tuple[Any, ...]  # the fields of Options, or an Options
@@ -38,7 +38,7 @@ class AttentionOutput(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """What is to be computed, where and by what; and that, ready to be run."""
+    """What to compute, where and with which kernel, ready to run."""
 
     problem: Problem
     target: Target
@@ -47,7 +47,7 @@ class CallPlan(NamedTuple):
 
 
 def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
-    """`attention` for arrays that have addresses. Raises arrays.NeedsBridge where a framework records what is done."""
+    """`attention` for arrays that have addresses. Raises arrays.NeedsBridge if a framework records the computation."""
     given, found = prepare(q, k, v, options, return_lse, out, stream, kernel)
     problem, launch = found.problem, found.launch
     like, o, lse, seed = given[0], given[O], given[LSE], options[SEED]
@@ -80,8 +80,9 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
 def find(
     q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, kernel: Any
 ) -> tuple[Any, Addresses, bool, Forward | None] | None:
-    """Of a call that may be like one before its key, the addresses of q, k, v and, if given, out, whether their library
-    is to know of it, and what such a call does, if `run` has made one. None for other calls."""
+    """For a call that may equal an earlier one, before its key is computed: the addresses of q, k, v and, if given,
+    out; whether their library must be told of the call; and what such a call does, if `run` has stored it. None for
+    other calls."""
     family = arrays.one_go.get(type(q))
     if family is None:
         return None
@@ -101,23 +102,23 @@ def find(
         addresses = (*addresses, address)
     if every & 7:
         return None
-    wants_lse = True if recorded else return_lse  # which the backward reads
+    wants_lse = True if recorded else return_lse  # the backward reads it
     key = facts, of_out, asked, wants_lse, type(wants_lse), kernel, every % 16
     try:
         known: Any = _plans.get(key)
     except TypeError:  # unhashable
         return None
     if known is not None and out is not None and known.overlaps(addresses):
-        return None  # `prepare` says which input it shares memory with
+        return None  # `prepare` says with which input it shares memory
     return key, addresses, recorded, known
 
 
 def prepare(
     q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, stream: Any, kernel: Any
 ) -> tuple[list[Any], CallPlan]:
-    """Everything before memory is allocated or anything runs; what `explain` reports.
+    """Everything before memory is allocated or anything runs; `explain` reports it.
 
-    The arrays come in the order of Operands, and behind them those of aux; o and lse are what came in out=, or None.
+    The arrays are in the order of Operands, followed by those of aux; o and lse are those given as out=, or None.
     """
     read, checks = arrays.read, arrays.checks
     causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
@@ -134,7 +135,7 @@ def prepare(
     q, k, v = read("q", q), read("k", k), read("v", v)
     more = NO_ARRAYS if option_arrays is None else read_options(option_arrays)
     if window is not None:
-        window = window_sides(window)  # before it is part of a key: (1.0, 0) and (1, 0) would be the same one
+        window = window_sides(window)  # before it becomes part of a key: (1.0, 0) and (1, 0) would be equal
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
     given = [q, k, v, o, lse, *more, offsets]
     blocks = None
@@ -144,12 +145,12 @@ def prepare(
         given += aux
     if q.layout.family in checks:
         checks[q.layout.family](given)
-    # nearly always q, k and v are all, and what is not there need not be looked at one by one
+    # nearly always only q, k and v are given, and absent ones need no individual check
     others = None if given[3:] == _NO_OTHERS else tuple([array and array.layout for array in given[3:]])
     key: tuple[Any, ...] = (
         q.layout, k.layout, v.layout, others, causal, window, q_offset, numbers, functions, layout, return_lse, kernel,
         stream is not None, addresses % 16 == 0, others is not None and given[BIAS] and given[BIAS].pointer % 16 == 0,
-        # 1 and True are equal as keys, but only one of them is a causal=
+        # 1 and True are equal as keys, but causal= accepts only one of them
         type(q_offset), type(causal), type(return_lse), None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
     )  # fmt: skip
     try:
@@ -157,7 +158,7 @@ def prepare(
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        found = plan(*key[:KEY])  # something that cannot be a key was given: say what is wrong with it
+        found = plan(*key[:KEY])  # a value that cannot be part of a key was given: report what is wrong with it
     if found is None:
         found = plan(*key[:KEY])
         remember(_plans, key, found)
@@ -185,9 +186,9 @@ def plan(
     aligned: bool,
     bias_aligned: bool = False,
 ) -> CallPlan:
-    """All that follows from layouts and options, so that the plan of a call seen before is looked up.
+    """All that follows from layouts and options, so that a repeated call finds its plan.
 
-    others: the layouts of Operands from o on, and behind them those of aux; None for none at all. bias_aligned: bias
+    others: the layouts of Operands from o on, followed by those of aux; None if there are none. bias_aligned: bias
     begins at a multiple of 16 bytes.
     """
     o, lse, *more = others or _NO_OTHERS
@@ -207,8 +208,8 @@ def plan(
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 
 
-# The plans of calls seen before, and behind keys of facts what `find` found. Each call looks one up.
-# functools.lru_cache, which would type all parts of the key, takes twice as long.
+# The plans of earlier calls, and under other keys what `find` returns. Each call looks one up. functools.lru_cache,
+# which would add the type of every part of the key, takes twice as long.
 _plans: dict[tuple[Any, ...], CallPlan | Forward] = {}
 MOST_PLANS = 4096
 
@@ -219,7 +220,7 @@ def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], found: Any
     plans[key] = found
 
 
-KEY = 15  # how many entries of a key are the arguments of `plan`
+KEY = 15  # number of entries of a key that are the arguments of `plan`
 
 
 def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
@@ -231,14 +232,14 @@ def read_options(given: tuple[Any, ...]) -> list[arrays.Array | None]:
 
 
 def caller_functions() -> Any:
-    """The module of this name, which takes a fifth of the time of an import: a plain call does without it."""
+    """The module caller_functions. It takes a fifth of the time of an import; a plain call does not need it."""
     from . import caller_functions
 
     return caller_functions
 
 
 def with_layouts(options: Options, found: list[Layout | None]) -> Options:
-    """With the layouts of ARRAY_NAMES, and behind them those of aux, in their places."""
+    """The options with the layouts of ARRAY_NAMES, and those of aux, in their places."""
     own, aux = found[: len(OPTION_ARRAYS)], tuple(found[len(ARRAY_NAMES) :])
     offsets = found[len(OPTION_ARRAYS)]
     functions = None if options.functions is None else (*options.functions, aux)
@@ -247,22 +248,22 @@ def with_layouts(options: Options, found: list[Layout | None]) -> Options:
 
 
 class Seed(NamedTuple):
-    """Among a launch's operands, where the others are arrays: a kernel takes it in the place of a pointer."""
+    """An entry of a launch's operands that is no array: a kernel takes it in the place of a pointer."""
 
     pointer: int
 
 
 def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[Any]:
-    """given with the seed of a problem that takes one, behind its `own` operands and before aux."""
+    """`given` with the seed of a problem that needs one, after its `own` operands and before aux."""
     if seed is None and not problem.seeded:
         return given
     number = seed_number(seed)
-    # A seed alone is that of a model which needs it at other times.
+    # A seed without dropout is allowed: a model may need it in other calls.
     return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
 
 
 def seed_number(seed: Any) -> int:
-    """The seed that a caller gave."""
+    """The seed that a caller gave, as a number."""
     if seed is None:
         raise ValueError(
             f"{SEEDED} needs seed=, a whole number, another one for each call: nothing is drawn from a state that is "
@@ -280,7 +281,7 @@ def seed_number(seed: Any) -> int:
     return number
 
 
-# Where torch.compile comes to `attention` as it stands, it leaves its graph for these.
+# If torch.compile reaches `attention` directly, it leaves its graph here.
 NOT_TO_BE_TRACED: tuple[Any, ...] = (run, find, Forward.run)
 for _function in NOT_TO_BE_TRACED:
     _function._torchdynamo_disable = True

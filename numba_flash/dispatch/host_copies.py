@@ -1,6 +1,6 @@
-"""NumPy arrays through a GPU kernel asked for by name: copied there and back, and waited for.
+"""Runs a GPU kernel that was asked for by name on NumPy arrays: copies them there and back, and waits.
 
-The one place where numba_flash copies arrays, and `explain` says so.
+numba_flash copies arrays only here, and `explain` says so.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ WRITTEN = (Operands._fields.index("o"), Operands._fields.index("lse"))
 
 
 def layout_of_copy(host: Layout) -> Layout:
-    """Of what `ThroughGpu` makes of an array with this layout."""
+    """The layout of the copy that `ThroughGpu` makes of an array."""
     return arrays.contiguous_layout("foreign", 0, host.shape, host.dtype)
 
 
 class ThroughGpu(Launch):
-    """A launch for copies of the operands on device 0, for operands in host memory."""
+    """A launch on device 0 for operands in host memory, with copies of them."""
 
     __slots__ = ("_there",)
 
@@ -47,7 +47,7 @@ class ThroughGpu(Launch):
 
 
 def _default_stream() -> Any:
-    """Of device 0, which is current from then on."""
+    """The default stream of device 0, which becomes the current device."""
     from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
     Device(0).set_current()

@@ -1,4 +1,4 @@
-"""From a choice to running code: grid, block, shared bytes, stream, pointers."""
+"""From a Choice to running code: grid, block, shared bytes, stream, pointers."""
 
 import functools
 import math
@@ -41,37 +41,37 @@ Addresses = tuple[int, ...]
 
 
 class Launch:
-    """What was decided, ready to be run again and again on arrays of the same layouts. This one has nothing to do.
+    """A decision that is ready to run repeatedly on arrays of the same layouts. This base class does nothing.
 
-    Making one compiles and loads nothing; the first `run` does, or ahead of it `load`. There may be thousands, one
-    for each shape that came, so it is one small object.
+    Creating one compiles and loads nothing; the first `run` does, or `load` in advance. There may be thousands, one for
+    each shape, so it is a single small object.
     """
 
     __slots__ = ()
-    by_addresses = False  # whether `start` is there
+    by_addresses = False  # whether `start` exists
 
     def load(self) -> object:
-        """Compile and load what `run` needs."""
+        """Compiles and loads what `run` needs."""
 
     def run(self, operands: Given, stream: int) -> None:
-        """Enqueue it on `stream`, or compute at once in host memory. The operands are in the kernel's order."""
+        """Enqueues it on `stream`, or computes at once in host memory. The operands are in the kernel's order."""
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
-        """The same for those of whose operands only the addresses are needed, 0 for None. like: the first of them, for
-        device memory, beside which more of it is made."""
+        """The same for a launch that needs only the addresses of its operands, 0 for None. like: the first operand;
+        device memory for a workspace is allocated beside it."""
         raise NotImplementedError
 
     def shortest(self) -> Callable[..., None]:
-        """What `start` comes down to from the second time on."""
+        """The shortest equivalent of `start` for later calls."""
         return self.start
 
     def run_with_blocks(self, operands: Given, stream: int, blocks: "BlockMask") -> None:
-        """The same, with what is kept of its mask_mod's tiles, where the kernel asks for them."""
+        """Like `run`, with what is kept about the tiles of a mask_mod, if the kernel needs it."""
         self.run(operands, stream)
 
 
 def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
-    """The chosen kernel for this problem; its operands come in the order of options.Operands."""
+    """The chosen kernel for this problem; its operands are in the order of options.Operands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
@@ -100,7 +100,8 @@ def _values(config: AnyConfig, problem: Problem) -> Values:
 
 
 def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
-    """(Config, blocks) of what runs before the kernel itself. A plain call has none, and loads nothing for it."""
+    """(Config, blocks) of the kernels that run before the attention kernel. A plain call has none, and loads nothing
+    for it."""
     threads = 32 if target.simulated else 512
     before: list[tuple[AnyConfig, int]] = []
     if isinstance(config, TensorConfig) and config.has("mask"):
@@ -121,7 +122,7 @@ def kernels_before(config: Config, problem: Problem, target: Target) -> list[tup
 
 
 def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of those of FORWARD_WORKSPACE that there are: what a kernel allocates beside its result."""
+    """Shape and dtype of the arrays of FORWARD_WORKSPACE that a kernel needs: what it allocates besides its result."""
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     if config.kernel == "v1":
         rows, dtype = problem.lse_shape, problem.compute_dtype
@@ -136,8 +137,8 @@ def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ..
 
 
 def grid(config: Config, problem: Problem, target: Target) -> int:
-    """How many blocks: v1 walks over all queries of a head itself, wgmma's blocks stay and take tile after tile, and
-    the others have a block for each query tile."""
+    """Number of blocks. v1 has one for each head, which loops over all queries; wgmma has persistent blocks; the others
+    have one for each query tile."""
     if config.kernel == "v1":
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
@@ -155,10 +156,10 @@ Maps = Sequence[tuple[int, TensorMap]]
 def on_gpu(
     config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
 ) -> Launch:
-    """One kernel on the GPU, or in the simulator; it runs on the arrays that PARAMETERS names, in that order.
+    """One kernel on the GPU, or in the simulator. It gets the arrays that PARAMETERS names, in that order.
 
-    maps: (which array, the tensor map of it that the kernel takes) in the kernel's order. behind: one of the same
-    sequence is always launched before it. If its Config says that it waits, it may start before that one has ended.
+    maps: (index of the array, its tensor map) in the kernel's order. behind: a kernel of the same sequence always runs
+    before it. If its Config says that it waits for that one, it may start before that one has ended.
     """
     behind = behind and config.waits
     if target.simulated:
@@ -200,7 +201,7 @@ class _OnGpu(_ByAddresses):
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
-        # addresses -> the launch's parameters: those of a loop come again and again, and are made once
+        # addresses -> the launch's parameters: loops repeat the same addresses, so parameters are made once
         self._prepared: dict[tuple[int, ...], Any] = {}
 
     def load(self) -> Launcher:
@@ -223,7 +224,7 @@ class _OnGpu(_ByAddresses):
         launcher.launch(parameters, stream, self._blocks)
 
 
-PREPARED = 16  # for how many sets of arrays a launch keeps its parameters, about a kilobyte each
+PREPARED = 16  # number of sets of arrays whose parameters a launch keeps, about a kilobyte each
 
 
 @functools.cache
@@ -255,9 +256,9 @@ class _Simulated(Launch):
 
 
 class WarnsIfSlow(Launch):
-    """In the simulator, where a call may take minutes: then said at the line that called attention().
+    """A launch in the simulator. If it may take minutes, it warns at the line that called attention().
 
-    times: how many times what the forward takes.
+    times: how much longer it takes than the forward.
     """
 
     __slots__ = ("_problem", "_ready", "_times")
@@ -282,11 +283,11 @@ class WarnsIfSlow(Launch):
 
 
 class Step(NamedTuple):
-    """A kernel of a sequence. makes, key: which array of the workspace follows from a BlockMask alone, and what it
-    depends on beside; None for others."""
+    """A kernel of a sequence. makes, key: the array of the workspace that follows from a BlockMask alone, and what else
+    it depends on; None for other kernels."""
 
     launch: Launch
-    taken: tuple[int, ...]  # where its arrays stand among the operands and, behind them, the workspace
+    taken: tuple[int, ...]  # indices of its arrays among the operands, followed by the workspace
     makes: int | None = None
     key: Hashable = None
 
@@ -301,13 +302,13 @@ class Step(NamedTuple):
         return Step(launch, taken, workspace.index(config.tile_states), (config, values))
 
 
-WORKSPACE_ALIGNMENT = 256  # of an array; what CUDA's own allocations have
+WORKSPACE_ALIGNMENT = 256  # alignment of an array; CUDA's own allocations have the same
 
 
 class KernelSequence(Launch):
-    """Kernels one behind the other on the same stream, with a workspace between them.
+    """Kernels that run in order on one stream, with a workspace between them.
 
-    workspace: (shape, dtype) of each of its arrays; None for one that no kernel takes.
+    workspace: (shape, dtype) of each of its arrays; None for an array that no kernel takes.
     """
 
     __slots__ = ("_bytes", "_offsets", "_starts", "_steps", "_workspace", "by_addresses")
@@ -316,7 +317,7 @@ class KernelSequence(Launch):
         self._steps, self._workspace = steps, workspace
         self.by_addresses = all(step.launch.by_addresses for step in steps)
         self._starts = [(step.launch, _taking(step.taken)) for step in steps]
-        # Where each array of the workspace stands in one piece of memory, which is made in the time of one of them.
+        # Offset of each array in a single allocation of the workspace, which takes the time of one array's.
         self._offsets: list[int | None] = []
         self._bytes = 0
         for what in workspace:
@@ -353,10 +354,10 @@ class KernelSequence(Launch):
         assert q is not None
         device = q.layout.device
         number = 0 if device is None else number_of(device, stream)
-        # What a captured stream makes is there when the graph has run, and never before.
+        # What a captured stream computes exists only when the graph has run.
         keys: dict[int, tuple[Hashable, ...]] = {}
         for _, _, makes, key in self._steps:
-            if makes is not None:  # several kernels may make it, one behind the other
+            if makes is not None:  # several kernels may compute it, one after the other
                 keys[makes] = (*keys.get(makes, (device, number)), key)
         found = {place: None if number is None else blocks.find(key) for place, key in keys.items()}
         made = [found.get(n) or (what and arrays.scratch(q, *what, stream)) for n, what in enumerate(self._workspace)]
@@ -372,13 +373,13 @@ class KernelSequence(Launch):
 
 def _taking(places: tuple[int, ...]) -> Callable[[Addresses], Addresses]:
     """all addresses -> those at these places"""
-    if len(places) == 1:  # of which itemgetter would make no tuple
+    if len(places) == 1:  # itemgetter would return no tuple for one place
         return lambda every: (every[places[0]],)
     return operator.itemgetter(*places)
 
 
 class OnCpu(_ByAddresses):
-    """code: imports the module of cpu/ that computes the problem. Numba comes in with it."""
+    """code: imports the module of cpu/ that computes the problem, and with it Numba."""
 
     __slots__ = ("_code", "_problem", "_ready")
 
@@ -411,7 +412,7 @@ class _OnReference(Launch):
         self._problem = problem
 
     def run(self, operands: Given, stream: int) -> None:
-        from .for_reference import run_forward  # the oracle comes in with it
+        from .for_reference import run_forward  # imports the oracle
 
         own = len(Operands._fields)
         run_forward(self._problem, Operands(*operands[:own]), operands[own:])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From a choice to running code, for gradients."""
+"""From a BackwardChoice to running code."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from .launch import Given, KernelSequence, Launch, OnCpu, Step, WarnsIfSlow, on_
 
 
 def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
-    """The chosen kernels for this problem; their operands come in the order of options.GradientOperands."""
+    """The chosen kernels for this problem; their operands are in the order of options.GradientOperands."""
     if choice.kernel == "reference":
         return _OnReference(problem)
     if choice.kernel == "cpu":
@@ -50,7 +50,7 @@ def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, targe
 
 
 def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
-    """How many blocks; 0 where there is nothing to write."""
+    """Number of blocks; 0 if there is nothing to write."""
     forward = problem.forward
     if isinstance(config, DeltaConfig):
         return forward.batch * forward.heads * -(-forward.seqlen_q // config.rows)
@@ -77,7 +77,7 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return -(-aux_elements(problem) // config.threads)
     if isinstance(config, HeadSumsConfig):
         return math.prod(problem.shape_of(config.gradient))
-    # a block for each query tile, or a cluster
+    # one block, or one cluster, for each query tile
     return config.cluster * forward.batch * forward.heads * -(-forward.seqlen_q // config.tile_m)
 
 
@@ -86,12 +86,12 @@ def _key_tiles(config: WgmmaDkdvConfig, problem: BackwardProblem) -> int:
 
 
 def blocks_at_a_time(target: Target) -> int:
-    """Of a kernel whose blocks stay, one on a multiprocessor."""
+    """Number of blocks of a persistent kernel, one on each multiprocessor."""
     return max(target.multiprocessors, 1)
 
 
 def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of those of BACKWARD_WORKSPACE that these kernels may take."""
+    """Shape and dtype of the arrays of BACKWARD_WORKSPACE that these kernels may take."""
     rows: tuple[tuple[int, ...], str] = (problem.forward.lse_shape, problem.forward.compute_dtype)
     facts = problem.forward.batch * problem.forward.heads * _row_blocks(problem) * 2 * BLOCK_ROWS
     of_queries, of_keys = (mask_bits_words(problem.forward, of_keys) for of_keys in (False, True))
@@ -121,22 +121,22 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
 
 
 def workspace_bytes(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> int:
-    """What these kernels allocate beside the gradients."""
+    """Bytes that these kernels allocate besides the gradients."""
     used = {name for config in configs for name in parameters_of(config).arrays}
     made = workspace(configs, problem).items()
     return sum(math.prod(shape) * ITEM_SIZE[dtype] for name, (shape, dtype) in made if name in used)
 
 
-BLOCK_ROWS = 16  # queries of a piece of backward_preprocess' results (kernels/steps/lse_delta.py)
+BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
 
 
 def _row_blocks(problem: BackwardProblem) -> int:
-    """Of each head."""
+    """Number of such blocks of each head."""
     return -(-problem.forward.seqlen_q // BLOCK_ROWS)
 
 
 def _kernels(choice: BackwardChoice, problem: BackwardProblem, target: Target) -> Launch:
-    """The kernels of one backward that have something to do, and the workspace between them."""
+    """The kernels of a backward that have something to do, and the workspace between them."""
     configs = [(config, grid(config, problem)) for config in choice.configs]
     every = backward_arrays(problem)
     steps: list[Step] = []

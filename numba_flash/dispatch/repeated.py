@@ -1,10 +1,10 @@
-"""A call like one before, the short way: arrays of NumPy, CuPy or torch and plain options, whose plan is a launch by
+"""The short path of a repeated call: arrays of NumPy, CuPy or torch and plain options, with a plan that launches by
 addresses.
 
-`prepare` makes an Array of whatever a call may be given, and a key of their Layouts. A tiny problem spends more time
-there than in the kernel. So `forward.find` and `backward.find` read all arrays in one go (arrays/one_go.py), and look
-up, in the memo that has the plans too, what `run` has kept of a call with the same facts: how its results are made and
-what starts its launch. Where that is not there, or the call has more than these, `run` prepares it.
+`prepare` creates an Array for every argument of a call, and a key of their Layouts. For a tiny problem that takes
+longer than the kernel. So `forward.find` and `backward.find` read all arrays in one go (arrays/one_go.py). In the memo
+that also holds the plans they look up what `run` has stored for a call with the same facts: how its results are
+allocated and what starts its launch. If nothing is stored, or the call has other options, `run` prepares it.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,29 @@ from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, Options
 from .launch import Addresses, Launch
 
 Made = tuple[tuple[int, ...], str]  # shape and dtype
-NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # among the addresses of a call without them
+NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # the addresses of a call without options
 NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
 
 
 def key_of_options(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The part of a key that says what is asked for; None where options have arrays, functions or a seed."""
+    """The part of a key that describes the options; None if they have arrays, functions or a seed."""
     causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is None or not (q_offset is None or isinstance(q_offset, int)):
         return None
     if window is not None:
         window = window_sides(window)
-    # 1 and True are equal as keys, but only one of them is a causal=
+    # 1 and True are equal as keys, but causal= accepts only one of them
     types = type(q_offset), type(causal), None if numbers is NO_NUMBERS else tuple(map(type, numbers))
     return causal, window, q_offset, numbers, layout, types
 
 
 def is_repeatable(launch: Launch, *given: Any) -> bool:
-    """Whether calls like this one, of which the key is known, may be run by what was found for it."""
+    """Whether later calls like this one, whose key is known, may use what was found for it."""
     return launch.by_addresses and all(type(x) in arrays.one_go for x in given)
 
 
 class _Device(NamedTuple):
-    """For q in device memory: what a launch is told of it."""
+    """For q in device memory: what a launch needs to know of it."""
 
     layout: Layout
     number: int
@@ -58,17 +58,17 @@ class _Device(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What `forward.run` does for a call like one before. options and kernel: those of that call."""
+    """What `forward.run` does for a repeated call. options and kernel: those of the first such call."""
 
     start: Callable[..., None]
     make_o: Callable[[Any], Any]
     make_lse: Callable[[Any], Any] | None
-    address: Callable[[Any], int]  # of what these make
+    address: Callable[[Any], int]  # of the arrays that make_o and make_lse return
     note_writing: Callable[[Any], None] | None
     device: _Device | None
     options: Options
     kernel: Any
-    bounds: tuple[tuple[int, int], ...]  # the bytes that q, k, v and o cover, from where each begins
+    bounds: tuple[tuple[int, int], ...]  # the byte ranges of q, k, v and o, relative to their addresses
 
     @staticmethod
     def of(
@@ -117,7 +117,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The same of `backward.run`."""
+    """What `backward.run` does for a repeated call."""
 
     start: Callable[..., None]
     makers: tuple[Callable[[Any], Any] | None, ...]  # of dq, dk and dv
@@ -126,13 +126,14 @@ class Backward(NamedTuple):
 
     @staticmethod
     def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "Backward":
-        """shapes: of dq, dk and dv, None for those not wanted."""
+        """shapes: of dq, dk and dv, None for those that are not wanted."""
         family = arrays.one_go[type(q)]
         makers = tuple([what and family.maker(layout, *what) for what in shapes])
         return Backward(launch.shortest(), makers, family.address, _Device.of(family, layout))
 
     def run(self, q: Any, inputs: Addresses, incoming: Addresses) -> tuple[Any, Any, Any]:
-        """dq, dk, dv, None for those not wanted. inputs: the addresses of q, k and v; incoming: of o, lse and do."""
+        """dq, dk, dv, None for those that are not wanted. inputs: the addresses of q, k and v; incoming: of o, lse and
+        do."""
         start, makers, address, device = self
         make_dq, make_dk, make_dv = makers
         dq, dk, dv = make_dq and make_dq(q), make_dk and make_dk(q), make_dv and make_dv(q)

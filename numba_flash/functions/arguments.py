@@ -1,6 +1,6 @@
-"""Which of its arguments a function reads, as its bytecode says: what is not read changes no result.
+"""Which of its arguments a function reads, by its bytecode: an argument that is not read changes no result.
 
-Not every function that ignores an argument is found. One that hands it on to another function counts as reading it.
+Some functions that ignore an argument are not recognised: passing it on to another function counts as reading it.
 """
 
 import dis
@@ -13,7 +13,7 @@ from .function import Function, Tree
 
 @functools.lru_cache(maxsize=1000)
 def reads_argument(function: Function, number: int) -> bool:
-    """Whether the argument with this number, from 0 on, may change what is computed. In doubt it may."""
+    """Whether the argument with this index, from 0 on, may change the result. In doubt it may."""
     return _reads(function.tree, number)
 
 
@@ -25,7 +25,7 @@ def _reads(tree: Tree, number: int) -> bool:
     if number >= code.co_argcount:
         return bool(code.co_flags & inspect.CO_VARARGS)
     name = code.co_varnames[number]
-    if name in code.co_cellvars:  # a function inside of it has it
+    if name in code.co_cellvars:  # an inner function has it
         return True
-    # Newer Pythons read two in one instruction, whose argument then is a pair.
+    # Newer Pythons read two arguments in one instruction, whose operand is then a pair.
     return any(name == x.argval or isinstance(x.argval, tuple) and name in x.argval for x in dis.get_instructions(code))

@@ -1,9 +1,9 @@
-"""Function: a plain Python function as a value, equal to another when both compute the same.
+"""Function: a plain Python function as a value, equal to another if both compute the same.
 
 A function is read once into a tree of tuples: its bytecode, its constants, and what it captures by closure, globals,
-defaults and functools.partial, down through the functions that it calls. The tree is what is compared and hashed, what
-names the code in the disk cache, and what the function is built from again. So a global that changes later changes
-nothing that was read before, and the next call reads another Function.
+defaults and functools.partial, down through the functions that it calls. The tree is compared and hashed, it names the
+code in the disk cache, and the function is rebuilt from it. So a later change of a global does not affect what was read
+before, and the next call reads another Function.
 """
 
 import builtins
@@ -38,7 +38,7 @@ WHAT_TO_WRITE = (
 
 @final
 class Function:
-    """`Function.of` makes it: one object for all functions that compute the same."""
+    """`Function.of` creates it: one object for all functions that compute the same."""
 
     __slots__ = ("_hash", "_key", "line", "name", "path", "tree")
 
@@ -48,7 +48,7 @@ class Function:
 
     @staticmethod
     def of(option: str, function: Any) -> "Function":
-        """Read what was given as the argument `option`; one that was read before stays as it was then."""
+        """Reads what was given as the argument `option`; a function that was read before stays as it was then."""
         if type(function) is Function:
             return function
         tree = _read(function, option, ())
@@ -68,7 +68,7 @@ class Function:
 
     @property
     def key(self) -> str:
-        """Names what it computes, the same in every process and wherever its file lies."""
+        """Identifies what it computes, equally in every process and wherever its file is."""
         if not self._key:
             text = f"{sys.version_info[:2]} {_text(self.tree)}"
             self._key = hashlib.sha256(text.encode()).hexdigest()
@@ -82,16 +82,16 @@ class Function:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The place of the function, for messages."""
         return f"{self.name} ({self.path}, line {self.line})"
 
     def build(self, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any] = lambda function: function) -> Any:
-        """The function anew. stand_ins: what it finds in the place of a builtin ("abs") or of a function of math
-        ("math", "exp"). helper: applied to each function that it calls."""
+        """The function, rebuilt. stand_ins: what replaces a builtin ("abs") or a function of math ("math", "exp").
+        helper: applied to each function that it calls."""
         return _build(self.tree, stand_ins, helper)
 
     def takes(self, count: int) -> str | None:
-        """Why it cannot be called with so many arguments, or None."""
+        """Why it cannot be called with `count` arguments, or None."""
         try:
             inspect.signature(self.build({})).bind(*range(count))
         except TypeError as error:
@@ -104,7 +104,7 @@ _known: dict[Tree, Function] = {}
 
 def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
     """The tree of a value that is called `name`; callers: the code of the functions that are being read."""
-    value = getattr(value, "py_func", value)  # of a function under @njit
+    value = getattr(value, "py_func", value)  # the function under @njit
     kind = type(value)
     if kind is types.FunctionType:
         return _read_function(value, callers)
@@ -199,7 +199,7 @@ def _line_of(code: types.CodeType, name: str) -> int:
 
 
 def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
-    """Each with its line."""
+    """Each instruction with its line."""
     lines = {start: line for start, _, line in code.co_lines() if line}
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
@@ -209,7 +209,7 @@ def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]
 
 @functools.lru_cache(maxsize=1000)
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that a function reads, and those that functions inside of it read."""
+    """The global names that a function reads, and those that its inner functions read."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -219,7 +219,7 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1000)
 def _attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """(captured name, its attribute), as often as a function reads one."""
+    """(captured name, its attribute), once for each time that a function reads one."""
     instructions = list(dis.get_instructions(code))
     inside = [pair for x in code.co_consts if isinstance(x, types.CodeType) for pair in _attributes_of(x)]
     return (
@@ -237,7 +237,7 @@ def _code_of(tree: Tree) -> types.CodeType:
 
 
 def _text(tree: Any) -> str:
-    """All that decides what is computed, and nothing of where it was written."""
+    """Everything that decides what is computed, and nothing of where it was written."""
     if isinstance(tree, types.CodeType):
         facts = "argcount posonlyargcount kwonlyargcount flags names varnames freevars cellvars consts".split()
         handlers = getattr(tree, "co_exceptiontable", b"")
@@ -247,7 +247,7 @@ def _text(tree: Any) -> str:
     return f"{type(tree).__name__} {sorted(tree, key=repr) if isinstance(tree, frozenset) else tree!r}"
 
 
-OF_TUPLES = "tuple"  # its stand-in is what makes of the tree of a tuple another
+OF_TUPLES = "tuple"  # its stand-in converts the tree of a tuple
 
 
 def _as_it_is(tree: Tree) -> Tree:
@@ -301,7 +301,7 @@ def _build_function(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[
 
 
 def _with_arguments(function: Any, values: list[Any], named: dict[str, Any]) -> Any:
-    """functools.partial as a function with a cell for each of its arguments: kernels know no partial."""
+    """functools.partial as a function with a cell for each of its arguments: kernels have no partial."""
     signature = inspect.signature(getattr(function, "py_func", function))
     parameters = signature.bind_partial(*values, **named).arguments
     names = list(signature.parameters)
@@ -317,11 +317,12 @@ def _math_of(stand_ins: Mapping[Any, Any]) -> Any:
     return stand_ins.get("math", math)
 
 
-MARK = "numba_flash: "  # before what a user is to read of an error of a compiler
+MARK = "numba_flash: "  # marks the part of a compiler's error that a user should read
 
 
 def explain_failure(error: Exception, functions: Sequence[Function]) -> Exception | None:
-    """What a compiler found wrong with a user's function, in a few words with the line; None where it is not theirs."""
+    """What a compiler found wrong with a user's function, in a few words with the line; None if the error is not the
+    user's."""
     place = getattr(error, "loc", None)
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) + (f" at {place.filename} ({place.line})" if place else "")
     marked = re.search(f"{MARK}(.*)", text)
@@ -347,7 +348,7 @@ def _codes_in(tree: Any) -> Iterator[types.CodeType]:
 
 
 def _first_words(text: str) -> str:
-    """What Numba complains of first, without the types of this package's own."""
+    """Numba's first complaint, without the types of this package."""
     if "NRT required" in text:
         return "it makes a list or an array, which a kernel does not know"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Failed in")]
@@ -356,7 +357,7 @@ def _first_words(text: str) -> str:
     return re.sub(r"table\(.*?\)", "an aux array", words)[:200].rstrip(".: ")
 
 
-# What a kernel has no code for, by the instruction of Python's that does it.
+# What kernels cannot do, by the Python instruction that does it.
 _REFUSED = {
     "RAISE_VARARGS": "it raises, and a kernel cannot",
     "LOAD_ASSERTION_ERROR": "it asserts, and a kernel cannot",
@@ -380,7 +381,7 @@ _REFUSED = {
 
 @functools.lru_cache(maxsize=1000)
 def _wrong_in(code: types.CodeType) -> str | None:
-    """What a kernel cannot do in this function, with the line, or None."""
+    """What this function does that a kernel cannot, with the line, or None."""
     before, text = None, None
     for instruction, line in _instructions(code):
         why = _REFUSED.get(instruction.opname)

@@ -1,9 +1,9 @@
-"""The numbers of a user's function where it runs as Python: in the oracle and in the simulator.
+"""The numbers of a user's function that runs as Python, in the oracle and in the simulator.
 
-A Real is a NumPy number of the type that is computed in, with its derivative by the score or None. A Whole is a whole
-number. They follow the rules that the compiled function follows (rules.py, compiled/code.py): real numbers stay in the
-computing type, whatever Python's or NumPy's own numbers they meet, whole / whole is real, and dividing by 0 gives an
-infinity or NaN instead of raising.
+A Real is a NumPy number of the computing type, with its derivative by the score or None. A Whole is an integer. They
+follow the rules of the compiled function (rules.py, compiled/code.py): real numbers stay in the computing type,
+whatever Python or NumPy numbers they meet; integer / integer is real; division by 0 gives an infinity or NaN and does
+not raise.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Whole:
 
 
 class Table:
-    """An aux array, as the function reads it: whole indices to elements, fewer of them to a part of it."""
+    """An aux array as the function reads it: a full set of indices gives an element, fewer give a part of the array."""
 
     __slots__ = ("array", "base")
 
@@ -75,10 +75,11 @@ class Table:
 
 
 class Owed:
-    """In a derivative's place the derivatives by each element that was read: {(number of the array, place): number}."""
+    """In the place of a derivative, the derivatives by each element that was read: {(index of the array, place):
+    number}."""
 
     __slots__ = ("parts",)
-    __array_ufunc__ = None  # NumPy's numbers leave operators to this class
+    __array_ufunc__ = None  # operators with NumPy's numbers call this class
 
     def __init__(self, parts: dict[tuple[int, int], Any]):
         self.parts = parts
@@ -111,12 +112,13 @@ class Owed:
 
 
 def parts_of(d: Any) -> Any:
-    """((number of the array, place), derivative) of what stands in a derivative's place; a number there is a 0."""
+    """((index of the array, place), derivative) for each entry in the place of a derivative; a plain number there is a
+    0."""
     return d.parts.items() if isinstance(d, Owed) else ()
 
 
 class RecordedTable(Table):
-    """A Table that says what was read. places: of its elements in the whole array."""
+    """A Table that records what is read. places: the places of its elements in the whole array."""
 
     __slots__ = ("number", "places")
 
@@ -156,7 +158,7 @@ def _whole(x: Any) -> bool:
 def functions_of(base: Any) -> Any:
     """`f` of rules.py."""
     inverse = {f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "tan2")}
-    names = inverse | dict(pow="power")  # what NumPy calls those that it calls otherwise than math does
+    names = inverse | dict(pow="power")  # NumPy's names that differ from math's
     of_math = {name: getattr(np, names.get(name, name), None) for name in (*rules.FUNCTIONS, "rint")}
     of_math |= dict(erf=lambda x: math.erf(float(x)), erfc=lambda x: math.erfc(float(x)))
 
@@ -243,7 +245,7 @@ setattr(Whole, "__invert__", lambda self: Whole(self.base, ~self.x))  # noqa: B0
 
 @functools.cache
 def stand_ins(base: Any) -> dict[Any, Any]:
-    """What a function finds in the place of builtins and of math."""
+    """What replaces builtins and functions of math."""
     f = functions_of(base)
 
     def checked(name: str, x: Any) -> Any:
@@ -306,12 +308,12 @@ def stand_ins(base: Any) -> dict[Any, Any]:
 
 @functools.lru_cache(maxsize=200)
 def as_python(function: Function, base: Any) -> Callable[..., Any]:
-    """The function on Real, Whole and Table."""
+    """The function, for arguments Real, Whole and Table."""
     return function.build(stand_ins(base))
 
 
 def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> Pair:
-    """score_mod of one score: (the next score, its derivative by s or None where it is 0)."""
+    """score_mod of one score: (the next score, its derivative by s, or None if that is 0)."""
     score = Real(base, s, 1 if derivative else None)
     found = _called(function, base, (score, *[Whole(base, x) for x in positions], *tables))
     if isinstance(found, bool | np.bool_) or not isinstance(found, (Real, Whole, *NUMBERS)):
@@ -342,7 +344,7 @@ def _called(function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _line_in(function: Function, error: Exception) -> int:
-    """The last line of the function's own file that the error came by."""
+    """The last line of the function's own file in the error's traceback."""
     trace, line = error.__traceback__, function.line
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == function.path:

@@ -1,14 +1,14 @@
-"""Functions of math as plain arithmetic, without a call or a jump, so that LLVM makes vectors of it on a CPU.
+"""Functions of math as plain arithmetic without calls or branches, so that LLVM can vectorise them on a CPU.
 
-x and what they return are values of the code that is being compiled (compiled/code.py), and `f` makes them. float32 is
-within 2 ulp, float64 within 4. The polynomials and the ways of reducing x are those of the Cephes library.
+x and the results are values of the code that is being compiled (compiled/code.py), and `f` creates them. float32 is
+within 2 ulp, float64 within 4. The polynomials and the range reductions are those of the Cephes library.
 """
 
 import math
 from typing import Any
 
 LOG2_E = 1.4426950408889634
-# ln(2) in two parts, the first of which times a small whole number is exact.
+# ln(2) in two parts; the first one times a small integer is exact.
 LN2_HIGH = {4: 0.693359375, 8: 6.93145751953125e-1}
 LN2_LOW = {4: -2.12194440e-4, 8: 1.42860682030941723212e-6}
 EXP_RANGE = {4: (-104.0, 89.0), 8: (-746.0, 710.0)}  # beyond them the result is 0 or infinite
@@ -42,7 +42,7 @@ TANH_Q = (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325
 
 
 def _polynomial(terms: tuple[float, ...], x: Any) -> Any:
-    """Of x; the highest power first."""
+    """A polynomial of x; the highest power first."""
     y = x * 0 + terms[0] if len(terms) == 1 else x * terms[0] + terms[1]
     for term in terms[2:]:
         y = y * x + term
@@ -63,7 +63,7 @@ def _exp_parts(x: Any, f: Any) -> tuple[Any, Any]:
 def exp(x: Any, f: Any) -> Any:
     low, high = EXP_RANGE[f.bytes]
     y, n = _exp_parts(f.where(x < low, f.number(low), f.where(x > high, f.number(high), x)), f)
-    half = f.floor(n * 0.5)  # 2^n as two numbers, of which none is out of range
+    half = f.floor(n * 0.5)  # 2^n as two factors, neither of which is out of range
     return f.where(x != x, x, y * f.power_of_2(half) * f.power_of_2(n - half))
 
 
@@ -88,7 +88,7 @@ def log(x: Any, f: Any) -> Any:
 def log1p(x: Any, f: Any) -> Any:
     u = x + 1
     y = log(u, f)
-    return f.where((u > 0) & (u < math.inf), y - ((u - 1) - x) / u, y)  # without what was lost in u
+    return f.where((u > 0) & (u < math.inf), y - ((u - 1) - x) / u, y)  # corrects what was lost in u
 
 
 def tanh(x: Any, f: Any) -> Any:

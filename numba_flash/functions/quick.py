@@ -1,6 +1,6 @@
-"""Functions of math for kernels on a GPU whose elements have 16 bits: right to some units of float32's last place, in a
-few instructions and without a jump. What libdevice has is right to one or two, and jumps, so that no score is computed
-beside another.
+"""Functions of math for GPU kernels with 16-bit elements: right to some units of float32's last place, in a few
+instructions without a branch. libdevice's are right to one or two units, but branch, so scores are not computed side by
+side.
 
 f: as in rules.py; f.approx(name, x) is one of PTX's approximate instructions.
 """
@@ -20,7 +20,7 @@ def exp(x: Any, f: Any) -> Any:
 
 
 def tanh(x: Any, f: Any) -> Any:
-    """Below SMALL a polynomial: 1 - 2 / (1 + e^2x) would lose the digits that x has."""
+    """Below SMALL a polynomial: 1 - 2 / (1 + e^2x) would lose the digits of x."""
     square = x * x
     small = x + x * square * (square * (square * (-17 / 315) + 2 / 15) + -1 / 3)
     large = reciprocal(exp(x * 2, f) + 1, f) * -2 + 1

@@ -1,12 +1,12 @@
 """How values and derivatives are computed together: the rules of dual numbers, each written once.
 
-A Pair is a value x and its derivative d by the score that came in; d is None where it is known to be 0, and then
-nothing is computed for it. So what is added to a score costs nothing, and its derivative stays the 1 that it was.
+A Pair is a value x and its derivative d by the incoming score. d is None if it is known to be 0, and then nothing is
+computed for it. So adding to a score costs nothing, and its derivative stays 1.
 
 x and d are anything with Python's operators: NumPy's numbers (numbers.py), or values of the code that is being compiled
-(compiled/code.py). `f` gives their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
+(compiled/code.py). `f` has their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
 
-Where a function has no derivative, as abs at 0, that of the branch taken counts, as in torch.
+If a function has no derivative, such as abs at 0, that of the chosen branch counts, as in torch.
 """
 
 import math
@@ -54,7 +54,7 @@ def floordiv(a: Pair, b: Pair, f: Any) -> Pair:
 
 
 def mod(a: Pair, b: Pair, f: Any) -> Pair:
-    """Of the sign of b, as Python has it."""
+    """The result has the sign of b, as in Python."""
     rest = f.fmod(a.x, b.x)
     x = f.where((rest != 0) & ((rest < 0) ^ (b.x < 0)), rest + b.x, rest)
     return Pair(x, _minus(a.d, _times(b.d, f.floor(a.x / b.x))))
@@ -65,12 +65,12 @@ def power(a: Pair, b: Pair, f: Any) -> Pair:
     by_base = _times(a.d, b.x * f.pow(a.x, b.x - 1))
     if b.d is None:
         return Pair(y, by_base)
-    # 0 ** b stays 0, whatever b becomes
+    # 0 ** b stays 0 for every b
     return Pair(y, _plus(by_base, f.where(y == 0, f.zero, b.d * y * f.log(a.x))))
 
 
 def whole_power(a: Pair, exponent: int, f: Any) -> Pair:
-    """a ** exponent for a number that is known when it is compiled."""
+    """a ** exponent for an exponent that is known at compile time."""
     if exponent == 0:
         return Pair(f.one)
     below = _repeated(a.x, abs(exponent) - 1)  # None: 1
@@ -80,7 +80,7 @@ def whole_power(a: Pair, exponent: int, f: Any) -> Pair:
 
 
 def _repeated(x: Any, count: int) -> Any:
-    """x ** count by squares; None for 1."""
+    """x ** count by squaring; None for 1."""
     if count == 0:
         return None
     half = _repeated(x, count // 2)
@@ -101,7 +101,7 @@ def absolute(a: Pair, f: Any) -> Pair:
 
 
 def choose(condition: Any, a: Pair, b: Pair, f: Any) -> Pair:
-    """a where the condition holds, else b."""
+    """a if the condition holds, otherwise b."""
     x = f.where(condition, a.x, b.x)
     if a.d is None and b.d is None:
         return Pair(x)
@@ -149,7 +149,7 @@ SLOPES: dict[str, Callable[[Any, Any, Any], Any] | None] = {
 
 
 def apply(name: str, a: Pair, f: Any) -> Pair:
-    """A function of SLOPES."""
+    """Applies a function of SLOPES."""
     y = getattr(f, name)(a.x)
     slope = SLOPES[name]
     return Pair(y) if a.d is None or slope is None else Pair(y, a.d * slope(a.x, y, f))
@@ -181,7 +181,7 @@ def fmod(a: Pair, b: Pair, f: Any) -> Pair:
 
 
 MATH_BINARY = dict(pow=power, atan2=atan2, hypot=hypot, copysign=copysign, fmod=fmod)
-TO_WHOLE = ("floor", "ceil", "trunc", "rint")  # their results are whole numbers
+TO_WHOLE = ("floor", "ceil", "trunc", "rint")  # their results are integers
 ASKING = ("isnan", "isinf", "isfinite")
 CONSTANTS = ("pi", "e", "tau", "inf", "nan")
 FUNCTIONS = (*SLOPES, "fabs", *MATH_BINARY, *TO_WHOLE[:3], *ASKING)

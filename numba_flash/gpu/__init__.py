@@ -1,1 +1,1 @@
-"""Kernels on the GPU: compiled, kept on disk, loaded, launched."""
+"""Kernels on the GPU: compiled, cached on disk, loaded, launched."""

@@ -1,4 +1,4 @@
-"""PTX -> machine code, and what the assembler says about it: registers, spills, stack, warnings. Needs no GPU."""
+"""PTX -> machine code, and the assembler's report: registers, spills, stack, warnings. Needs no GPU."""
 
 import re
 from dataclasses import dataclass
@@ -6,39 +6,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assembled:
-    """A cubin with the assembler's report, whose numbers are those of the worst function in it."""
+    """A cubin with the assembler's report; the numbers are those of the worst function in it."""
 
     cubin: bytes
     log: str
 
     @property
     def registers(self) -> int:
-        """Of one thread."""
+        """Registers of a thread."""
         return self._largest(r"Used (\d+) registers")
 
     @property
     def spill_bytes(self) -> int:
-        """Stored to or loaded from local memory because registers did not suffice, of one thread."""
+        """Bytes of a thread that are stored to or loaded from local memory because registers did not suffice."""
         return self._largest(r"(\d+) bytes spill (?:stores|loads)")
 
     @property
     def stack_bytes(self) -> int:
-        """Local memory of one thread: spills, and arrays that did not fit into registers."""
+        """Local memory of a thread: spills, and arrays that did not fit into registers."""
         return self._largest(r"(\d+) bytes stack frame")
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory of a block; what is asked for at launch comes on top."""
+        """Static shared memory of a block; what a launch asks for is added to it."""
         return self._largest(r"(\d+) bytes smem", at_least_one=False)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines like C7510, by which wgmma is serialised; there should be none."""
+        """Lines like C7510, which says that wgmma is serialised; there should be none."""
         return tuple(line for line in self.log.splitlines() if re.search(r"warning|advisory|\bC75\d\d\b", line, re.I))
 
     def _largest(self, pattern: str, at_least_one: bool = True) -> int:
         found = [int(number) for number in re.findall(pattern, self.log)]
-        if at_least_one and not found:  # a report that is worded otherwise must not read as "no spills"
+        if at_least_one and not found:  # a report with other words must not count as "no spills"
             raise ValueError(f"the assembler's report has nothing like {pattern!r}: {self.log!r}")
         return max(found, default=0)
 

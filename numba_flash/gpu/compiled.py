@@ -1,8 +1,8 @@
 """(kernel, Config, device) -> a loaded kernel: the only memo, over a disk cache of code.
 
-Numba compiles the Python function to PTX, nvJitLink assembles it, cuda.core loads it. Numba's own
-dispatcher and cache are not used: a launch through the dispatcher costs 185 us with four CuPy arrays
-against 7 us (H200), and its cache's key leaves out most of what shapes the code.
+Numba compiles the Python function to PTX, nvJitLink assembles it, cuda.core loads it. Numba's own dispatcher and cache
+are not used: a launch through the dispatcher takes 185 us with four CuPy arrays instead of 7 us (H200), and its cache's
+key leaves out most of what determines the code.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     AnyConfig = BackwardConfig | MaskBitsConfig | TileStatesConfig | TileOrderConfig | SoftmaxConfig
 else:
-    AnyConfig = Any  # not imported for the sake of a name: they take a fifth of a first call's time
-# the file of each kernel, in numba_flash/kernels
+    AnyConfig = Any  # not imported just for a name: Configs take a fifth of a first call's time
+# The file of each kernel, in numba_flash/kernels.
 MODULES = {
     "v1": "simt.v1",
     "v2": "simt.v2",
@@ -75,8 +75,8 @@ MODULES = {
     "online": "softmax.online",
     "blocked": "softmax.blocked",
 }
-# Of each compute capability the first version of PTX that has it, or 8.0, which the driver of every CUDA 12 takes. The
-# driver that assembles a whole program may be older than the compiler, but not than the GPU.
+# For each compute capability the first PTX version that has it, or 8.0, which the driver of every CUDA 12 takes. The
+# driver that assembles a whole program may be older than the compiler, but not older than the GPU.
 PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
 PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
 _lock = threading.RLock()
@@ -87,7 +87,7 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
     kernel = _kernels.get((config, device))
     if kernel is None:
-        with _lock:  # two threads asking for the same kernel compile it once
+        with _lock:  # if two threads ask for the same kernel, only one compiles it
             kernel = _kernels.get((config, device))
             if kernel is None:
                 kernel = _kernels[config, device] = _load(config, device, cc)
@@ -95,7 +95,7 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
 
 
 def source(config: AnyConfig) -> Any:
-    """The kernel as Numba sees it, from its file's make(config); in the simulator it can be called."""
+    """The kernel as a Numba function, from its file's make(config); the simulator can call it."""
     toolchain.cuda()
     return importlib.import_module(f"numba_flash.kernels.{MODULES[config.kernel]}").make(config)
 
@@ -104,7 +104,7 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     arch = architecture(cc)
     cached = read_cache(config, arch)
     if cached is not None:
-        # Code that passes its checksum and still does not load is as good as none.
+        # Code that passes its checksum but does not load is treated as missing.
         with contextlib.suppress(Exception):
             return _opt_in(_loaded(config, cached), config, device)
     started = time.perf_counter()
@@ -117,13 +117,13 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
 
 
 def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
-    """What the disk cache keeps and the driver loads: a cubin, or for a whole program PTX.
+    """What the disk cache stores and the driver loads: a cubin, or PTX for a whole program.
 
-    nvJitLink assembles for linking with other code. Then setmaxnreg is ignored, wgmma serialised (C7504, C7512), and
-    mma in float64 spills on sm_80 (255 registers and 192 bytes, where a whole program takes 207). The driver assembles
-    a module of its own as a whole, and keeps what it made in a cache of its own.
+    nvJitLink assembles for linking with other code. Then setmaxnreg is ignored, wgmma is serialised (C7504, C7512), and
+    float64 mma spills on sm_80 (255 registers and 192 bytes; a whole program takes 207). The driver assembles PTX as a
+    whole, and keeps the result in a cache of its own.
     """
-    from .assembler import assemble  # what was compiled before needs none of it
+    from .assembler import assemble  # code from the cache does not need it
 
     ptx = to_ptx(config, cc)
     return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
@@ -137,7 +137,7 @@ def _loaded(config: AnyConfig, code: bytes) -> Any:
 
 
 def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
-    """More than 48 KB of dynamic shared memory has to be asked for, per kernel and device."""
+    """More than 48 KB of dynamic shared memory must be requested, for each kernel and device."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -149,12 +149,12 @@ def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
 
 
 def architecture(cc: tuple[int, int]) -> str:
-    """sm_90a and so on: from 9.0 on the specific target, which allows wgmma and its kin."""
+    """sm_90a and so on: from 9.0 on the architecture-specific target, which allows wgmma and similar instructions."""
     return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
 
 
 def entry_name(config: AnyConfig) -> str:
-    """What profilers show."""
+    """The name that profilers show."""
     return f"numba_flash_{config.kernel}"
 
 
@@ -163,7 +163,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     cuda = toolchain.cuda()
     function = source(config).py_func
     options: dict[str, Any] = {}
-    blocks = config.blocks_per_sm  # what the registers must suffice for
+    blocks = config.blocks_per_sm  # the registers must suffice for so many
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
     with _lock, _compiling_for(cc), toolchain.keeping_garbage():
@@ -192,7 +192,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
 
 
 def _in_clusters(ptx: str, config: AnyConfig) -> str:
-    """Numba cannot say how many blocks make a cluster, and a kernel that says so is launched like any other."""
+    """Adds the cluster size, which Numba cannot express. Such a kernel is launched like any other."""
     if config.cluster == 1:
         return ptx
     directives = f".explicitcluster\n.reqnctapercluster {config.cluster}, 1, 1\n"
@@ -202,7 +202,8 @@ def _in_clusters(ptx: str, config: AnyConfig) -> str:
 
 
 def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
-    """Numba has no parameter of 128 bytes: the kernel's first one, a number by name, becomes its tensor maps."""
+    """Replaces the kernel's first parameter, a number by name, by its tensor maps: Numba has no parameter of 128
+    bytes."""
     maps = config.tensor_maps
     if not maps:
         return ptx
@@ -237,9 +238,9 @@ def _signature(config: AnyConfig) -> Any:
 
 @contextlib.contextmanager
 def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
-    """Numba asks the current GPU for its capability when it types a device function; answer for it.
+    """Answers for the current GPU when Numba asks for its compute capability to type a device function.
 
-    So a kernel can be compiled with no GPU, and for another one than the current.
+    So a kernel can be compiled without a GPU, and for another GPU than the current one.
     """
     dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     asked = dispatcher.get_current_device
@@ -250,25 +251,25 @@ def _compiling_for(cc: tuple[int, int]) -> Iterator[None]:
         dispatcher.get_current_device = asked
 
 
-# The disk cache. An entry is a cubin, or PTX, followed by its SHA-256; tools that read cubins do not mind.
+# The disk cache. An entry is a cubin, or PTX, followed by its SHA-256, which tools that read cubins ignore.
 
 
 @functools.cache
 def _store(max_size_bytes: int | None = None) -> Any:
-    """The entries; those who write give a limit, to keep which every entry's size is looked up at once."""
+    """The entries. Writers give a limit; to keep it, the size of every entry is looked up at once."""
     from cuda.core.utils import FileStreamProgramCache
 
     return FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=max_size_bytes)
 
 
-# How the folders are called in which installers note the version of what compiles, for CUDA 12 and 13.
+# The folders in which installers record the version of the compilers, for CUDA 12 and 13.
 _COMPILERS = re.compile(
     r"(numba|numba_cuda|llvmlite|cuda_core|nvidia_(nvvm|nvjitlink|cuda_nvcc)(_cu\d+)?)-.*\.(dist|egg)-info"
 )
 
 
-# What shapes the code of a kernel beside its Config and the room of kernels/ that its file is in: files, and folders
-# with all in them.
+# What determines the code of a kernel besides its Config and the room of kernels/ that has its file: files, and whole
+# folders.
 SOURCES = (
     "kernels/steps",
     "kernels/score",
@@ -282,12 +283,12 @@ SOURCES = (
     "gpu/assembler.py",
     "gpu/compiled.py",
 )
-NO_SOURCES = ("sim", "__pycache__")  # folders that no compiler sees
+NO_SOURCES = ("sim", "__pycache__")  # folders that are never compiled
 
 
 @functools.cache
 def _fingerprint(room: str) -> str:
-    """Changes with anything but the Config that could change the code of the room's kernels: sources and compilers."""
+    """A hash of everything but the Config that could change the code of the room's kernels: sources and compilers."""
     content = []
     for file in _sources(room):
         with open(file, "rb", buffering=0) as opened:
@@ -296,22 +297,22 @@ def _fingerprint(room: str) -> str:
 
 
 def _sources(room: str) -> list[str]:
-    """By os.walk: pathlib's glob takes 4 ms of a first call instead of 1."""
+    """With os.walk: pathlib's glob takes 4 ms of a first call instead of 1."""
     package = Path(__file__).parents[1]
     found: set[str] = set()
     for name in (*SOURCES, f"kernels/{room}"):
         if name.endswith(".py"):
             found.add(str(package / name))
-        for folder, inside, files in os.walk(package / name):  # of a file: nothing
+        for folder, inside, files in os.walk(package / name):  # a file has none
             inside[:] = [each for each in inside if each not in NO_SOURCES]
             found.update(os.path.join(folder, file) for file in files if file.endswith(".py"))
     return sorted(found)
 
 
 def _compilers() -> list[str]:
-    """The compilers that are installed, with their versions, in the order in which Python would find them.
+    """The installed compilers with their versions, in the order in which Python would find them.
 
-    From the names of folders: importlib.metadata, which reads what is in them, takes 20 ms of a first call.
+    It reads only the names of folders: importlib.metadata, which reads their files, takes 20 ms of a first call.
     """
     found: list[str] = []
     for folder in sys.path:
@@ -321,7 +322,7 @@ def _compilers() -> list[str]:
 
 
 def _sha256(data: bytes) -> bytes:
-    import hashlib  # loads OpenSSL, 3 to 13 ms, which importing numba_flash does without
+    import hashlib  # loads OpenSSL, 3 to 13 ms; importing numba_flash does not need it
 
     return hashlib.sha256(data).digest()
 
@@ -334,7 +335,7 @@ def _key(config: AnyConfig, arch: str) -> bytes:
 def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     try:
         entry = _store().get(_key(config, arch))
-    except Exception as error:  # a cache never breaks a call, whatever is wrong with its folder
+    except Exception as error:  # a cache never fails a call, whatever is wrong with its folder
         complain(error)
         return None
     if not entry or _sha256(entry[:-32]) != entry[-32:]:

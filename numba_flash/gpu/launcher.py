@@ -1,10 +1,10 @@
-"""One compiled kernel, launched again and again: all its parameters in one buffer, one call of the driver.
+"""Launches a compiled kernel repeatedly: all its parameters are in one buffer, and a launch is one call of the driver.
 
-Every parameter is 8 bytes long (a pointer, an int64, a float64), or 4 at the end (a float32). So they lie side by side,
-just as PTX lays them out. Tensor maps, 128 bytes each, come first. They are aligned to 64 bytes where they arrive,
-which is not at a multiple of 64 from the beginning of the parameters, so the driver is asked where the first one lies.
-Numbers stay the same from call to call and come packed. cuda.core.launch, which takes the arguments one by one, costs
-the host 7 to 9 us (H200).
+Every parameter is 8 bytes long (a pointer, an int64, a float64), or 4 at the end (a float32). So they are contiguous,
+as PTX lays them out. Tensor maps, 128 bytes each, come first. The device aligns them to 64 bytes, and the parameters do
+not begin at a multiple of 64, so the driver is asked for the offset of the first one. Numbers stay the same from call
+to call and are passed packed. cuda.core.launch, which takes the arguments one by one, takes 7 to 9 us on the host
+(H200).
 """
 
 import ctypes
@@ -18,14 +18,14 @@ from ..machine import context
 from ..select.tensor_maps import SIZE as MAP_SIZE
 from ..select.tensor_maps import TensorMap, encode
 
-# CUDA driver API, cuLaunchKernel: `extra` is a list of these words and what each announces.
+# CUDA driver API, cuLaunchKernel: `extra` is a list of these words, each followed by its value.
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2
-CONFIGS = 1000  # kept of one kernel: streams and shapes that change with every call must not pile up
-LEGACY_DEFAULT_STREAM = 1  # 0 is this one too, unless cuda.bindings is told otherwise by the environment
+CONFIGS = 1000  # most that are kept for a kernel: streams and shapes that change with every call must not accumulate
+LEGACY_DEFAULT_STREAM = 1  # 0 also means this one, unless the environment tells cuda.bindings otherwise
 
 
 def packed(numbers: Sequence[Any]) -> bytes:
-    """Numbers as a kernel takes them behind its pointers: int64, and then float32 or float64."""
+    """Numbers in the layout in which a kernel takes them after its pointers: int64, then float32 or float64."""
     kinds = ["f" if isinstance(x, np.float32) else "d" if isinstance(x, float) else "q" for x in numbers]
     return struct.pack("<" + "".join(kinds), *numbers)
 
@@ -60,16 +60,16 @@ class Launcher:
         constants: int,
         behind: bool = False,
     ) -> None:
-        """pointers and maps: how many of them the kernel takes; constants: how many bytes of packed scalars; behind:
-        each launch may start before the kernel before has ended, for which it waits itself (ptx/griddepcontrol.py)."""
+        """pointers, maps: how many of them the kernel takes; constants: number of bytes of packed scalars; behind: each
+        launch may start before the previous kernel has ended, and waits for it itself (ptx/griddepcontrol.py)."""
         from cuda.bindings import driver
 
         self._driver, self._name, self._device = driver, name, device
         self._threads, self._shared_bytes = threads, shared_bytes
-        # where there is one device, the current context need not be asked for in each launch
+        # with one device, a launch need not ask for the current context
         self._several_devices = driver.cuDeviceGetCount()[1] != 1
         context.ensure(device)
-        # a kernel passes as a function, in whichever context is current
+        # A kernel is passed as a function, in the current context, whichever that is.
         self._function = driver.CUfunction(int(kernel.handle))
         error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
         if error:
@@ -79,13 +79,13 @@ class Launcher:
         self._layout = struct.Struct(f"<6Q{first}x{f'{MAP_SIZE}s' * maps}{pointers}Q{constants}s")
         self._buffer: Any = ctypes.c_char * self._layout.size
         self._serialization = _serialization(driver) if behind else None
-        # (stream, blocks) -> the driver's object that says both. It is never changed: another thread may be launching
+        # (stream, blocks) -> the driver's object with both. It is never changed: another thread may be launching
         self._configs: dict[tuple[int, int], Any] = {}
 
     def parameters(self, addresses: Sequence[int], maps: Sequence[tuple[int, TensorMap]], scalars: bytes) -> Any:
-        """What `launch` takes, to be used as often as wanted: a launch copies it and changes nothing.
+        """The argument of `launch`. It can be used any number of times: a launch copies it and changes nothing.
 
-        maps: (which address, the map of what begins there); scalars: what `packed` made of them.
+        maps: (index of the address, the map of the array there); scalars: from `packed`.
         """
         buffer = self._buffer()
         at = ctypes.addressof(buffer)
@@ -129,7 +129,7 @@ class Launcher:
         return made
 
     def _launch_there(self, parameters: Any, stream: int, blocks: int) -> Any:
-        """With the kernel's device current, and afterwards the one that was."""
+        """Launches with the kernel's device current, and restores the current device afterwards."""
         none, current = self._driver.cuCtxGetDevice()
         if not none and int(current) == self._device:
             return self._launch_here(parameters, stream, blocks)
@@ -143,21 +143,21 @@ class Launcher:
 
 
 def _serialization(driver: Any) -> Any:
-    """The launch attribute that lets a kernel start before the one before it in its stream has ended."""
+    """The launch attribute that lets a kernel start before the previous one in its stream has ended."""
     made = driver.CUlaunchAttribute()
     made.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     made.value.programmaticStreamSerializationAllowed = 1
     return made
 
 
-# address -> the driver's object, which the binding would make in each launch
+# address -> the driver's object, which the binding would otherwise create in each launch
 _streams: dict[int, Any] = {}
 
 
 def _stream(address: int) -> Any:
     from cuda.bindings import driver
 
-    if len(_streams) >= 1000:  # streams that change with every call must not pile up
+    if len(_streams) >= 1000:  # streams that change with every call must not accumulate
         _streams.clear()
     made = _streams[address] = driver.CUstream(address or LEGACY_DEFAULT_STREAM)
     return made

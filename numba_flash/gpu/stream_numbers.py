@@ -1,4 +1,4 @@
-"""Which stream a handle is: for what is kept for the work on one stream."""
+"""Identifies the stream of a handle, for what is kept for the work on one stream."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ LEGACY_DEFAULT = 0
 
 
 def number_of(device: int, stream: int) -> int | None:
-    """The number of a stream, which no other one gets; None while it is captured, when nothing runs.
+    """The number of a stream, which is never reused; None while the stream is being captured, when nothing runs.
 
-    Handles come back: that of a stream that was destroyed while its work goes on, and in each thread that of the
-    thread's own default stream. Numbers do not. The legacy default stream cannot be captured; here it is 0.
+    Handles are reused: that of a stream that was destroyed while its work goes on, and in each thread that of the
+    thread's own default stream. Numbers are not. The legacy default stream cannot be captured; here it is 0.
     """
     if stream <= 1:
         return LEGACY_DEFAULT
     from cuda.bindings import driver
 
     error, status = driver.cuStreamIsCapturing(stream)
-    if error:  # this may be the first that the thread asks of CUDA
+    if error:  # this may be the thread's first use of CUDA
         context.ensure(device)
         status = checked(driver.cuStreamIsCapturing(stream))
     if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:

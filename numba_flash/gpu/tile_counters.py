@@ -1,7 +1,7 @@
-"""Tile counters in device memory, for kernels whose blocks stay and take their work by counting.
+"""Tile counters in device memory, for persistent kernels, whose blocks take their work from a counter.
 
-A kernel leaves its counter as it found it, zero, so launches that follow each other share one: each stream has its
-own. A launch that is captured in a graph gets one for itself, because a replay may run beside its stream's own work.
+A kernel leaves its counter at zero, as it found it, so consecutive launches share one: each stream has its own. A
+launch that is captured in a graph gets its own counter, because a replay may run beside the stream's other work.
 """
 
 import threading
@@ -9,11 +9,11 @@ from typing import Any
 
 from .stream_numbers import number_of
 
-WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; how many are made at a time
+WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; number allocated at a time
 _lock = threading.Lock()
 _unused: dict[int, list[int]] = {}  # device -> addresses
-_of_default: dict[int, int] = {}  # device -> that of the legacy default stream, which cannot be captured
-_of_stream: dict[tuple[int, int], int] = {}  # (device, a stream's number); who was asked for last stands last
+_of_default: dict[int, int] = {}  # device -> counter of the legacy default stream, which cannot be captured
+_of_stream: dict[tuple[int, int], int] = {}  # (device, a stream's number); the most recently used one is last
 
 
 def counter(device: int, stream: int) -> int:
@@ -33,7 +33,7 @@ def _counter_of(device: int, stream: int) -> int:
         with _lock:
             return _take(device)
     key = device, number
-    with _lock:  # or two threads that work on one stream would take a new counter now and then
+    with _lock:  # otherwise two threads on one stream would sometimes take a new counter
         found = _of_stream.pop(key, None)
         if found is None:
             if len(_of_stream) >= SLAB:
@@ -44,12 +44,12 @@ def _counter_of(device: int, stream: int) -> int:
 
 
 def prepare(device: int) -> None:
-    """Have counters at hand before the first launch, which may be captured."""
+    """Makes counters available before the first launch, which may be captured."""
     with _lock:
         _fill(device)
 
 
-# These are called with the lock held.
+# Call these with the lock held.
 
 
 def _take(device: int) -> int:
@@ -63,7 +63,7 @@ def _fill(device: int) -> None:
 
 
 def _recycle() -> None:
-    """Give back the counter of the stream that has had no launch for the longest time: thousands of others had."""
+    """Takes back the counter of the stream whose last launch is the longest ago: thousands of others had one since."""
     key = next(iter(_of_stream))
     _unused[key[0]].insert(0, _of_stream.pop(key))
 
@@ -74,7 +74,7 @@ def _slab(device: int) -> list[int]:
 
     primary = _checked(driver.cuDevicePrimaryCtxRetain(device))
     _checked(driver.cuCtxPushCurrent(primary))
-    # A stream may be captured meanwhile, whose graph does not depend on this memory being made.
+    # A stream may be captured meanwhile. Its graph must not depend on this allocation.
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:

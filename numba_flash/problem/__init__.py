@@ -1,1 +1,1 @@
-"""What is asked, checked: every mistake of a caller raises in here."""
+"""What a caller asks for, checked: every mistake of a caller raises here."""

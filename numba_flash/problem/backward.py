@@ -1,4 +1,4 @@
-"""BackwardProblem: one problem of gradients, checked: the forward's Problem and what comes to it."""
+"""BackwardProblem: one problem of gradients, checked: the forward's Problem and what the gradients add."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ GRADIENTS = tuple(GRADIENT_OF)
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` makes and checks it.
+    """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` creates and checks it.
 
     Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, those of options in the
     options' own shapes, with stride 0 where these are broadcast.
     """
 
-    forward: Problem  # with the strides of o as it was given
-    wanted: tuple[str, ...]  # of GRADIENTS, in that order
-    wanted_aux: tuple[int, ...]  # numbers of the arrays of aux whose gradients are wanted, too
+    forward: Problem  # with the strides of the given o
+    wanted: tuple[str, ...]  # some of GRADIENTS, in that order
+    wanted_aux: tuple[int, ...]  # indices of the aux arrays whose gradients are also wanted
     deterministic: bool
     do_strides: Strides
     has_dlse: bool
     dlse_strides: tuple[int, int, int]  # (batch, head, query)
-    strides: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as many as options.RANKS says
-    shapes: tuple[tuple[int, ...], ...]  # of each of GRADIENTS, as the caller gets it; () for what is not wanted
+    strides: tuple[tuple[int, ...], ...]  # for each of GRADIENTS, as many as options.RANKS says
+    shapes: tuple[tuple[int, ...], ...]  # for each of GRADIENTS, as the caller gets it; () if it is not wanted
 
     def strides_of(self, name: str) -> tuple[int, ...]:
-        """Those of one of GRADIENTS."""
+        """The strides of one of GRADIENTS."""
         return self.strides[GRADIENTS.index(name)]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """That of one of GRADIENTS."""
+        """The shape of one of GRADIENTS."""
         return self.shapes[GRADIENTS.index(name)]
 
     @property
@@ -48,7 +48,7 @@ class BackwardProblem:
         do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, options: Options,
         wanted: Any, deterministic: Any, aligned: bool = True, bias_aligned: bool = False,
     ) -> "BackwardProblem":  # fmt: skip
-        """Check a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
+        """Checks a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
         forward = Problem.of(q, k, v, options, None, None, True, aligned, bias_aligned)
         check_bool("deterministic", deterministic)
         of = dict(q=q, k=k, v=v) | {name: options.array(name) for name in OPTION_ARRAYS}
@@ -85,7 +85,7 @@ class BackwardProblem:
 
 
 def _wanted(wanted: Any, arrays: dict[str, Layout | None], aux: dict[str, str]) -> tuple[str, ...]:
-    """arrays: by name, those that gradients are of. aux: the dtype of each, by the name of its gradient."""
+    """arrays: by name, those that have gradients. aux: the dtype of each, by the name of its gradient."""
     names = ", ".join((*GRADIENTS, *(aux or [daux_name(0)])))
     if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
         raise TypeError(f"wanted must be a tuple of names of {names}, not {wanted!r}")
@@ -102,7 +102,7 @@ def _wanted(wanted: Any, arrays: dict[str, Layout | None], aux: dict[str, str]) 
 
 
 def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dtype: str) -> None:
-    """An array that only the backward takes; it may be read-only, and lie in memory in any way."""
+    """Checks an array that only the backward takes; it may be read-only and have any strides."""
     check_one_place({"q": q, name: array})
     check_strides(name, array)
     if array.shape != shape:
@@ -112,7 +112,7 @@ def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dt
 
 
 def _strides(name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a gradient, which is contiguous. order: of the dimensions of dq, dk and dv."""
+    """The strides of a gradient, which is contiguous. order: of the dimensions of dq, dk and dv."""
     strides = contiguous_strides(shape)
     if name in ("dq", "dk", "dv"):
         return tuple(strides[axis] for axis in order)

@@ -1,4 +1,4 @@
-"""Problem: one attention problem, checked. Every mistake a caller can make in it is named here."""
+"""Problem: one attention problem, checked. Every mistake that a caller can make in it is reported here."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,15 @@ from .strides import Strides, check_strides, contiguous_strides, element_strides
 if TYPE_CHECKING:
     from ..functions.function import Function
 
-LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, seqlen and dim stand in the shape
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # the indices of batch, head, seqlen and dim in the shape
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to compute, never how or where. Frozen and hashable; `Problem.of` makes and checks it.
+    """What to compute, never how or where. Frozen and hashable; `Problem.of` creates and checks it.
 
-    Strides are in elements of their own array and always in the order (batch, head, seqlen, dim),
-    whatever the caller's layout was; broadcast dimensions have stride 0; negative ones are allowed.
+    Strides are in elements of their own array and always in the order (batch, head, seqlen, dim), whatever the caller's
+    layout was. Broadcast dimensions have stride 0; negative strides are allowed.
     """
 
     batch: int
@@ -42,27 +42,27 @@ class Problem:
     head_dim: int
     head_dim_v: int
     dtype: str  # of q, k, v and o: "float16", "bfloat16", "float32" or "float64"
-    layout: str  # "bhsd" or "bshd"; only the outputs' shape depends on it
+    layout: str  # "bhsd" or "bshd"; it affects only the shape of the outputs
     q_strides: Strides
     k_strides: Strides
     v_strides: Strides
     o_strides: Strides
     scale: float
-    left: int | None  # causal and window folded into one; None = unbounded
+    left: int | None  # causal and window combined; None: unbounded
     right: int | None
-    q_offset: int  # where query 0 stands, the part known on the host
+    q_offset: int  # the position of query 0, as far as the host knows it
     q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
     numbers: tuple[tuple[str, float], ...]  # other numbers of the score, as (option, value)
     arrays: tuple[OptionArray, ...]  # arrays given as options
     functions: tuple[tuple[str, "Function"], ...]  # the caller's own, as (option, function)
-    aux: tuple[AuxArray, ...]  # what they read
+    aux: tuple[AuxArray, ...]  # the arrays that they read
     return_lse: bool
     aligned: bool  # q, k, v and out begin at multiples of 16 bytes
-    o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the output's, in the caller's layout
+    o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Both are asked for in every call.
+        # Every call needs both.
         extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
         object.__setattr__(self, "o_shape", tuple(extents[axis] for axis in LAYOUTS[self.layout]))
         facts = [getattr(self, name) for name, about in self.__dataclass_fields__.items() if about.compare]
@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def compute_dtype(self) -> str:
-        """What is accumulated in, and the dtype of lse."""
+        """The dtype of accumulators and of lse."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -81,14 +81,13 @@ class Problem:
         return (self.batch, self.heads, self.seqlen_q)
 
     def number(self, name: str) -> float | None:
-        """The value of a number of the score; None where it was not given."""
+        """The value of a number of the score; None if it was not given."""
         return self.scale if name == "scale" else dict(self.numbers).get(name)
 
     @property
     def narrow(self) -> bool:
-        """Whether functions are told nothing but numbers from 0 to NARROW, as far as is known without a look at
-        q_offset= or seqlens_k=, and read nothing that is farther than NARROW elements from an array's first. False
-        where there are none to tell."""
+        """Whether functions get only numbers from 0 to NARROW, as far as is known without reading q_offset= or
+        seqlens_k=, and read nothing farther than NARROW elements from an array's first. False without functions."""
         last = self.q_offset + self.seqlen_q + (self.seqlen_k if self.q_offset_source == "seqlens_k" else 0)
         known = bool(self.functions) and self.q_offset_source != "array" and self.q_offset >= 0
         reach = [sum(n * abs(by) for n, by in zip(x.shape, x.strides, strict=True)) for x in self.aux]
@@ -96,20 +95,20 @@ class Problem:
 
     @property
     def seeded(self) -> bool:
-        """Whether each call brings a seed."""
+        """Whether each call needs a seed."""
         return self.number(SEEDED) is not None
 
     def array(self, name: str) -> OptionArray | None:
-        """An array given as an option, or None."""
+        """An array option, or None."""
         return next((array for array in self.arrays if array.name == name), None)
 
     def function(self, name: str) -> "Function | None":
-        """A function given as an option, or None."""
+        """A function option, or None."""
         return dict(self.functions).get(name)
 
     @property
     def uses(self) -> Uses:
-        """What a kernel is compiled for; scale, which every problem has, is not named."""
+        """What a kernel is compiled for; scale, which every problem has, is left out."""
         given: dict[str, Any] = {array.name: array.dtype for array in self.arrays} | dict(self.functions)
         if self.aux:
             given["aux"] = tuple((array.dtype, len(array.shape)) for array in self.aux)
@@ -120,7 +119,8 @@ class Problem:
         q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
         return_lse: Any = False, aligned: bool = True, bias_aligned: bool = False,
     ) -> "Problem":  # fmt: skip
-        """Check a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16 bytes."""
+        """Checks a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16
+        bytes."""
         causal, layout = options.causal, options.layout
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
@@ -240,7 +240,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_one_place(given: dict[str, Layout]) -> None:
-    """All arrays of one family and in one memory; nothing is copied across in silence."""
+    """Checks that all arrays are of one family and in one memory; nothing is copied silently."""
     (first, one), *others = given.items()
     for name, array in others:
         if array.family != one.family:
@@ -251,7 +251,7 @@ def check_one_place(given: dict[str, Layout]) -> None:
 
 
 def check_result(name: str, out: Layout, shape: tuple[int, ...], dtype: str, where: str) -> None:
-    """An array to write to."""
+    """Checks an array to write to."""
     if out.shape != shape:
         raise ValueError(f"{name} must have shape {shape} {where}, not {out.shape}")
     if out.dtype != dtype:
@@ -260,8 +260,8 @@ def check_result(name: str, out: Layout, shape: tuple[int, ...], dtype: str, whe
         reason = "JAX arrays cannot be written; leave it out" if out.family == "jax" else "pass one that can be written"
         raise ValueError(f"{name} is read-only: {reason}")
     if 0 in shape:
-        return  # no element to hit twice; what strides an empty array has is its library's affair
-    reach = 1  # how far the smaller dimensions reach; a stride below that would hit an element twice
+        return  # no element to write twice; a library may give an empty array any strides
+    reach = 1  # extent of the smaller dimensions; a smaller stride would write an element twice
     for stride, extent in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
         if stride * out.unit < reach:
             raise ValueError(f"{name} has strides {out.strides}, by which several results share one element")

@@ -1,4 +1,4 @@
-"""What cannot be told from shapes: where arrays lie, whether they share memory, and lengths in host memory."""
+"""Checks what shapes do not show: where arrays are, whether they share memory, and lengths in host memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from .strides import check_strides
 
 OPERAND_NAMES = [
     {"o": "out", "lse": "the lse of out"}.get(name, name) for name in Operands._fields
-]  # as callers know them
+]  # the names that callers know
 O, LSE, SEQLENS_K = (Operands._fields.index(name) for name in ("o", "lse", "seqlens_k"))
 
 
 def check_memory(given: list[Any], problem: Problem) -> None:
-    """What cannot be told from shapes: where the arrays lie, and lengths in host memory.
+    """Checks where the arrays are, and lengths in host memory.
 
-    given: an Array or None for each field of Operands, and behind them those of aux. Calls that have more than q, k and
-    v come here, so it hurries.
+    given: an Array or None for each field of Operands, followed by those of aux. Every call with more than q, k and v
+    comes here, so it must be fast.
     """
     arrays = [array for array in given if array is not None]
     check_alignments(arrays, lambda: named(OPERAND_NAMES, given))
@@ -32,13 +32,14 @@ def check_memory(given: list[Any], problem: Problem) -> None:
 
 
 def named(names: Sequence[str], given: list[Any]) -> Iterable[tuple[str, Array | None]]:
-    """Operands with their names, and behind them those of aux."""
+    """Operands with their names, followed by those of aux."""
     of_aux = [f"aux[{number}]" for number in range(len(given) - len(names))]
     return zip([*names, *of_aux], given, strict=True)
 
 
 def check_alignments(arrays: list[Array], named: Callable[[], Iterable[tuple[str, Array | None]]]) -> None:
-    """arrays: those that are there; `named` gives all with their names. Nearly always none is to be looked at alone."""
+    """arrays: those that are given; `named` returns all with their names. Almost never does one need an individual
+    check."""
     addresses = 0
     for array in arrays:
         addresses |= array.pointer
@@ -49,7 +50,7 @@ def check_alignments(arrays: list[Array], named: Callable[[], Iterable[tuple[str
 
 
 def check_lengths(seqlens_k: Array | None, problem: Problem) -> None:
-    """Lengths in host memory; on a device the kernels clamp them, because reading them would mean waiting."""
+    """Checks lengths in host memory. On a device the kernels clamp them, because reading them would mean waiting."""
     if seqlens_k is not None and seqlens_k.layout.device is None and problem.batch:
         values = host_view(seqlens_k)
         if values.min() < 0 or values.max() > problem.seqlen_k:
@@ -57,14 +58,14 @@ def check_lengths(seqlens_k: Array | None, problem: Problem) -> None:
 
 
 def check_alignment(name: str, array: Array) -> None:
-    """An element lies at a multiple of its size: a GPU stops the whole process otherwise."""
+    """Checks that elements are at multiples of their size; otherwise a GPU stops the whole process."""
     size = ITEM_SIZE.get(array.layout.dtype, 1)
     if array.pointer % size:
         raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
 
 
 def _anything_near(written: Array, arrays: list[Array]) -> bool:
-    """Whether another array's first and last byte are not both on one side of `written`: nearly never."""
+    """Whether another array's first and last byte are not both on one side of `written`: almost never."""
     low, high = written.layout.byte_bounds
     low, high = written.pointer + low, written.pointer + high
     for array in arrays:
@@ -76,14 +77,14 @@ def _anything_near(written: Array, arrays: list[Array]) -> bool:
 
 
 def check_overlap(name: str, written: Array, others: Iterable[tuple[str, Array | None]]) -> None:
-    """An output shares no element with an input: tiles are read after others were written."""
+    """Checks that an output shares no element with an input: tiles are read after others were written."""
     for other, array in others:
         if array is not None and array is not written and _share_elements(written, array):
             raise ValueError(f"{name} shares memory with {other}; nothing is computed in place")
 
 
 def check_output(name: str, out: Array, like: Array) -> None:
-    """An output for a function whose result has its input's shape, dtype and place."""
+    """Checks an output for a function whose result has its input's shape, dtype and place."""
     check_one_place({"x": like.layout, name: out.layout})
     check_strides(name, out.layout)
     check_result(name, out.layout, like.layout.shape, like.layout.dtype, "like x")

@@ -1,4 +1,4 @@
-"""An option as the caller gave it -> as a Problem has it. What is wrong with it is named here."""
+"""Converts an option from the caller's form to that of a Problem, and reports what is wrong with it."""
 
 import math
 import operator
@@ -23,9 +23,9 @@ class OptionArray(NamedTuple):
 
     name: str
     dtype: str
-    strides: tuple[int, ...]  # in elements; 0 in dimensions that it is broadcast in
+    strides: tuple[int, ...]  # in elements; 0 in broadcast dimensions
     pairs: bool = False  # of bias: keys 2 i and 2 i + 1 are one read, side by side at a multiple of their size
-    boxes: bool = False  # of bias in 16 bits: it has rows, which TMA can fetch
+    boxes: bool = False  # of bias in 16 bits: TMA can load its rows
 
 
 class AuxArray(NamedTuple):
@@ -64,11 +64,11 @@ def _window_side(name: str, side: Any) -> int | None:
         raise TypeError(f"window: {name} must be a whole number or None, not {side!r}") from None
     if value < 0:
         raise ValueError(f"window: {name} must be at least 0, not {value}; unbounded is None (flash-attn's -1)")
-    return value if value <= 4 * MAX_EXTENT else None  # no two positions lie that far apart
+    return value if value <= 4 * MAX_EXTENT else None  # no two positions are that far apart
 
 
 def q_offset_of(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
-    if q_offset is None:  # bottom-right: the last query stands at the last valid key
+    if q_offset is None:  # bottom-right: the last query has the position of the last valid key
         return (-seqlen_q, "seqlens_k") if has_seqlens_k else (seqlen_k - seqlen_q, "number")
     if isinstance(q_offset, bool | np.bool_):
         raise TypeError(f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}")
@@ -94,7 +94,7 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
         raise ValueError(f"{name} must be finite, not {number}")
     if dtype != "float64" and abs(number) > float(FLOAT32.max):
         raise ValueError(f"{name} must fit into float32, in which {dtype} is computed, not {number}")
-    least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # below it float32 would divide by zero
+    least = 0.0 if dtype == "float64" else float(FLOAT32.tiny)  # with a smaller number float32 would divide by zero
     if BY_NAME[name].acts_on == "weights":
         if not 0 <= number < 1:
             raise ValueError(f"{name} is a probability, from 0 to below 1, not {number}")
@@ -117,7 +117,7 @@ def option_array(
 
 
 def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The strides by which kernels read an array that was given as an option. Checks its dtype and shape."""
+    """The strides by which kernels read an array option. Checks its dtype and shape."""
     name, dtypes = option.name, tuple(dict.fromkeys(q_dtype if dtype == "q" else dtype for dtype in option.dtypes))
     if array.dtype not in dtypes and option.shape != "batch":
         if dtypes == ("bool",):
@@ -132,7 +132,7 @@ ARGUMENTS = dict(score_mod="score, b, h, q_pos, k_pos", mask_mod="b, h, q_pos, k
 
 
 def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, "Function"], ...]) -> tuple[AuxArray, ...]:
-    """The arrays that functions read. Checks that each function takes what it will be called with."""
+    """The arrays that functions read. Checks that each function accepts the arguments of its calls."""
     if aux and not functions:
         raise ValueError("aux is what score_mod and mask_mod read, and neither was given")
     for number, array in enumerate(aux):
@@ -144,7 +144,7 @@ def aux_arrays(aux: tuple[Layout, ...], functions: tuple[tuple[str, "Function"],
 
 
 def check_arguments(name: str, function: "Function", aux: int) -> None:
-    """Whether a function takes what it will be called with, beside so many arrays."""
+    """Checks that a function accepts the arguments of its calls, with `aux` arrays."""
     wrong = function.takes(len(ARGUMENTS[name].split(", ")) + aux)
     if wrong:
         each = "".join(f", aux[{number}]" for number in range(aux))
@@ -171,7 +171,7 @@ def _by_head(name: str, array: Layout, batch: int, heads: int) -> tuple[int, int
 
 
 def _broadcast_strides(name: str, array: Layout, shape: tuple[int, ...]) -> Strides:
-    """Strides that read `array` as if it had `shape`, by NumPy's rule: missing and 1-long axes repeat."""
+    """The strides that read `array` as if it had `shape`, by NumPy's rule: missing axes and axes of length 1 repeat."""
     missing = len(shape) - len(array.shape)
     extents = (1,) * missing + array.shape
     if missing < 0 or any(have not in (1, want) for have, want in zip(extents, shape, strict=True)):

@@ -1,9 +1,8 @@
-"""The options of attention() that say which keys a query sees and what its scores are: one row each.
+"""The options of attention() that decide which keys a query sees and what its scores are: a table with a row for each.
 
-Options are what a call asks for. They travel as one value from the public signature through the bridges and dispatch
-to Problem, which checks arrays by this table. Config says which options a kernel is compiled for, select refuses by it,
-and select/arguments.py derives the kernels' arrays, strides and numbers. docs/adding_an_option.md adds an option and
-names every place.
+Options travel as one value from the public signature through the bridges and dispatch to Problem, which checks arrays
+by this table. Config has the options for which a kernel is compiled, select refuses by it, and select/arguments.py
+derives the kernels' arrays, strides and numbers. docs/adding_an_option.md adds an option and names every place.
 """
 
 from collections import namedtuple
@@ -16,19 +15,19 @@ class Option(NamedTuple):
     """One argument of attention()."""
 
     name: str
-    # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": of a row's weights; "weights":
-    # what v is multiplied by
+    # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": the sum of a row's weights;
+    # "weights": the factors of v
     acts_on: str
     shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
     gradient_on_tensor_cores: bool = True
     positive: bool = False  # of a number: it must be above 0
-    derivative: bool = False  # whether the score behind it has a derivative by the score before it that is not 1
-    function: bool = False  # one of the caller's own
-    seeded: bool = False  # comes with a seed, which is each call's own
+    derivative: bool = False  # whether a score after it has a derivative by the score before it that is not 1
+    function: bool = False  # a function of the caller's own
+    seeded: bool = False  # each call brings a seed
     on_tensor_cores: bool = True
-    instead: str = ""  # of one that is not: what says a part of the same, and is
+    instead: str = ""  # of one that is not: an option that does part of the same, and is
     on_cpu: bool = True
 
 
@@ -40,7 +39,7 @@ OPTIONS = (
     Option("mask", "mask", "scores", ("bool",)),
     Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes", gradient_on_tensor_cores=False),
     Option("mask_mod", "mask", function=True),
-    Option("aux", "functions"),  # any number of arrays, which the functions read
+    Option("aux", "functions"),  # any number of arrays that the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
     Option("dropout_p", "weights", seeded=True),
@@ -50,10 +49,10 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = tuple(option for option in OPTIONS if option.shape)
 _NUMBERS = tuple(x for x in OPTIONS if x.acts_on in ("score", "weights") and not (x.shape or x.function))
 NUMBERS = tuple(option.name for option in _NUMBERS)
-SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # that every kernel takes
+SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # every kernel takes these
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
 (SEEDED,) = (option.name for option in OPTIONS if option.seeded)
-DROP_STEPS = 2**16  # a weight's random number is one of so many
+DROP_STEPS = 2**16  # number of values of a weight's random number
 
 
 def dropped_steps(dropout_p: float) -> int:
@@ -62,36 +61,36 @@ def dropped_steps(dropout_p: float) -> int:
 
 
 def kept_count(dropped: int) -> float:
-    """How often the other weights count then, so that the expected output stays."""
+    """How often a kept weight counts, so that the expected output stays the same."""
     return DROP_STEPS / (DROP_STEPS - dropped)
 
 
-NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, which each call compares with
+NO_NUMBERS: tuple[Any, ...] = (None,) * len(NUMBERS)  # as an object, with which each call compares
 
 
 def _tuple_of(name: str, fields: tuple[str, ...]) -> Any:
     return namedtuple(name, fields)
 
 
-# Of an array the option, and of a gradient the array that it is of.
+# The option of an array, and the array of a gradient.
 ARRAY_NAMES = tuple(option.name for option in ARRAYS)
 GRADIENT_OF = dict(dq="q", dk="k", dv="v") | {option.gradient: option.name for option in ARRAYS if option.gradient}
 
-# How many dimensions an array has when all are written out, the batch first. Those of BROADCAST may lack some.
+# The number of dimensions of an array with all written out, the batch first. Those of BROADCAST may have fewer.
 _RANK_OF_SHAPE = dict(scores=4, heads=2, batch=1)
 RANKS = dict(q=4, k=4, v=4, o=4, lse=3) | {option.name: _RANK_OF_SHAPE[option.shape] for option in ARRAYS}
 RANKS |= dict(do=4, dlse=3) | {gradient: RANKS[name] for gradient, name in GRADIENT_OF.items()}
 HEAD_GRADIENTS = {option.gradient: option for option in ARRAYS if option.gradient and option.shape == "heads"}
 BROADCAST = tuple(option.name for option in ARRAYS if option.shape != "batch")
 
-# The arrays of one call, an Array or None each. The order is that of the kernels' pointers. o and lse are written by
-# attention, and read by attention_backward.
+# The arrays of a call, each an Array or None, in the order of the kernels' pointers. attention writes o and lse, and
+# attention_backward reads them.
 Operands = _tuple_of("Operands", ("q", "k", "v", "o", "lse", *ARRAY_NAMES))
 GradientOperands = _tuple_of("GradientOperands", (*Operands._fields, "do", "dlse", *GRADIENT_OF))
 
 
 def daux_name(number: int) -> str:
-    """What the gradient of aux[number] is called."""
+    """The name of the gradient of aux[number]."""
     return f"daux[{number}]"
 
 
@@ -109,19 +108,19 @@ class AttentionGradients(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call asks for beside q, k and v: as the caller gave it, or with layouts in the place of arrays.
+    """What a call asks for besides q, k and v: as the caller gave it, or with layouts in the place of arrays.
 
-    numbers, arrays and functions are in the order of the table, so that nobody in between has to name them.
+    numbers, arrays and functions are in the order of the table, so that nothing in between has to name them.
     """
 
     causal: Any = False
     window: Any = None
     q_offset: Any = None  # a number or an array
     numbers: tuple[Any, ...] = NO_NUMBERS
-    arrays: tuple[Any, ...] | None = None  # of ARRAYS, but for q_offset; None = there are none
-    functions: tuple[Any, ...] | None = None  # of FUNCTIONS, and behind them the tuple aux; None = there are none
+    arrays: tuple[Any, ...] | None = None  # of ARRAYS, without q_offset; None: there are none
+    functions: tuple[Any, ...] | None = None  # of FUNCTIONS, followed by the tuple aux; None: there are none
     layout: Any = "bhsd"
-    seed: Any = None  # of SEEDED, a whole number; not a fact of the problem, because each call has another one
+    seed: Any = None  # of SEEDED, an integer; not part of the problem, because each call has another one
 
     @staticmethod
     def of(
@@ -133,7 +132,7 @@ class Options(NamedTuple):
         seed: Any = None,
         **named: Any,
     ) -> "Options":
-        """By name, as attention() takes them."""
+        """From keyword arguments, as attention() takes them."""
         unknown = set(named) - {*NUMBERS, *OPTION_ARRAYS, *FUNCTIONS}
         if unknown:
             raise TypeError(f"attention() got an unexpected keyword argument {min(unknown)!r}")
@@ -152,7 +151,7 @@ class Options(NamedTuple):
         )
 
     def array(self, name: str) -> Any:
-        """An array of ARRAYS; None where it is not given."""
+        """An array of ARRAYS; None if it is not given."""
         if name == "q_offset":
             return self.q_offset
         return None if self.arrays is None else self.arrays[OPTION_ARRAYS.index(name)]
@@ -184,5 +183,5 @@ def changes_scores(used: Uses) -> bool:
 
 
 def of_scores(used: Uses) -> Uses:
-    """Without what only lse depends on, which a backward is given."""
+    """Without the options that change only lse, which a backward is given."""
     return tuple((name, given) for name, given in used if BY_NAME[name].acts_on != "sum")

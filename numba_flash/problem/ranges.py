@@ -1,26 +1,25 @@
-"""Which keys a query sees and which tiles hold them: integers only, shared by every rung.
+"""Which keys a query sees and which tiles contain them: integers only, shared by every rung.
 
-Causal, window, lengths and offsets all come down to one half-open interval of keys per query,
-`row_keys`. Both of its ends grow with the query's position, so a tile of queries needs no more than
-the intervals of its first and of its last row: their union says which key tiles to visit, their
-intersection says which of those need no mask. So a loop over tiles is three loops, named
+Causal, window, lengths and offsets reduce to one half-open interval of keys for each query, `row_keys`. Both of its
+ends grow with the query's position. So a query tile needs only the intervals of its first and last row: their union
+gives the key tiles to visit, and their intersection gives those that need no mask. So a loop over tiles is three loops:
 
     left     tiles that the lower edge cuts (a window), or that a short union never leaves
     free     tiles that every row sees whole: no mask in the loop
     right    tiles that the upper edge cuts (the causal diagonal, the last, ragged tile)
 
-Plain Python on plain ints, so the same functions are compiled into the GPU kernels and into the CPU
-rung and are called by the tests as they are.
+These are plain Python functions of ints. They are compiled into the GPU kernels and the CPU rung, and tests call them
+as they are.
 """
 
-# Stands for "no bound on this side". Larger than any position, and far from overflowing an int64 sum.
+# Means "no bound on this side". Larger than any position, and far from overflowing an int64 sum.
 UNBOUNDED = 1 << 40
 
 
 def row_keys(q_pos, left, right, seqlen_k):
     """The keys [first, end) that a query at absolute position q_pos sees, clipped to [0, seqlen_k].
 
-    Key j is visible when q_pos - left <= j <= q_pos + right. The interval is empty when end <= first.
+    Key j is visible if q_pos - left <= j <= q_pos + right. The interval is empty if end <= first.
     """
     first = min(max(q_pos - left, 0), seqlen_k)
     end = min(max(q_pos + right + 1, 0), seqlen_k)
@@ -41,8 +40,8 @@ def key_queries(k_pos, q_offset, left, right, seqlen_q):
 def key_tiles(first_row_first, first_row_end, last_row_first, last_row_end, tile_n):
     """The key tiles of a query tile: [begin, free) is left, [free, cut) is free, [cut, end) is right.
 
-    The arguments are `row_keys` of the query tile's first and of its last row. Always
-    begin <= free <= cut <= end; begin == end when no row sees a key.
+    The arguments are `row_keys` of the query tile's first and of its last row. Always begin <= free <= cut <= end, and
+    begin == end if no row sees a key.
     """
     begin = first_row_first // tile_n
     end = (last_row_end + tile_n - 1) // tile_n

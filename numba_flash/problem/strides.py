@@ -1,4 +1,4 @@
-"""How the elements of an array lie: its strides, in elements, as every part below takes them."""
+"""The strides of an array, in elements, as every later part takes them."""
 
 import math
 
@@ -15,7 +15,7 @@ def check_strides(name: str, array: Layout) -> None:
 
 
 def element_strides(array: Layout) -> tuple[int, ...]:
-    """Strides in elements. A dimension of one element is never stepped along: its stride is 0."""
+    """Strides in elements. A dimension of one element gets stride 0, because it is never stepped along."""
     size = ITEM_SIZE[array.dtype]
     return tuple(s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
 

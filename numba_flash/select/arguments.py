@@ -1,12 +1,13 @@
-"""What a kernel takes: up to four NamedTuples. Their fields, their types for compiling, their values for launching.
+"""The parameters of each kernel: up to four NamedTuples, with their fields, types for compiling and values for
+launching.
 
-    arrays   pointers; None where an optional array is not given
+    arrays   pointers; None if an optional array is not given
     strides  of those arrays, in elements: (batch, head, row, column), or what STRIDES says
-    sizes    batch, heads, lengths, and the window: whole numbers
+    sizes    batch, heads, lengths, and the window: integers
     score    the numbers of the score, in the type that the kernel computes in (options.SCORE_NUMBERS)
 
-PARAMETERS says which fields each kernel's tuples have. Numba passes a NamedTuple as its members, one behind the other,
-so the compiled kernel takes plain pointers and numbers.
+PARAMETERS gives the fields of each kernel's tuples. Numba passes a NamedTuple as its members in order, so the compiled
+kernel takes plain pointers and numbers.
 """
 
 import functools
@@ -51,7 +52,8 @@ def _words(text: str) -> tuple[str, ...]:
 _SIZES = _words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 _OPTIONS = tuple(option.name for option in ARRAYS)
 _OF_SCORES = tuple(option.name for option in ARRAYS if option.acts_on != "sum")  # lse says all of a sum to a backward
-# What tensor-core kernels take in a mask's place (kernels/score/mask_bits.py); those whose rows are keys the second.
+# What tensor-core kernels take instead of a mask (kernels/score/mask_bits.py); those whose rows are keys take the
+# second.
 MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
 
 
@@ -63,7 +65,7 @@ _FORWARD = Parameters(Operands._fields, ("q", "k", "v", "o", *_OPTIONS), _SIZES,
 _BACKWARD = (*_words("q k v do lse delta"), *_OF_SCORES)
 _BACKWARD_STRIDES = ("q", "k", "v", "do", *_OF_SCORES)
 _TENSOR_FORWARD = _FORWARD._replace(arrays=_with_bits(_FORWARD.arrays), strides=_with_bits(_FORWARD.strides))
-_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of kernels that take neither
+_TENSOR_OPTIONS = tuple(name for name in _OF_SCORES if name not in ("bias", "mask"))  # of kernels without bias and mask
 _BITS = (MASK_BITS, MASK_BITS_OF_KEYS)
 
 
@@ -73,7 +75,7 @@ def _tensor_backward(gradients: tuple[str, ...], options: tuple[str, ...], *size
 
 
 def _wide_backward(gradients: tuple[str, ...], bits: str = MASK_BITS) -> Parameters:
-    """In float32 and float64, which take what v2 left of each row."""
+    """For float32 and float64, which read what v2 stored for each row."""
     options = _with_bits(_OF_SCORES, bits)
     arrays, strides = (*_words("q k v do lse delta"), *options), (*_words("q k v do"), *options)
     return Parameters((*arrays, *gradients), (*strides, *gradients), _SIZES, SCORE_NUMBERS)
@@ -92,7 +94,7 @@ FORWARD_WORKSPACE = (
     MASK_BITS,
     TILE_STATES,
 )  # the first three of v1: O before rounding, l and m
-# Of the gradients of aux (kernels/score/owed.py): the largest exponents, and sums; which they are, and their room.
+# For the gradients of aux (kernels/score/owed.py): the largest exponents, and the sums; their indices, and their room.
 AUX_BOUNDS, AUX_SUMS, _OF_AUX = "aux_bounds", "aux_sums", _words("aux_begins term_bits run_bits")
 BACKWARD_WORKSPACE = (
     *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums"),
@@ -101,14 +103,15 @@ BACKWARD_WORKSPACE = (
     AUX_BOUNDS,
     AUX_SUMS,
 )
-COUNTERS = "counters"  # of wgmma: its tile counter (gpu/tile_counters.py)
-# Where not every weight counts: a number in the place of a pointer; how many of 2^16 random numbers, the largest, say
-# that one does not; how many times the others do.
+COUNTERS = "counters"  # of wgmma: its tile counters (gpu/tile_counters.py)
+# With dropout: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a weight; how
+# often a kept weight counts.
 SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 
 
 def _head_sums(option: Option) -> dict[str, Parameters]:
-    """Of head_sums, for the gradient of one number for each head; with delta as delta leaves it, and in blocks."""
+    """Parameters of head_sums, for the gradient of an option that is one number for each head; with delta as an array,
+    and in blocks."""
     own, sizes = (option.name, option.gradient), _words("batch heads seqlen_q")
     if option.acts_on == "score":
         return {option.gradient: Parameters(("row_shares", option.gradient), (option.gradient,), sizes)}
@@ -170,7 +173,7 @@ PARAMETERS: dict[str, Parameters] = {
     "wgmma_round": _with_arrays(_tensor_backward(("dq",), _TENSOR_OPTIONS), "dq_sums"),
     **dict.fromkeys(("safe", "online", "blocked"), Parameters(("x", "y"), ("x", "y"), ("rows", "n"))),
 }
-# How many numbers a stride is made of, where it is not the usual four; 0: a plain number.
+# How many numbers a stride has, if not the usual four; 0: a plain number.
 STRIDES = dict(x=2, y=2) | dict.fromkeys(_STATES, 3) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
 SIZES = dict(dbias_shape=4)  # likewise
 
@@ -179,8 +182,8 @@ SIZES = dict(dbias_shape=4)  # likewise
 def parameters(
     kernel: str, aux: int = 0, seeded: bool = False, states: str = "", daux: tuple[int, ...] = ()
 ) -> Parameters:
-    """PARAMETERS of a kernel, where it computes scores with the states of tiles, what a seed takes and `aux` arrays for
-    functions behind the others. daux: the numbers of those whose gradients daux_round writes."""
+    """PARAMETERS of a kernel that computes scores, with the states of tiles, what a seed needs, and `aux` arrays for
+    functions after the others. daux: the indices of those whose gradients daux_round writes."""
     own = PARAMETERS[kernel]
     if kernel == "daux_round":
         return own._replace(arrays=(*own.arrays, *map(daux_name, daux)))
@@ -199,7 +202,7 @@ def parameters(
 
 
 def parameters_of(config: Any) -> Parameters:
-    """Those of the kernel that is compiled for `config`."""
+    """Parameters of the kernel that is compiled for `config`."""
     return parameters(config.kernel, len(config.aux), config.seeded, config.tile_states, config.wanted_aux)
 
 
@@ -208,7 +211,7 @@ def aux_names(count: int) -> tuple[str, ...]:
 
 
 def aux_sizes(ndim: int) -> int:
-    """How many numbers say where the elements of such an array are: its shape, and then its strides; at least two."""
+    """How many numbers describe the elements of an aux array: its shape, then its strides; at least two."""
     return 2 * max(ndim, 1)
 
 
@@ -219,25 +222,25 @@ def tuple_class(kind: str, fields: tuple[str, ...]) -> Any:
 
 
 class Values(NamedTuple):
-    """What a kernel takes behind its pointers: for each of its NamedTuples that has fields (kind, fields, values)."""
+    """A kernel's arguments after its pointers: (kind, fields, values) for each of its NamedTuples that has fields."""
 
     kinds: tuple[tuple[str, tuple[str, ...], tuple[Any, ...]], ...]
 
     @staticmethod
     def of(kernel: str, aux: int = 0, seeded: bool = False, states: str = "", **values: dict[str, Any]) -> "Values":
-        """values: for each of strides, sizes and score a value for each field."""
+        """values: for each of strides, sizes and score, a value for each field."""
         taken = parameters(kernel, aux, seeded, states)
         kinds = [(kind, names) for kind in ("strides", "sizes", "score") if (names := getattr(taken, kind))]
         return Values(tuple([(kind, names, tuple([values[kind][name] for name in names])) for kind, names in kinds]))
 
     @property
     def tuples(self) -> tuple[Any, ...]:
-        """As the kernel's NamedTuples. A launch needs the numbers alone, so that it makes no classes."""
+        """As the kernel's NamedTuples. A launch needs only the numbers, so it creates no classes."""
         return tuple(tuple_class(kind, names)(*values) for kind, names, values in self.kinds)
 
     @property
     def flat(self) -> list[Any]:
-        """All numbers, as the compiled kernel takes them."""
+        """All numbers, in the order in which the compiled kernel takes them."""
         found: list[Any] = []
         for value in (value for _, _, values in self.kinds for value in values):
             found.extend(value) if isinstance(value, tuple) else found.append(value)
@@ -264,7 +267,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def element_type(config: Any, name: str) -> str:
-    """Of the elements behind a pointer; masks are bytes."""
+    """The element type of a pointer; masks are bytes."""
     if name in (*_BITS, *_STATES, COUNTERS, "turns", AUX_BOUNDS):
         return "uint32"
     if name == AUX_SUMS:
@@ -287,15 +290,16 @@ def element_type(config: Any, name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def forward_values(kernel: str, problem: Problem, states: str = "", tile: StatesTile | None = None) -> Values:
-    """states, tile: a Config's tile_states and states_tile, where it has some."""
+    """states, tile: a Config's tile_states and states_tile, if it has them."""
     return Values.of(kernel, len(problem.aux), problem.seeded, states, **numbers_of(problem, tile if states else None))
 
 
-MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and words before them (kernels/score/mask_bits.py)
+MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and the words before them (kernels/score/mask_bits.py)
 
 
 def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:
-    """-> (how many pieces mask_bits makes, the strides by which they are read: batch, head, piece, row), in words."""
+    """-> (number of pieces that mask_bits writes, the strides by which they are read: batch, head, piece, row), in
+    words."""
     p, mask = problem, problem.array("mask")
     if mask is None or p.batch == 0:  # an empty batch has an empty mask
         return 0, (0, 0, 0, 0)
@@ -314,7 +318,7 @@ def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tupl
 
 
 def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
-    """How large what mask_bits makes is."""
+    """Number of words that mask_bits writes."""
     pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
     return pieces * (MASK_PIECE * row_words + MASK_ENDS)
 
@@ -328,7 +332,7 @@ def numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str,
         strides[option.name] = given if count else given[0]
     strides |= {MASK_BITS: mask_bits_layout(p)[1], MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
     if tile is not None:
-        from . import tile_states  # and what reads functions with it
+        from . import tile_states  # loads what reads functions
 
         strides |= dict.fromkeys(_STATES, tile_states.strides(p, tile))
     for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
@@ -343,7 +347,7 @@ def numbers_of(problem: Problem, tile: StatesTile | None) -> dict[str, dict[str,
 
 
 def forward_arrays(problem: Problem) -> tuple[str, ...]:
-    """The names of all arrays of a forward, in the order of a launch's operands and, behind them, its workspace."""
+    """The names of all arrays of a forward: a launch's operands in order, then its workspace."""
     return Operands._fields + behind(problem) + FORWARD_WORKSPACE
 
 
@@ -352,24 +356,24 @@ def behind(problem: Problem) -> tuple[str, ...]:
 
 
 def positions(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Where among `names` a kernel's arrays stand; its counters are the launch's own."""
+    """The indices of a kernel's arrays in `names`; the launch itself has its counters."""
     return tuple(names.index(name) for name in parameters_of(config).arrays if name != COUNTERS)
 
 
 def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], ...]:
-    """(which operand, how it is fetched) for each of the kernel's TMA descriptors, in the kernel's order."""
+    """(operand, its tensor map) for each of the kernel's TMA descriptors, in the kernel's order."""
     if not config.tensor_maps:
         return ()
     p, group = problem, config.group_size
     q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
-    # The heads of a group are a dimension of their own, so that a box holds some queries with all of them.
+    # The heads of a group are a dimension of their own, so that a box has some queries with all of them.
     q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
     q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, config.queries, 1, 1))
     maps = [(0, q)]
     for operand, strides, columns in ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v)):
         batch, head, row = (2 * stride for stride in strides[:3])
-        # Without keys the kernel fetches a tile past the end, which is zeros. But a map has no extent of 0, and an
-        # empty array lies nowhere: one element of q stands for it.
+        # Without keys the kernel loads a tile past the end, which is zeros. But a map cannot have an extent of 0, and
+        # an empty array has no address: one element of q replaces it.
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
         box = (64, config.tile_n // config.cluster, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
@@ -379,8 +383,8 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
 
 
 def bias_map(config: Any, problem: Problem, queries: int, present: int) -> tuple[int, TensorMap]:
-    """Of a bias that comes in boxes of so many queries. Where it is broadcast it has one entry, or one head. present:
-    an array that is not empty."""
+    """The map of a bias in boxes of `queries` queries. A broadcast bias has one batch entry, or one head. present: an
+    array that is not empty."""
     p, bias = problem, problem.array("bias")
     assert bias is not None
     by_batch, by_head, by_row, _ = bias.strides

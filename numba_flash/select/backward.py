@@ -1,4 +1,4 @@
-"""Selects, for a BackwardProblem and a Target, what computes the gradients, and says why the others do not."""
+"""Selects what computes the gradients for a BackwardProblem and a Target, and says why the other rungs do not run."""
 
 import functools
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from .tensor_maps import fits
 
 @dataclass(frozen=True)
 class BackwardChoice:
-    """What will run. `configs` are those of its kernels in the order of their launches; none of the host's rungs."""
+    """What will run. `configs`: of its kernels in the order of their launches; empty for rungs on the host."""
 
     kernel: str
     configs: tuple[BackwardConfig, ...]
-    refused: Refused  # (kernel, why it does not run), in the order they were asked
+    refused: Refused  # (kernel, why it does not run), in the order in which they were asked
 
 
 def select_backward(
     problem: BackwardProblem, target: Target, kernel: str, family: str = "numpy", stream: bool = False
 ) -> BackwardChoice:
-    """The rung by name, or for "auto" the fastest one that can compute the gradients exactly here; as `select`."""
+    """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     name, refused = choose(kernel, target, functools.partial(_refusal, problem=problem, target=target))
     return BackwardChoice(name, kernels_of(name, problem, target), refused)
@@ -83,7 +83,7 @@ def _no_tensor_cores(name: str, problem: BackwardProblem, target: Target) -> str
 
 
 def _no_float32(problem: BackwardProblem) -> str | None:
-    """Why the kernels of "wgmma" do not take the problem in float32, which take less than those in 16 bits."""
+    """Why the kernels of "wgmma" do not take the problem in float32. They support less than those in 16 bits."""
     for option, _ in problem.forward.uses:
         if option in NOT_TAKEN:
             return f"its gradients take no {option} in float32 yet"
@@ -91,7 +91,7 @@ def _no_float32(problem: BackwardProblem) -> str | None:
 
 
 def _no_tma(problem: BackwardProblem, target: Target) -> str | None:
-    """Why TMA cannot fetch an operand, or None. The strides alone decide it, which are the same for every kernel."""
+    """Why TMA cannot load an operand, or None. Only the strides decide, and they are the same for every kernel."""
     for config in wgmma_configs(problem, target):
         for operand, tensor_map in backward_tensor_maps(config, problem):
             reason = fits(tensor_map)

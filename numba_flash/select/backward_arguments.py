@@ -1,4 +1,4 @@
-"""What the kernels of a backward take, as arguments.py says it of all kernels: values, arrays and tensor maps."""
+"""The parameters of the backward kernels: values, arrays and tensor maps, as arguments.py has them for all kernels."""
 
 import itertools
 import math
@@ -21,12 +21,12 @@ def backward_values(kernel: str, problem: BackwardProblem, states: str = "", til
     return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
 
 
-RUN_ROWS = 4  # of which a thread has scores, at most
+RUN_ROWS = 4  # rows of which a thread has scores, at most
 
 
 def _sizes_of_aux(problem: BackwardProblem) -> dict[str, Any]:
-    """aux_begins: the number of each array's first element, and how many elements there are. What the bits are says
-    kernels/score/owed.py."""
+    """aux_begins: the index of each array's first element, and the number of elements. kernels/score/owed.py explains
+    the bits."""
     p = problem.forward
     sizes = [math.prod(p.aux[number].shape) for number in problem.wanted_aux]
     scores = max(p.batch * p.heads * p.seqlen_q * p.seqlen_k, 1)
@@ -36,7 +36,7 @@ def _sizes_of_aux(problem: BackwardProblem) -> dict[str, Any]:
 
 
 def aux_elements(problem: BackwardProblem) -> int:
-    """Of all arrays of aux that have a gradient."""
+    """Number of elements of all aux arrays that have a gradient."""
     return _sizes_of_aux(problem)["aux_begins"][-1]
 
 
@@ -46,7 +46,7 @@ def backward_arrays(problem: BackwardProblem) -> tuple[str, ...]:
 
 
 def backward_tensor_maps(config: Any, problem: BackwardProblem) -> tuple[tuple[int, TensorMap], ...]:
-    """The same for a kernel of a backward."""
+    """tensor_maps for a backward kernel."""
     if not config.tensor_maps:
         return ()
     p = problem.forward
@@ -56,8 +56,8 @@ def backward_tensor_maps(config: Any, problem: BackwardProblem) -> tuple[tuple[i
         (2, p.v_strides, p.seqlen_k, p.heads_kv, p.head_dim_v, config.tile_n),
         (3, problem.do_strides, p.seqlen_q, p.heads, p.head_dim_v, config.tile_m),
     )
-    # A map has no extent of 0, and an empty array lies nowhere: one element of another stands for it, past which a
-    # tile is zeros.
+    # A map cannot have an extent of 0, and an empty array has no address: one element of another array replaces it,
+    # past which a tile is zeros.
     present = next((operand for operand, _, rows, *_ in given if rows), 0)
     maps = []
     for operand, strides, rows, heads, columns, tile in given:

@@ -1,5 +1,5 @@
-"""The kernels of each rung's backward for a BackwardProblem. The Config of each follows from the row of its table and
-the problem."""
+"""The kernels of each rung's backward for a BackwardProblem, and their Configs, from the row of a table and the
+problem."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ from .tiles import columns
 
 
 def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """Of a rung's kernels, in the order of their launches; none of the host's rungs."""
+    """A rung's kernels in the order of their launches; empty for rungs on the host."""
     own = dict(v2=v2_configs, wgmma=wgmma_configs, mma=mma_configs).get(name)
     if own is None:
         return ()
@@ -61,7 +61,7 @@ def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[Bac
 
 
 def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[BackwardConfig]) -> list[BackwardConfig]:
-    """Of the kernels of the gradients of aux, behind those of a rung."""
+    """The kernels of the gradients of aux, which run after those of a rung."""
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
     facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
     start, end = (AuxElementsConfig(kernel, *facts) for kernel in ("daux_start", "daux_round"))
@@ -69,7 +69,7 @@ def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[Back
         return [start, end]
     sums: MmaDauxConfig | DauxConfig
     needed: list[BackwardConfig] = []
-    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores, of 16 bits
+    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores in 16 bits
         sums = _mma_daux(problem, target)
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
@@ -84,7 +84,7 @@ def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[Back
 
 @functools.lru_cache(maxsize=4096)
 def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """v2's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    """v2's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     wanted = problem.wanted
     made: list[BackwardConfig] = [delta_config(problem, target)]
     in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
@@ -100,12 +100,12 @@ def v2_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig
 
 @functools.lru_cache(maxsize=4096)
 def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """mma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return wide_configs(problem, target)
     rows = usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
-        rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores sum up both
+        rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores add up both
     made: list[BackwardConfig] = [preprocess_config(problem, target)]
     own: list[Config] = [*first_that_fits([_mma_dkdv(problem, row) for row in rows], target)]
     if "dq" in problem.wanted:
@@ -116,7 +116,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """wgmma's kernels for what is wanted, each with its best tile that fits, or the smallest one."""
+    """wgmma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if problem.forward.dtype == "float32":
         return _wgmma_float32(problem, target)
     if _can_be_one_kernel(problem) and gains_by_one_kernel(problem, target):
@@ -135,7 +135,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardCon
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
-    """What select_backward leaves to it."""
+    """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
     features, wanted = features_of(problem) | bias_pairs_of(problem), set(problem.wanted)
     paired = max(problem.forward.head_dim, problem.forward.head_dim_v) > WgmmaBackwardFloat32Config.WIDEST
     kinds = (WgmmaPairedDkdvConfig, WgmmaPairedDqConfig) if paired else (WgmmaDkdvFloat32Config, WgmmaDqFloat32Config)
@@ -148,23 +148,23 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> tuple[BackwardCo
         row = usable("wgmma_dq", problem, target)[0]
         own.append(kinds[1](**features | columns(row), kernel=f"wgmma_dq_{form}"))
     made = [delta_config(problem, target), *with_what_goes_before(own, target)]
-    if "dbias" in wanted:  # it has no kernel of its own for it yet
+    if "dbias" in wanted:  # wgmma has no dbias kernel yet
         made.append(simt_config(DbiasConfig, ("dbias",), problem, target))
     return (*made, *head_sums(problem, target, of_blocks=False))
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
-    """mma's kernel of it, where it is wanted."""
+    """mma's dbias kernel, if dbias is wanted."""
     if "dbias" not in problem.wanted:
         return []
     return first_that_fits([_mma_dbias(problem, row) for row in usable("mma_dbias", problem, target)], target)
 
 
 def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Target) -> WgmmaBackwardConfig:
-    """With blocks that own 64 rows where those of 128 leave half of the multiprocessors without any.
+    """Blocks own 64 rows instead of 128 if those of 128 leave half of the multiprocessors idle.
 
-    The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys 1.65 times as fast,
-    with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
+    The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys it is 1.65 times as
+    fast, with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
     """
     forward = problem.forward
     heads, rows = forward.batch * forward.heads, forward.seqlen_q
@@ -178,27 +178,26 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 
 
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
-    """Whether wgmma_backward_fused, which takes five products instead of seven, can compute the gradients. It takes a
-    query for granted: without any no kernel before it would set its ticket to 0."""
+    """Whether wgmma_backward_fused, which computes five products instead of seven, can compute the gradients. It needs
+    a query: without one no previous kernel would set its ticket to 0."""
     forward = problem.forward
     if not forward.seqlen_q:
         return False
     by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
-    # Registers do not suffice for tiles of 128 queries where weights are dropped.
+    # With dropout, registers do not suffice for tiles of 128 queries.
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
-    """Whether it is the faster form. docs/adding_a_tile_row.md has the measurements.
+    """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    Where every query sees every key, parts of dQ follow each other in a line (kernels/steps/dq_order.py). That takes
-    little time as long as key tiles of a head are no more than its query tiles, or these are few, and a batch entry has
-    work enough for the line to pass. Under a mask two long heads go two ways, and one long head has short lines
-    (dq_lines). Without an order there is no line. Under a mask parts of a group are heads of
-    their own. The number of entries has no say: a row's bits must not depend on them. Short sequences are taken to come
-    in batches. Where all keys are one tile there are no parts.
+    If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
+    has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
+    pass. Under a mask two long heads go two ways, one long head has short lines (dq_lines), and parts of a group count
+    as heads. Without an order there is no line. The batch size may not decide: a row's bits must not depend on it.
+    Short sequences are assumed to come in batches. If all keys are one tile, there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
@@ -225,11 +224,11 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
-    """How many key tiles a block of the one kernel has: all of a head, where dQ stays in shared memory; else 0.
+    """How many key tiles a block of the one kernel has: all of a head if dQ stays in shared memory; otherwise 0.
 
-    With one tile it need not stay there. Without a key no block would write dQ. Where every query sees every key both
-    ways have the same order of sums, and so the same bits. There a block has one tile if so many blocks fit on the GPU
-    at a time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
+    With one tile dQ need not stay there. Without a key no block would write dQ. If every query sees every key, both
+    ways have the same order of sums, and so the same bits. Then a block has one tile if the GPU can run all blocks at a
+    time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
     """
     forward = problem.forward
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
@@ -243,10 +242,10 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
 
 
 def dq_lines(problem: BackwardProblem) -> int:
-    """How many sums of dQ the key tiles of a head add to in turn.
+    """How many sums of dQ the key tiles of a head add to in rotation.
 
-    Of one head with as many key tiles as a GPU runs blocks they all begin with the same query tiles, each one turn
-    behind the one before (kernels/steps/dq_order.py).
+    If one head has as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
+    after the one before (kernels/steps/dq_order.py).
     """
     forward = problem.forward
     alone = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
@@ -255,12 +254,12 @@ def dq_lines(problem: BackwardProblem) -> int:
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
-    """Whether blocks of the one kernel take one tile after the other, where there are more of them than run at a time.
-    No order of sums depends on it, and so no bit.
+    """Whether blocks of the one kernel process several tiles, if there are more tiles than blocks that run at a time.
+    It changes no order of sums, and so no bit.
 
-    From head_dim 65 on walks that are long lose 2 % by it, and short ones gain up to 14 %
-    (docs/adding_a_tile_row.md). A block with the only key tile of a head does not stay there: the compiler would
-    let its products wait for each other. Nor does one that drops weights: registers are few.
+    From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
+    with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
+    with dropout: registers are scarce.
     """
     forward = problem.forward
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
@@ -273,17 +272,16 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
 
 def all_parts(forward: Problem, members: int) -> int:
-    """How many parts of so many query heads the groups of all batch entries have."""
+    """The number of parts of `members` query heads in the groups of all batch entries."""
     return forward.batch * forward.heads_kv * parts_of(forward.heads // max(forward.heads_kv, 1), members)
 
 
 def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
-    """How many query heads of a group a block that owns keys takes; 0: all, so that it writes dK and dV itself.
+    """How many query heads of a group a block that owns keys processes; 0: all, so it writes dK and dV itself.
 
-    Under a causal mask blocks of a head walk other query tiles at a time, each of all its members. With two members the
-    tiles that are walked at a time, and the sums of dQ, stay in L2; with eight they do not. The two kernels gain only
-    where there are few blocks. Where every query sees every key nothing is gained. docs/adding_a_tile_row.md has the
-    measurements.
+    Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two
+    members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
+    few blocks. If every query sees every key, nothing is gained. docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
     every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
@@ -294,7 +292,8 @@ def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
 
 
 def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> list[BackwardConfig]:
-    """The kernels that add up what these leave of dK and dV; none where they write their own."""
+    """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
+    themselves."""
     made: list[BackwardConfig] = []
     for config in configs:
         if isinstance(config, WgmmaDkdvConfig) and config.members:
@@ -305,7 +304,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> l
 
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
-ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
+ONLY_FUSED = ("stages_a", "stages_b")  # fields that wgmma_round does not have
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConfig, ...]:
@@ -348,7 +347,7 @@ def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwa
 
 
 def _mma_daux(problem: BackwardProblem, target: Target) -> MmaDauxConfig:
-    """Of the walk that adds up."""
+    """The kernel that adds up the terms of aux: the second of the two loops over all scores (kernels/score/owed.py)."""
 
     def made(row: tiles.MmaScores) -> list[MmaDauxConfig]:
         features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(wanted_aux=problem.wanted_aux)

@@ -40,7 +40,7 @@ def bias_pairs_of(problem: BackwardProblem) -> dict[str, Any]:
 
 
 def bias_boxes_of(problem: BackwardProblem) -> dict[str, Any]:
-    """As bias_pairs_of, for kernels that can fetch it by TMA."""
+    """Like bias_pairs_of, for kernels that can load the bias by TMA."""
     bias = problem.forward.array("bias")
     return bias_pairs_of(problem) | dict(bias_boxes=bias is not None and bias.boxes)
 
@@ -74,7 +74,7 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
 
 
 def _by_element(problem: BackwardProblem) -> str:
-    """Which of backward_tiles.BY_ELEMENT the problem is; "" where nothing decides about a score on its own."""
+    """Which entry of backward_tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
     forward = problem.forward
     found = [name for name, _ in forward.uses if name in BY_ELEMENT]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
@@ -92,7 +92,7 @@ def _by_element(problem: BackwardProblem) -> str:
 
 
 def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
-    """The first set of kernels of whose blocks as many fit into a multiprocessor as they count on, or the last."""
+    """The first set of kernels whose blocks fit into a multiprocessor as often as they need, or the last set."""
 
     def fit(config: Config) -> bool:
         return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
@@ -101,7 +101,7 @@ def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequ
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
-    """Kernels of tensor cores, and before them those that make what they read: a mask's bits, the states of tiles."""
+    """Tensor-core kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
     threads = 32 if target.simulated else 512
     made: list[BackwardConfig] = []
     for config in configs:
@@ -135,19 +135,20 @@ def preprocess_config(problem: BackwardProblem, target: Target) -> PreprocessCon
 
 
 def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
-    """Of the kernel that v2 begins with."""
+    """The Config of the kernel with which v2 begins."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
     forward, of_terms = problem.forward, _of_terms(problem)
     return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms)
 
 
 def _of_terms(problem: BackwardProblem) -> bool:
-    """Whether the gradient of a term of every row's sum is wanted."""
+    """Whether the gradient of a term of every row's sum is wanted (kernels/score/sum_terms.py)."""
     return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
-    """Of the kernels for gradients of one number for each head that are wanted. of_blocks: as of HeadSumsConfig."""
+    """The kernels of the wanted gradients of options that are one number for each head. of_blocks: as in
+    HeadSumsConfig."""
     made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
     for name, option in HEAD_GRADIENTS.items():
         given = problem.forward.array(option.name)

@@ -1,4 +1,4 @@
-"""Tiles of v2's backward kernels, where a thread owns a row. The other rungs use two of them, too."""
+"""Tiles of v2's backward kernels, in which a thread owns a row. The other rungs use two of these kernels, too."""
 
 from ..config.aux_gradients import DauxConfig
 from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig

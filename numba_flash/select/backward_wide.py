@@ -1,4 +1,4 @@
-"""mma's backward kernels in float32 and float64: which form, with which tiles."""
+"""mma's backward kernels in float32 and float64: which form and which tiles."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
     if "dq" in problem.wanted:
         own += first_that_fits([_wide_dq(problem, row, target) for row in usable("mma_dq", problem, target)], target)
     made += with_what_goes_before(own, target)
-    if "dbias" in problem.wanted:  # it has no kernel of its own for it yet
+    if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
         made.append(simt_config(DbiasConfig, ("dbias",), problem, target))
     return (*made, *head_sums(problem, target, of_blocks=False))
 
@@ -59,8 +59,8 @@ KERNEL_OF_ALL: dict[type[WideFusedConfig], str] = {
 
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
-    """Where it is the faster form, one kernel of dK, dV and parts of dQ, with what goes before and behind it. It takes
-    five products instead of seven. Else none."""
+    """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
+    It computes five products instead of seven."""
     forward = problem.forward
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
@@ -84,8 +84,8 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig
 def gains_by_one_wide_kernel(problem: BackwardProblem, row: tiles.WideFused | tiles.WideCarried) -> bool:
     """Whether the one kernel of float32 and float64 is the faster form.
 
-    Its tiles have columns for row.head_dim. Its parts of dQ follow each other in a line, so that it wants work for a
-    batch entry, as gains_by_one_kernel does. docs/adding_a_tile_row.md has the measurements.
+    Its tiles have columns for row.head_dim. Its parts of dQ wait in a line, so a batch entry needs enough work, as in
+    gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
     filled = min(forward.head_dim, forward.head_dim_v) > row.above

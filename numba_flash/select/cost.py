@@ -1,7 +1,7 @@
-"""Estimates how long a problem takes, and how much slower it is than with a faster kernel that refused it.
+"""Estimates how long a problem takes, and how much slower that is than a faster kernel that refused it.
 
-Both use the speeds in measured.py, which were measured on one GPU with large problems. They can tell a second from a
-minute, and whether to write a call in another way, but nothing finer.
+Both estimates use the speeds in measured.py, which were measured on one GPU with large problems. They can tell a second
+from a minute, and whether to write a call in another way, but nothing finer.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from .forward import Choice, config_of, refusal
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
 from .rungs import TENSOR
 
-SAMPLES = 64  # queries whose keys are counted, about
+SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
 
 
-# Of the simulator, for one score, and more for each element of its products: v2 and mma on one core of a busy server,
-# 2026. One thread runs at a time, so nothing but the amount of work counts.
+# In the simulator: the time for one score, and for each element of its products; v2 and mma on one core of a busy
+# server, 2026. One thread runs at a time, so only the amount of work counts.
 SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, 0.8e-6
 
 
 def simulated_seconds(problem: Problem) -> float:
-    """How long v1 or v2 will take in Numba's simulator; half of it where causal hides half of the scores."""
+    """How long v1 or v2 will take in Numba's simulator; half of it if causal hides half of the scores."""
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     return scores * (SIMULATED_SCORE_SECONDS + SIMULATED_PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
 
 
 def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:
-    """About how long; None where nothing of the kind was measured."""
+    """An estimate of the run time; None if nothing comparable was measured."""
     if target.simulated and kernel in ("v1", "v2"):
         return simulated_seconds(problem)
     if target.simulated or not _was_measured(kernel, problem):
@@ -50,14 +50,14 @@ def _was_measured(kernel: str, problem: Problem) -> bool:
 
 
 def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
-    """That a faster kernel of this GPU does not run, why, what it costs, and what would let it run."""
+    """Says which faster kernel of this GPU does not run, why, what that costs, and what would let it run."""
     if choice.config is None or choice.copies or target.simulated or target.cc is None:
         return None
     fastest = "wgmma" if target.cc == (9, 0) else "mma"
     if target.cc < (8, 0) or choice.kernel == fastest:
         return None
     if choice.kernel in TENSOR and refusal(fastest, problem, target) is not None:
-        return None  # mma is what is left, and not far behind
+        return None  # only mma is left, which is not much slower
     reason, other, remedy = "it was asked for", problem, ""  # type: str, Problem | None, str
     if refusal(fastest, problem, target) is not None:
         reason, other, remedy = _cause(fastest, problem, target)
@@ -75,7 +75,8 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
 
 
 def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem | None, str]:
-    """(why not, a problem alike that it takes, what the caller can do); None and "" where nothing so simple helps."""
+    """(why not, a similar problem that the kernel takes, what the caller can do); None and "" if there is no simple
+    remedy."""
     reason = str(refusal(fastest, problem, target))
     options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
     functions = tuple(x for x in problem.functions if x[0] not in options)
@@ -95,7 +96,7 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
 
 
 def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocessors: int) -> float:
-    """As long as it would take on the GPU of measured.py, if that had so many multiprocessors."""
+    """The run time on the GPU of measured.py, if that had `multiprocessors` multiprocessors."""
     by_head_dim = TFLOPS[kernel]
     head_dim = max(problem.head_dim, problem.head_dim_v)
     speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
@@ -104,20 +105,20 @@ def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocess
         group, queries = config.group_size, config.queries
     head_tiles = -(-problem.seqlen_q // queries)
     blocks = problem.batch * problem.heads // group * (1 if kernel == "v1" else head_tiles)
-    busy = min(blocks / max(multiprocessors, 1), 1)  # of the GPU; a tile costs the same however many rows are queries
+    busy = min(blocks / max(multiprocessors, 1), 1)  # of the GPU; a tile costs the same for any number of queries
     speed *= busy * multiprocessors / MULTIPROCESSORS
     products = _products(problem, head_tiles * queries)
     return max(products / speed if products else 0.0, CALL_MICROSECONDS * 1e-6)
 
 
 def _products(problem: Problem, rows: int) -> float:
-    """Operations of both products, for so many query rows of each head."""
+    """Operations of both products, for `rows` query rows of each head."""
     p = problem
     return 2.0 * p.batch * p.heads * rows * _keys_of_a_query(p) * (p.head_dim + p.head_dim_v)
 
 
 def _keys_of_a_query(problem: Problem) -> float:
-    """How many keys a query sees in the mean, from positions alone; as if all keys were valid."""
+    """How many keys a query sees on average, from positions alone; as if all keys were valid."""
     p = problem
     known = p.q_offset_source == "number"
     start = p.q_offset if known else p.seqlen_k - p.seqlen_q
@@ -129,7 +130,7 @@ def _keys_of_a_query(problem: Problem) -> float:
 
 
 def _threads() -> int:
-    """As many as Numba will start, which is not asked: it would have to be loaded."""
+    """The number of threads that Numba will start. Numba is not asked, because it would have to be loaded."""
     asked: Any = os.environ.get("NUMBA_NUM_THREADS", "")
     if asked.isdigit() and int(asked):
         return int(asked)

@@ -1,4 +1,4 @@
-"""Cost model: run time by tile_m, in visits of key tiles.
+"""Cost model: run time as a function of tile_m, in visits of key tiles.
 
 Larger tiles reread K and V less often, but waste masked work and may not fill the GPU. No kernel and no CUDA here.
 """
@@ -6,35 +6,37 @@ Larger tiles reread K and V less often, but waste masked work and may not fill t
 from ..problem.forward import Problem
 from ..problem.ranges import UNBOUNDED, key_tiles, row_keys
 
-SAMPLES = 24  # query tiles of a head that are looked at, about
-ENDS = 0.5  # what begins and ends a query tile, in tiles of keys
+SAMPLES = 24  # about how many query tiles of a head are examined
+ENDS = 0.5  # the overhead of a query tile, in key tiles
 
 
 def wave_cost(problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int) -> float:
-    """How many tiles of keys a block walks until all is done: one block a multiprocessor, longest query tiles first.
+    """How many key tiles a block processes until all is done: one block for each multiprocessor, longest query tiles
+    first.
 
     queries: of a query tile, which has them of `group_size` heads.
     """
     lengths, tiles = _lengths(problem, queries, tile_n)
     count = problem.batch * (problem.heads // group_size) * tiles
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
-    # What all have in common comes in whole rounds; the rest evens out, but for the longest.
+    # What all tiles have in common comes in whole rounds; the rest evens out, except for the longest tile.
     rounds = -(-count // multiprocessors)
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
 
 
 def tile_visits(problem: Problem, queries: int, tile_n: int) -> float:
-    """How many tiles of keys are walked for one head, or for those that share a tile: whatever else there is to do."""
+    """How many key tiles are visited for one head, or for the heads that share a tile."""
     lengths, tiles = _lengths(problem, queries, tile_n)
     return sum(lengths) / len(lengths) * tiles
 
 
 def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
-    """Whether any part of a tile of so many queries walks the same tiles of keys as the whole, with the same masked.
+    """Whether every part of a query tile of `queries` queries visits the same key tiles as the whole, with the same
+    ones masked.
 
-    That is so where an edge, of causal or of a window, crosses from one tile of keys to the next between query tiles
-    only. A part is half of them, or a quarter and so on, of two queries at least. With a mask or a
-    mask_mod nobody knows.
+    That is so if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part
+    is half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so
+    False.
     """
     if problem.array("mask") is not None or problem.function("mask_mod") is not None:
         return False
@@ -45,16 +47,17 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
 
 
 def _lengths(problem: Problem, queries: int, tile_n: int) -> tuple[list[float], int]:
-    """How long some query tiles of a head take, in tiles of keys, and how many query tiles it has."""
+    """The lengths of some query tiles of a head, in key tiles, and the number of its query tiles."""
     tiles = max(-(-problem.seqlen_q // queries), 1)
-    step = tiles // SAMPLES | 1  # odd, so that it does not meet the same tiles whenever patterns repeat
+    step = tiles // SAMPLES | 1  # odd, so that repeated patterns do not always give the same tiles
     return [ENDS + _walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)], tiles
 
 
 def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:
-    """How many tiles of keys the query tile from this query on walks; where it sees none, one that reads as zeros.
+    """How many key tiles the query tile from this query on visits; if it sees none, one tile that reads as zeros.
 
-    Where numbers on the device decide, as if all keys were valid and the last query stood at the last of them.
+    If numbers on the device decide, the result assumes that all keys are valid and the last query has the position of
+    the last key.
     """
     known = problem.q_offset_source == "number"
     q_start = problem.q_offset if known else problem.seqlen_k - problem.seqlen_q

@@ -1,4 +1,4 @@
-"""Selects, for a Problem and a Target, the kernel and its Config, and says why the other kernels do not run.
+"""Selects the kernel and its Config for a Problem and a Target, and says why the other kernels do not run.
 
 Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that this machine does not have.
 """
@@ -22,11 +22,11 @@ from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
 
-# The dtypes of the rungs on tensor cores. The Config of a rung is imported where a problem comes to it: making the
+# The dtypes of the tensor-core rungs. The Config of a rung is imported only for a problem that needs it: creating the
 # class takes a millisecond, of the 20 that a process's first call may take.
 DTYPES = dict(mma=("float16", "bfloat16", "float32", "float64"), wgmma=("float16", "bfloat16", "float32"))
-FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # where tensor cores have float64 at full speed
-LARGE_FLOAT64 = (9, 0)  # the GPUs whose m16n8k16 is one instruction; sm_100 takes it apart, with local memory
+FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
+LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
 
 
 class Choice(NamedTuple):
@@ -34,14 +34,14 @@ class Choice(NamedTuple):
 
     kernel: str
     config: Config | None
-    copies: bool  # the arrays are copied to the GPU and the result back: only for a GPU kernel asked for by name
-    refused: tuple[tuple[str, str], ...]  # (kernel, why it does not run), in the order they were asked
+    copies: bool  # arrays are copied to the GPU and the result back: only for a GPU kernel asked for by name
+    refused: tuple[tuple[str, str], ...]  # (kernel, why it does not run), in the order in which they were asked
 
 
 def select(problem: Problem, target: Target, kernel: str, family: str = "numpy", stream: bool = False) -> Choice:
-    """The kernel by name, or for "auto" the fastest one that can compute the problem exactly here.
+    """The kernel by name, or for "auto" the fastest kernel that can compute the problem exactly here.
 
-    family: the kind of arrays that came; stream: whether a stream was named, which only a GPU has.
+    family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
@@ -124,7 +124,7 @@ def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str = "flo
 
 
 def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
-    """Those of arrays with elements; what strides an empty array has is its library's affair."""
+    """The strides of arrays with elements; a library may give an empty array any strides."""
     p = problem
     named = [("q", p.q_strides)] * (p.seqlen_q > 0) + [("k", p.k_strides), ("v", p.v_strides)] * (p.seqlen_k > 0)
     return named * (p.batch * p.heads > 0)
@@ -140,7 +140,7 @@ def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
 
 
 def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
-    """Configs to choose from, the best first; the last needs the least shared memory. Nearly always the first does."""
+    """Configs to choose from, the best first; the last needs the least shared memory. The first almost always fits."""
     if name == "mma":
         return _mma_candidates(problem, target)
     if name == "wgmma" and problem.dtype == "float32":
@@ -176,7 +176,7 @@ def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
         group = _group(problem, row.tile_m)
         features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
         features["tile_n"] = min(row.tile_n, _most_keys(problem, WgmmaConfig.MOST_KEYS))
-        # A place for O, where no buffer of Q is free for it and there is room; behind that for a bias.
+        # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
             for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
@@ -211,7 +211,7 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
 
 
 def _reads_scores(problem: Problem) -> bool:
-    """Whether there is something to read for each score, or to ask about its position."""
+    """Whether each score needs a load, or a call with its position."""
     read = any(problem.array(option) is not None for option in ("bias", "mask"))
     return read or problem.seeded or bool(problem.functions)
 
@@ -222,12 +222,12 @@ def _reads_mask_alone(problem: Problem) -> bool:
 
 
 def _most_keys(problem: Problem, most: int) -> int:
-    """How many keys a tile of wgmma has at most, by the registers for what is read for their scores; without any as
-    many as one product can be wide."""
+    """The most keys that a wgmma tile may have, limited by registers for what its scores need; otherwise by the width
+    of one product."""
     bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
     if problem.function("score_mod") is not None:
         return 128 if head_dim <= 64 else 80 if head_dim <= 128 else 32
-    if problem.functions:  # a mask_mod alone asks about few tiles
+    if problem.functions:  # a mask_mod alone is called for few tiles
         return 128 if head_dim <= 128 else 64
     if bias is None and problem.array("mask") is None:
         if problem.seeded and head_dim > 128:
@@ -240,11 +240,11 @@ def _most_keys(problem: Problem, most: int) -> int:
 
 
 def _with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
-    """With tiles of fewer query rows, where all is done sooner by them.
+    """With tiles of fewer query rows, if they finish sooner.
 
-    A row's bits must not depend on how many heads and batch entries there are. Nothing else changes with tile_m; but a
-    tile walks keys that some of its rows do not see, which are worth nothing, unless V is not finite there: then the
-    row is computed anew, in another order. So where larger tiles walk more, it is the work for one head that decides.
+    A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
+    tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
+    computed again, in another order. So if larger tiles visit more keys, the work for one head decides.
     """
     group, tile_n = config.group_size, config.tile_n
 
@@ -263,28 +263,28 @@ def _with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) 
 
 
 def _same_keys(problem: Problem) -> bool:
-    """Whether all queries of a batch entry see the same keys, as far as is known."""
+    """Whether all queries of a batch entry are known to see the same keys."""
     masked = problem.array("mask") is not None or problem.function("mask_mod") is not None
     return problem.left is None and problem.right is None and not masked
 
 
 def _in_pairs(problem: Problem, queries: int) -> bool:
-    """Whether query tiles, of so many queries, are to be taken two at a time, so that two blocks fetch half of K and V
-    each for both: where both see the same keys, and none is left over, beside which a block would compute nothing."""
-    # 1 to 3 % faster at head_dim 128 and 256 (docs/adding_a_tile_row.md). With one tile left over of 33 it would be
-    # 0.945 and 0.889.
+    """Whether two blocks process two query tiles of `queries` queries as a pair, in which each loads half of K and V
+    for both: if both see the same keys, and no tile is left over, beside which a block would compute nothing."""
+    # 1 to 3 % faster at head_dim 128 and 256 (docs/adding_a_tile_row.md). With one of 33 tiles left over it would be
+    # 0.945 and 0.889 times as fast.
     tiles = -(-problem.seqlen_q // queries)
     return _same_keys(problem) and problem.array("seqlens_k") is None and tiles % 2 == 0 and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:
-    """How many query heads share a tile: all of a KV head's where one head's queries would not fill it."""
+    """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
     group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
 
 
 def _rows(problem: Problem, group_size: int, tile_m: int, step: int) -> int:
-    """tile_m, halved while half of it holds all queries."""
+    """tile_m, halved as long as half of it holds all queries."""
     while (
         tile_m > step
         and tile_m // 2 % step == 0
@@ -296,7 +296,7 @@ def _rows(problem: Problem, group_size: int, tile_m: int, step: int) -> int:
 
 
 def _features(name: str, problem: Problem) -> dict[str, Any]:
-    """What the problem uses, as every Config says it."""
+    """The options that the problem uses, in the fields that every Config has."""
     return dict(
         kernel=name,
         dtype=problem.dtype,

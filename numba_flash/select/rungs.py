@@ -1,20 +1,20 @@
-"""The rungs, and what choosing one has in common for attention and for its gradients."""
+"""The rungs, and what choosing a rung has in common for attention and for its gradients."""
 
 from collections.abc import Callable
 
 from ..machine.target import Target
 
 KERNELS = ("reference", "v1", "v2", "mma", "wgmma", "cpu")
-TENSOR = ("mma", "wgmma")  # those on tensor cores
+TENSOR = ("mma", "wgmma")  # rungs on tensor cores
 WITH_BACKWARD = ("reference", "v2", "mma", "wgmma", "cpu")
 
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 
 
 def check_request(kernel: str, target: Target, family: str, stream: bool) -> None:
-    """What is wrong with a call whatever its problem is.
+    """Raises for a call that is wrong for every problem.
 
-    family: the kind of arrays that came; stream: whether a stream was named, which only a GPU has.
+    family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
     """
     check_name(kernel)
     if stream and target.arrays_on_host:
@@ -34,10 +34,10 @@ def check_name(kernel: str) -> None:
 def choose(
     kernel: str, target: Target, refusal: Callable[[str], str | None], copies: bool = False
 ) -> tuple[str, Refused]:
-    """The first rung that can, of those that were asked for, and why each other rung does not run.
+    """The first of the requested rungs that can run, and why each other rung does not.
 
     refusal: why a rung cannot compute the problem here, or None. copies: whether arrays in host memory are copied to
-    the GPU for a rung that is named. Raises NotImplementedError where no rung can.
+    the GPU for a rung that is named. Raises NotImplementedError if no rung can run.
     """
     wanted = _by_preference(target) if kernel == "auto" else (kernel,)
     refused = [(name, _not_asked(name, kernel, target, copies)) for name in KERNELS if name not in wanted]

@@ -1,8 +1,8 @@
-"""Tensor maps: how Hopper's copy engine (TMA) is told where a tensor lies and what box of it to fetch.
+"""Tensor maps: they tell Hopper's copy engine (TMA) where a tensor is and which box of it to load.
 
-A tensor map is 128 bytes, 64-byte aligned, that the driver makes and a kernel hands to `cp.async.bulk.tensor`
-(CUDA driver API, "Tensor Map Object Management"). What the driver demands of one is checked here without CUDA, so
-that a problem can be refused before anything runs. No attention words.
+A tensor map is 128 bytes, 64-byte aligned. The driver creates it, and a kernel passes it to `cp.async.bulk.tensor`
+(CUDA driver API, "Tensor Map Object Management"). The driver's conditions are checked here without CUDA, so that a
+problem can be refused before anything runs. This module knows nothing of attention.
 """
 
 import functools
@@ -17,25 +17,25 @@ PROMOTIONS = (0, 64, 128, 256)
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a map says but for the address. The innermost dimension is the first, and its elements lie side by side.
+    """A map without its address. The innermost dimension is the first, and its elements are contiguous.
 
-    A box that reaches past an extent is filled up with zeros. `strides_bytes` leaves out the innermost dimension;
-    that of a dimension of one element does not matter.
+    A box that reaches past an extent is filled with zeros. `strides_bytes` leaves out the innermost dimension; the
+    stride of a dimension of one element does not matter.
     """
 
     dtype: str  # "float16" or "bfloat16"
     shape: tuple[int, ...]  # elements
     strides_bytes: tuple[int, ...]  # from the second dimension on
-    box: tuple[int, ...]  # elements that one copy fetches
-    swizzle_bytes: int = 128  # over how many bytes 16-byte pieces are permuted in shared memory; 0 = not at all
-    l2_bytes: int = 256  # what L2 reads from memory at a time
+    box: tuple[int, ...]  # elements that one copy loads
+    swizzle_bytes: int = 128  # over how many bytes 16-byte pieces are permuted in shared memory; 0: not at all
+    l2_bytes: int = 256  # bytes that L2 reads from memory at a time
 
     @functools.cached_property
     def _behind_address(self) -> bytes | None:
-        """All of the encoded map but the address, or None when that is not kept in front and nowhere else.
+        """The encoded map without the address, or None if the address is not in the first 8 bytes alone.
 
-        Encoding costs microseconds, and a call does it for every operand. That the address is the first 8 bytes is
-        written nowhere, so the map is encoded for two addresses that differ in every bit an address has.
+        Encoding takes microseconds, and a call needs a map for every operand. No document says that the address is the
+        first 8 bytes, so the map is encoded for two addresses that differ in every bit of an address.
         """
         one, other = (_encoded(self, address) for address in _PROBES)
         if (one[:8], other[:8]) != tuple(address.to_bytes(8, "little") for address in _PROBES):
@@ -58,7 +58,7 @@ def fits(tensor_map: TensorMap) -> str | None:
             return f"an extent in a tensor map is 1 to 2**32, not {extent}"
     for extent, stride in zip(m.shape[1:], m.strides_bytes, strict=True):
         if extent > 1 and (not 0 < stride < 2**40 or stride % 16):
-            # The manual gives strides as sums of what lies within; a broadcast dimension, stride 0, is none.
+            # The manual derives strides from the inner extents; a broadcast dimension, stride 0, does not fit that.
             return f"a stride in a tensor map is a multiple of 16 bytes, above 0 and below 2**40, not {stride}"
     for extent in m.box:
         if not 1 <= extent <= 256:
@@ -91,7 +91,7 @@ def _encoded(tensor_map: TensorMap, pointer: int) -> bytes:
     m, rank = tensor_map, len(tensor_map.shape)
     long, word = driver.cuuint64_t, driver.cuuint32_t
     strides = [
-        stride if extent > 1 else 16  # never stepped along, but checked
+        stride if extent > 1 else 16  # never used as a step, but checked
         for extent, stride in zip(m.shape[1:], m.strides_bytes, strict=True)
     ]
     dtype = f"CU_TENSOR_MAP_DATA_TYPE_{m.dtype.upper()}"

@@ -12,14 +12,14 @@ from ..config.states_of_tiles import STATES_IN_WORD, StatesTile
 from ..functions.arguments import reads_argument
 from ..problem.forward import Problem
 
-B, H = 0, 1  # the numbers of these arguments of a mask_mod
+B, H = 0, 1  # the indices of these arguments of a mask_mod
 
 
 def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
     """-> (batch entries, groups of heads, tiles of the side that words belong to, words of such a tile) that have
     states of their own."""
     by_batch, by_head = _differ(problem)
-    # One tile more than there are, and so one word at least: wgmma walks one past the last where none is seen.
+    # One tile more than exist, and so at least one word: wgmma visits a tile past the last if none is seen.
     own, other = problem.seqlen_q, problem.seqlen_k
     if tile.of_keys:
         own, other = other, own
@@ -29,24 +29,24 @@ def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
 
 
 def words(problem: Problem, tile: StatesTile) -> int:
-    """How many there are, with those of the order."""
+    """Number of words, including those of the order."""
     batch, groups, tiles, of_tile = counts(problem, tile)
     return batch * groups * tiles * (of_tile + 1)
 
 
 def blocks(problem: Problem, tile: StatesTile) -> int:
-    """Of tile_states, each of which makes a word."""
+    """Number of blocks of tile_states, each of which writes a word."""
     return math.prod(counts(problem, tile))
 
 
 def order_blocks(problem: Problem, tile: StatesTile, threads: int) -> int:
-    """Of tile_order, each of which finds the places of so many tiles."""
+    """Number of blocks of tile_order, each of which finds the places of `threads` tiles."""
     batch, groups, tiles, _ = counts(problem, tile)
     return batch * groups * -(-tiles // threads)
 
 
 def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
-    """(batch entry, group of heads, own tile), in words; 0 where all have the same."""
+    """(batch entry, group of heads, own tile), in words; 0 if all share the same states."""
     (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
     row = of_tile + 1
     return groups * tiles * row * by_batch, tiles * row * by_head, row

@@ -1,1 +1,1 @@
-"""Tensor cores since Ampere: a warp multiplies tiles that lie in its threads' registers."""
+"""Kernels on tensor cores since Ampere: a warp multiplies tiles that are in its registers."""

@@ -1,12 +1,12 @@
-"""The gradient of aux with products on tensor cores: what scores owe to the numbers that their score_mod reads.
+"""The gradient of aux with products on tensor cores: of the numbers that a score_mod reads.
 
-What v2_backward_daux.py computes, in 16 bits; kernels/score/owed.py says what it is and why it runs twice. A block owns
-a tile of queries and walks over the key tiles that they see (score_tiles.py). Warps leave the products of a tile in
-shared memory, and then every thread takes scores of its own from there, one behind the other: a function may be any
-code, and so it is in the kernel once and not once for each score of a fragment.
+It computes what v2_backward_daux.py computes, in 16 bits; kernels/score/owed.py explains the sums and why this runs
+twice. A block owns a query tile and loops over the key tiles that it sees (score_tiles.py). Warps store the products of
+a tile in shared memory, and then every thread takes its own scores from there, one after the other. A function may be
+any code, so the kernel contains it once and not once for each score of a fragment.
 
-A thread goes along a diagonal: the next score is that of the next query and the next key. A table of relative positions
-has one element for all of them, as has a number of a head; so most of what is owed is added up before it is added to
+A thread follows a diagonal: the next score is that of the next query and the next key. On a diagonal a table of
+relative positions has one element, and so has a number of a head. So most terms are added up before they are added to
 the sums in global memory. The lanes of a warp have neighbouring keys, whose elements are mostly neighbours, too.
 
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
@@ -32,7 +32,7 @@ from .score_tiles import Range, Smem
 
 
 class Registers(NamedTuple):
-    """What a warp holds of the products. Shapes are in make()."""
+    """A warp's part of the products. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -60,7 +60,7 @@ def make(config):
 
     @inlined
     def note_rows(place, q_smem, thread, arrays, sizes):
-        """To shared memory of each query of the tile which keys it sees, lse and delta."""
+        """Stores in shared memory, for each query of the tile, the keys that it sees, lse and delta."""
         if thread < tile_m:
             query = int32(place.i * tile_m + thread)
             first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
@@ -94,7 +94,7 @@ def make(config):
 
     @inlined
     def owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score):
-        """What the thread's scores of a tile owe."""
+        """Adds the terms of the thread's scores of a tile."""
         four = cuda.local.array(4, uint32)
         part = divide(thread, tile_n)
         column = int32(thread - part * tile_n)
@@ -116,7 +116,7 @@ def make(config):
                     if p != 0:
                         counted = count_of(at, arrays, sizes, score)
                         dp = ld_st.load_b32(here + int32(dp_at)).view(np.float32)
-                        dp = dp * counted if counted != 0 else float32(0)  # not NaN, where it does not count
+                        dp = dp * counted if counted != 0 else float32(0)  # no NaN if the weight does not count
                         ds = p * (dp - four[3].view(np.float32))
                         if ds != 0:
                             add(run, ds * through, s, slope, element, reads, at, arrays, strides, sizes)
@@ -167,12 +167,12 @@ def make(config):
                 registers.acc_s[x] = float32(0)
                 registers.acc_dp[x] = float32(0)
             wait_all()
-            cuda.syncthreads()  # the tile is there, and everyone is done with the scores before
+            cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
             multiply(registers, smem, thread)
             put_products(registers, q_smem, thread)
             note_rows(place, q_smem, thread, arrays, sizes)
             following_place = following(place, walk, arrays, strides, sizes)
-            cuda.syncthreads()  # everyone is done with the tile, and the scores are there
+            cuda.syncthreads()  # all threads have finished with the tile, and its scores are stored
             if following_place.b < walk.end_b:
                 load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()

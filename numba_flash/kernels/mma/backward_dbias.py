@@ -1,10 +1,11 @@
-"""The gradient of bias on tensor cores: dS of the finished scores, summed over what bias is broadcast over.
+"""The gradient of bias on tensor cores: dS of the finished scores, summed over the dimensions in which bias is
+broadcast.
 
-What v2_backward_dbias.py computes, in 16 bits. A block owns a tile of bias' own elements and walks over the tiles of
-scores that read them (score_tiles.py): over the batch entries and heads where bias has one for all, over the query
-tiles where it is one row for all queries (rows_summed), and over the key tiles where it is one column for all keys
-(keys_summed). What a lane holds of dS is added up in its registers, in that order, and at the end over lanes and
-warps. So every sum has one owner and one order.
+It computes what v2_backward_dbias.py computes, in 16 bits. A block owns a tile of bias' own elements and loops over the
+tiles of scores that read them (score_tiles.py): over batch entries and heads that share a bias, over query tiles if all
+queries share a row (rows_summed), and over key tiles if all keys share a column (keys_summed). A lane adds up its
+elements of dS in registers, in that order; at the end the block adds up lanes and warps. So every sum has one owner and
+one order.
 
 Launch: grid (bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is contiguous.
@@ -30,7 +31,7 @@ from .score_tiles import Range, Smem
 
 
 class Registers(NamedTuple):
-    """What a warp holds. Shapes are in make()."""
+    """A warp's registers. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -68,7 +69,7 @@ def make(config):
 
     @inlined
     def read_scores(place, registers, thread, arrays, strides, sizes):
-        """What the scores need from global memory, while their products are waited for."""
+        """Loads what the scores need from global memory, before their products are ready."""
         first_query = int32(place.i * tile_m)
         origin = origin_of(place.b, place.h, first_query, arrays, strides)
         lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
@@ -77,7 +78,7 @@ def make(config):
 
     @inlined
     def add_scores(place, registers, thread, arrays, strides, sizes, score):
-        """sums += dS of a tile whose products are there."""
+        """sums += dS of a tile whose products are ready."""
         acc_s, acc_dp, sums, shown_bits = registers.acc_s, registers.acc_dp, registers.sums, registers.shown_bits
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row = int32(warp * 16 + int32(first_row_of(lane)))
@@ -129,7 +130,7 @@ def make(config):
 
     @inlined
     def over_keys(registers):
-        """sums[0], sums[2] <- of the lane's two rows that of all columns, in every lane of the row."""
+        """sums[0], sums[2] <- for the lane's two rows the sum over all columns, in every lane of the row."""
         for r in range(rows):
             total = float32(0)
             for n in range(blocks):
@@ -139,7 +140,7 @@ def make(config):
 
     @inlined
     def over_rows(registers, sums_smem, thread, columns):
-        """To shared memory the sums over a warp's rows of `columns` blocks of 8 columns."""
+        """Stores in shared memory the sums over a warp's rows of `columns` blocks of 8 columns."""
         lane, warp = thread & int32(31), thread >> int32(5)
         for n in range(columns):
             for x in range(2):
@@ -152,7 +153,7 @@ def make(config):
 
     @inlined
     def store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes):
-        """A tile of dbias, of which every element is its own."""
+        """Stores a tile of dbias in which no rows or keys are summed."""
         lane, warp = thread & int32(31), thread >> int32(5)
         for r in range(rows):
             query = first_query + int64(warp * 16 + int32(first_row_of(lane)) + r * 8)
@@ -172,7 +173,7 @@ def make(config):
 
     @inlined
     def store_sums(registers, base, first_query, first_key, sums_smem, thread, arrays, strides, sizes):
-        """The same where rows or keys are summed."""
+        """Likewise if rows or keys are summed."""
         lane, warp = thread & int32(31), thread >> int32(5)
         if keys_summed:
             over_keys(registers)
@@ -197,7 +198,7 @@ def make(config):
         shape, by = sizes.dbias_shape, strides.dbias
         m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
         n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
-        # bias' own element tile, and the tiles of scores that read it
+        # the block's own tile of bias, and the tiles of scores that read it
         own_m, own_n = (int32(1) if rows_summed else m_tiles), (int32(1) if keys_summed else n_tiles)
         above = divide(block, own_n)
         own_j, own_i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
@@ -248,10 +249,10 @@ def make(config):
                 registers.acc_s[x] = float32(0)
                 registers.acc_dp[x] = float32(0)
             wait_all()
-            cuda.syncthreads()  # the tile is there
+            cuda.syncthreads()  # the tile has arrived
             multiply(registers, smem, thread)
             following_place = following(place, walk, arrays, strides, sizes)
-            cuda.syncthreads()  # everyone is done with it
+            cuda.syncthreads()  # all threads have finished with it
             if following_place.b < walk.end_b:
                 load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()

@@ -1,33 +1,31 @@
-"""Gradients of keys and values on tensor cores: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
+"""dK and dV on tensor cores: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
 
-Read mma_forward first. Here a block owns a tile of keys of one KV head and loops over the tiles of queries that see
-it, for each query head of the group in turn. So dK and dV are sums in registers, without atomics, and have the same
-bits in every run. A warp owns `warp_rows` keys. Scores are computed transposed,
+Read mma_forward first. It is listing 7 of docs/algorithm.md. A block owns a key tile of one KV head. It loops over the
+query tiles that see it, for each query head of the group, and holds the sums dK and dV in registers: no atomics, the
+same bits in every run. A warp owns `warp_rows` keys. Scores are computed transposed:
 
-    S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
+    S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)               line 6
+    dP^T = V dO^T   dS^T = P^T * (dP^T - delta)                       lines 7 and 9
+    dV += P^T dO    dK += dS^T Q        and at the end dK *= scale    lines 10 to 12
 
-because a lane then holds the same elements of P^T and dS^T as it needs, rounded to 16 bits, for the first operand of
+The elements of P^T and dS^T that a lane holds are, rounded to 16 bits, those it needs of the A operand of dV and dK. So
+neither leaves the registers. If the sums of whole rows do not fit in registers, `column_groups` warps own the same
+keys. Each computes P^T and dS^T for its part of the queries, they exchange them in shared memory, and each sums up some
+panels of 64 columns of dK and of dV.
 
-    dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
+A query tile has two halves: Q, and dO with lse and delta of its rows. With two stages both are loaded during the
+products of the previous tile. One stage has room for twice as many queries, so each element of K and V that a warp
+reads from shared memory is used twice as often. Then the halves take turns: the next dO is loaded while dK is summed up
+from Q, and the next Q while dP is computed from dO. So dP is the first product of a tile then, and S the second.
 
-so neither leaves the registers. With `column_groups`, where the sums of whole rows would not fit into registers,
-several warps own the same keys: each computes P^T and dS^T for its part of the queries, they exchange them in shared
-memory, and each sums up some panels of 64 columns of dK and of dV.
+FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and delta =
+rowsum(dO * O) in the derivative of the softmax.
 
-A tile of queries has two halves, Q, and dO with lse and delta of its rows. With two stages both come while the
-products of the tile before run. With one stage there is room for twice as many queries, and so each element of K and V
-that a warp reads from shared memory is used twice as often; the halves then take turns: while dK is summed up from Q,
-the next dO comes, and while dP is computed from it, the next Q. So dP is the first product of a tile then, and S the
-second.
+Letters as in v2; acc_s, acc_dp, acc_dk and acc_dv are float32 accumulators; lse and -delta are laid out as in
+kernels/steps/lse_delta.py.
 
-FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and
-delta = rowsum(dO * O) in the derivative of the softmax.
-
-Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; lse and -delta as
-kernels/steps/lse_delta.py has them.
-
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
-Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ from . import backward_walk
 
 
 class Registers(NamedTuple):
-    """What a warp holds of S^T, dP^T, dK and dV, and of operands. Shapes are in make()."""
+    """A warp's parts of S^T, dP^T, dK and dV, and of operands. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -62,7 +60,7 @@ class Registers(NamedTuple):
     a_frag: Any
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given, and by functions
+    shown_bits: Any  # by the caller's mask, and by functions
     kept: Any  # which weights count (kernels/score/counts.py)
 
 
@@ -87,11 +85,11 @@ def make(config):
     stages, other_stage = config.stages, config.stages - 1
     q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = tile_m // groups  # queries of a tile with which a warp computes scores
+    part = tile_m // groups  # queries of a tile for which a warp computes scores
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
-    columns = config.group_columns  # that a warp sums up
+    columns = config.group_columns  # columns that a warp sums up
     dk_columns, dv_columns = (head_dim_padded, head_dim_v_padded) if groups == 1 else (columns, columns)
     dk_count, dv_count = strips * dk_columns // 2 if of_dk else 1, strips * dv_columns // 2 if of_dv else 1
     k_count, v_count = strips * head_dim_padded // 4, strips * head_dim_v_padded // 4 if of_dk else 1
@@ -122,7 +120,7 @@ def make(config):
     recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
-    finishes = drops and of_dk and has_functions  # before their derivative comes to it
+    finishes = drops and of_dk and has_functions  # before it is multiplied by their derivative
 
     @inlined
     def aligned(address):
@@ -130,20 +128,20 @@ def make(config):
 
     @inlined
     def load_rows(i, stage, base, smem, seqlen_q, thread):
-        """Start the copies of lse and -delta of query tile i of a head, whose blocks of rows begin at address base, to
-        stage `stage`."""
+        """Start the copies of lse and -delta of query tile i of a head to stage `stage`. base: the address of the
+        head's blocks of rows."""
         for step in range(row_steps):
             chunk = int32(thread + step * threads)
             if chunk < row_chunks:
                 here = int32(i * (tile_m // 16) + (chunk >> 3)) < row_blocks(seqlen_q)
                 at = base + int64(4) * int32(i * (2 * tile_m) + chunk * 4)
-                # Added up in an order that leaves nothing to be kept in a register between tiles.
+                # This order of additions leaves nothing to be kept in a register between tiles.
                 to = smem.rows + stage * rows_stage + 16 * chunk if stages > 1 else smem.k + 16 * chunk + int32(rows_at)
                 cp_async.copy16(to, at, 16 if here else 0)
 
     @inlined
     def rows_of_part(thread):
-        """How far into a tile's lse and -delta those of the warp's part of the queries are, in bytes."""
+        """The byte offset of the warp's part of the queries in a tile's lse and -delta."""
         return ((thread >> int32(5)) & (groups - 1)) * (8 * part)
 
     @inlined
@@ -195,7 +193,7 @@ def make(config):
 
     @inlined
     def load_queries(i, stage, source, smem, strides, sizes, thread):
-        """Start the copies of Q of query tile i, which is at address `source`, to stage `stage`."""
+        """Start the copies of Q of query tile i, at address `source`, to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
         load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, head_dim, thread)
 
@@ -208,7 +206,7 @@ def make(config):
 
     @inlined
     def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
-        """Wait for dO of tile i, with two stages for Q too, and start the copies of what has a place now."""
+        """Wait for dO of tile i, with two stages also for Q, and start the copies for which there is room now."""
         next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
             next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
@@ -216,7 +214,7 @@ def make(config):
             others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
         queries = queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
-        cuda.syncthreads()  # it is there, and everyone is done with the tile before
+        cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
         if next_heads_left > 0:
             thread = special.thread_index()
             load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
@@ -226,7 +224,7 @@ def make(config):
 
     @inlined
     def prefetch_second(i, heads_left, smem, arrays, strides, sizes):
-        """With one stage, when everyone is done with dO of tile i: start the copies of the next one's."""
+        """With one stage, after all threads have finished with dO of tile i: start the copies of the next dO."""
         next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
         others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
@@ -237,7 +235,7 @@ def make(config):
     @inlined
     def scores_of_tile(stage, registers, smem, score):
         """S^T and dP^T - delta of the query tile in stage `stage`."""
-        # With the thread's number read anew, addresses are not worked out ahead of the loop and kept in registers.
+        # The thread's number is read again, so that addresses are not computed ahead of the loop and kept in registers.
         acc_s, acc_dp, b_frag = registers.acc_s, registers.acc_dp, registers.b_frag
         thread = special.thread_index()
         own_lane, other_lane, _ = lanes_of(thread)
@@ -248,24 +246,24 @@ def make(config):
         if of_dk:
             start_dp(acc_dp, smem.rows + stage * rows_stage + rows_of_part(thread), thread & int32(31), score)
             multiply_v_do(acc_dp, registers.v_frag, b_frag, smem.v + own_lane, smem.do + stage * do_stage + other_lane)
-        if stages == 1:  # Q has come only now
+        if stages == 1:  # Q arrives only now
             wait_all()
             cuda.syncthreads()
             multiply_k_q(acc_s, registers.k_frag, b_frag, smem.k + own_lane, smem.q + stage * q_stage + other_lane)
 
     @inlined
     def first_own_column(thread):
-        """Of the columns of dK and dV that a warp sums up, where several share its rows."""
+        """The first of the columns of dK and dV that a warp sums up, if several warps share its rows."""
         return int32(((thread >> int32(5)) & (groups - 1)) * columns)
 
     @inlined
     def own_panels(thread):
-        """How far into a tile the lane's rows of those columns begin, for a transposed operand."""
+        """The offset in a tile at which the lane's rows of those columns begin, for a transposed operand."""
         return int32((first_own_column(thread) >> 6) * (tile_m * 128) + lanes_of(thread)[2])
 
     @inlined
     def gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, arrays, strides, sizes, score, masked):
-        """dK and dV += what the query tile in stage `stage` gives."""
+        """dK and dV += the contribution of the query tile in stage `stage`."""
         acc_dk, acc_dv, a_frag, b_frag = registers.acc_dk, registers.acc_dv, registers.a_frag, registers.b_frag
         p_frag, ds_frag = registers.p_frag, registers.ds_frag
         thread = special.thread_index()
@@ -273,7 +271,8 @@ def make(config):
         weigh(i, registers, smem.k, rows_tile, thread, term, distance, score, masked)
         q_tile, do_tile = smem.q + stage * q_stage, smem.do + stage * do_stage
         if groups > 1:
-            # With the thread's number read anew for each product, places are not kept in registers through the others.
+            # The thread's number is read again for each product, so that addresses are not kept in registers through
+            # the others.
             weights, barrier = smem.k + int32(weights_at), (thread >> int32(5) >> shift) + 1
             put(p_frag, weights, thread)
             own_columns = do_tile + own_panels(thread)
@@ -287,7 +286,7 @@ def make(config):
             if stages == 1:
                 prefetch_second(i, heads_left, smem, arrays, strides, sizes)
             else:
-                bar.sync(barrier, 32 * groups)  # everyone is done with P
+                bar.sync(barrier, 32 * groups)  # all warps of the group have finished with P
             thread = special.thread_index()
             put(ds_frag, weights, thread)
             own_columns = q_tile + own_panels(thread)
@@ -349,7 +348,7 @@ def make(config):
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
             first, end, _, _ = ranges_of(b, h, group, first_key, end_key, arrays, strides, sizes)
@@ -408,8 +407,8 @@ def make(config):
                 load_v_frag(registers.v_frag, smem.v + own_lane)
 
         while heads_left > 0:
-            # Tiles of which some query does not see some key; then those that are seen whole; then, behind a left
-            # window, some of the first kind again; and all this for each head of the group.
+            # Query tiles of which some query does not see some key; then those that are seen whole; then, with a left
+            # window, again some of the first kind; and all this for each head of the group.
             while heads_left > 0 and not whole:
                 step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, TRUE)
                 stage = int32(stage ^ other_stage)
@@ -421,14 +420,14 @@ def make(config):
                 i, heads_left = following(i, heads_left, smem.k, arrays, strides)
                 whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
 
-        # dK and dV to the place of the warp's own rows of K and V, and from there to global memory.
+        # Stage dK and dV in the place of the warp's own rows of K and V, and write them from there to global memory.
         wait_all()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        bar.sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
+        bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
-        # From the state of the block: kept through the loop, it would cost the registers that S needs.
+        # From the state of the block: kept in registers through the loop, it would take those that S needs.
         b, h_kv, first_key, q_start, keys = own_keys(k_smem)
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
@@ -440,7 +439,7 @@ def make(config):
             nonfinite |= stage_dk(registers.acc_dk, score.scale, dk_smem, first_row, lane, keys_left)
         if of_dv and dv_left > 0:
             nonfinite |= stage_dv(registers.acc_dv, float32(1), dv_smem, first_row, lane, keys_left)
-        if groups > 1:  # a row that is no number in one panel is computed again in all
+        if groups > 1:  # a row that is not finite in one panel is computed again in all
             ld_st.store_b32(k_smem + int32(warps_at) + 4 * warp, nonfinite)
             bar.sync((warp >> shift) + 1, 32 * groups)
             for other in range(groups):

@@ -1,14 +1,14 @@
-"""Gradients of keys and values in float32 and float64 on tensor cores; since Ampere (sm_80).
+"""dK and dV in float32 and float64 on tensor cores; since Ampere (sm_80).
 
-Read mma_backward_dkdv first, whose walk this is, with one tile of queries at a time. A block owns a tile of keys of one
-KV head and walks over the tiles of queries that see it, of each query head of the group in turn. A warp owns
-`warp_rows` keys, and computes
+Read mma_backward_dkdv first, whose loop this is, with one query tile at a time. A block owns a key tile of one KV head.
+It loops over the query tiles that see it, for each query head of the group. A warp owns `warp_rows` keys, and computes
+(listing 7 of docs/algorithm.md, lines 6 to 12)
 
     dP^T = V dO^T     S^T = K Q^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q    and at the end dK *= scale
 
-with the products of the forward in these dtypes (backward_wide.py). dO of a tile comes while dK is summed up from the
-tile before, and Q with lse and delta while dP is computed.
+with the products of the forward in these dtypes (backward_wide.py). dO of a tile is loaded while dK is summed up from
+the previous tile, and Q with lse and delta while dP is computed.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -33,7 +33,7 @@ from . import backward_wide
 
 
 class Registers(NamedTuple):
-    """What a warp holds of S^T, dP^T, dK and dV, of operands, and of its keys. Shapes are in make()."""
+    """A warp's parts of S^T, dP^T, dK and dV, of operands, and of its keys. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -43,15 +43,15 @@ class Registers(NamedTuple):
     own_frag: Any
     other_frag: Any
     p_frag: Any
-    first_query: Any  # of those that see a key
+    first_query: Any  # first query that sees a key
     end_query: Any
     kept: Any  # which weights count (kernels/score/counts.py)
     loaded: Any  # bias (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given, and by functions
+    shown_bits: Any  # by the caller's mask, and by functions
 
 
 class Lanes(NamedTuple):
-    """Where the lane's rows begin in shared memory, and what it exchanges."""
+    """The shared addresses of the lane's rows, and what it exchanges."""
 
     k: int
     q: int
@@ -63,7 +63,7 @@ class Lanes(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The tiles of queries of each head, one head behind the other."""
+    """The query tiles of each head, one head after the other."""
 
     b: int
     h_kv: int
@@ -81,7 +81,7 @@ def make(config):
     _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
-    columns = tile_m // groups  # of scores that a warp computes
+    columns = tile_m // groups  # columns of scores that a warp computes
     blocks = columns // 8
     dk_columns, dv_columns = head_dim_padded // groups, head_dim_v_padded // groups
     s_count = strips * blocks * 4
@@ -113,7 +113,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
     reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
-    has_bits = has_mask or has_functions  # what is seen is a bit for each score
+    has_bits = has_mask or has_functions  # one bit for each score says whether it is seen
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=True, derivative=of_dk)
     recompute_keys = recompute.make(config, of_dk, of_dv)
     wait_all = cp_async.wait_group(0)
@@ -124,7 +124,8 @@ def make(config):
 
     @inlined
     def tile_of(block, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask the most queries see
+        them."""
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
         head_of_all = divide(block, n_tiles)
         b = divide(head_of_all, heads_kv)
@@ -132,14 +133,14 @@ def make(config):
 
     @inlined
     def turn(t, walk, sizes):
-        """-> (i, h) of the t-th tile of queries."""
+        """-> (i, h) of the t-th query tile."""
         member = divide(t, walk.tiles)
         h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
         return int32(walk.begin + t - member * walk.tiles), int32(h)
 
     @inlined
     def load_others(t, do_smem, walk, arrays, strides, sizes):
-        """Start the copies of dO of the t-th tile of queries."""
+        """Start the copies of dO of the t-th query tile."""
         i, h = turn(t, walk, sizes)
         rows_left = int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
@@ -157,13 +158,13 @@ def make(config):
 
     @inlined
     def own_column():
-        """The lane's first column of those that its warp computes scores of."""
+        """The lane's first column of the scores that its warp computes."""
         thread = special.thread_index()
         return int32(((thread >> int32(5)) & (groups - 1)) * columns + int32(first_column_of(thread & int32(31))))
 
     @inlined
     def finished(registers, at, r, n, x, delta, score):
-        """dP^T times what its weight counts, less delta."""
+        """dP^T times how often its weight counts, minus delta."""
         dp = registers.acc_dp[at]
         if drops:
             counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
@@ -172,7 +173,7 @@ def make(config):
 
     @inlined
     def finish_dp(registers, rows_smem, score):
-        """acc_dp <- all of it finished, before a score_mod's derivative goes into it."""
+        """Finishes all of acc_dp, before it is multiplied by a score_mod's derivative."""
         first_column = own_column()
         lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
         for n in range(blocks):
@@ -184,8 +185,8 @@ def make(config):
 
     @inlined
     def ask(i, h, registers, walk, arrays, strides, sizes, score):
-        """shown_bits <- which queries see a key, by all that hides some; acc_s, acc_dp <- with score_mod and its
-        derivative; loaded <- bias."""
+        """shown_bits <- which queries see a key, by every option that hides some; acc_s, acc_dp <- with score_mod and
+        its derivative; loaded <- bias."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + own_column())
@@ -218,7 +219,7 @@ def make(config):
 
     @inlined
     def weigh(i, registers, rows_smem, walk, term, score):
-        """acc_s, acc_dp <- P^T times what counts, and dS^T."""
+        """acc_s, acc_dp <- P^T times how often it counts, and dS^T."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -259,16 +260,16 @@ def make(config):
 
     @inlined
     def step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score):
-        """One tile of queries of one head."""
+        """One query tile of one head."""
         i, h = turn(t, walk, sizes)
         wait_all()
-        cuda.syncthreads()  # dO is there, and everyone is done with Q and lse of the tile before
+        cuda.syncthreads()  # dO has arrived, and all threads have finished with Q and lse of the last tile
         load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
             multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do)
         wait_all()
-        cuda.syncthreads()  # Q, lse and delta are there
+        cuda.syncthreads()  # Q, lse and delta have arrived
         multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
@@ -295,7 +296,7 @@ def make(config):
                     to_16(registers.weights, registers.p_frag)
                     add_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
                     at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
-        cuda.syncthreads()  # everyone is done with dO
+        cuda.syncthreads()  # all threads have finished with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
         cp_async.commit_group()
@@ -330,7 +331,7 @@ def make(config):
         top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
-        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
             first, end, _, _ = ranges_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))
@@ -391,7 +392,7 @@ def make(config):
             nonfinite |= store_dv(
                 registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
             )
-        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 

@@ -1,19 +1,22 @@
-"""Gradients of queries on tensor cores: mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
+"""dQ on tensor cores: mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
 
-Read mma_forward and mma_backward_dkdv first. A block owns a tile of queries of one head and walks over the tiles of
-keys that they see, like the forward, but without an online softmax: lse is known. A warp owns `warp_rows` queries,
+Read mma_forward and mma_backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one
+head. It loops over the key tiles that the queries see, like the forward, but without an online softmax: lse is known. A
+warp owns `warp_rows` queries and computes
 
-    S = Q K^T     P = 2^(scale_log2 S - lse_log2)     dP = dO V^T     dS = P * (dP - delta)     dQ += dS K
+    S = Q K^T      P = 2^(scale_log2 S - lse_log2)                   line 6
+    dP = dO V^T    dS = P * (dP - delta)                             lines 7 and 8
+    dQ += dS K                         and at the end dQ *= scale    lines 9 and 10
 
-and at the end dQ *= scale. With `column_groups` warps share queries and exchange dS, as in mma_backward_dkdv; else what
-a lane holds of dS is, rounded to 16 bits, what it must hold as the first operand of
-dS . K, so it never leaves the registers. With one stage K and V take turns as Q and dO do there: while dQ is summed up
-from K, the next V comes, and while dP is computed from it, the next K.
+The elements of dS that a lane holds are, rounded to 16 bits, those it needs of the A operand of dS K, so dS never
+leaves the registers. With `column_groups` warps share queries and exchange dS, as in mma_backward_dkdv. With one stage
+K and V take turns as Q and dO do there: the next V is loaded while dQ is summed up from K, and the next K while dP is
+computed from V.
 
-Letters as in v2. Which keys a query sees, its lse and its -delta lie in shared memory.
+Letters as in v2. The keys that a query sees, its lse and its -delta are in shared memory.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
-Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
+Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +39,7 @@ from . import backward_dq_walk
 
 
 class Registers(NamedTuple):
-    """What a warp holds of S, dP and dQ, and of operands. Shapes are in make()."""
+    """A warp's parts of S, dP and dQ, and of operands. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -48,7 +51,7 @@ class Registers(NamedTuple):
     b_frag: Any
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given, and by functions
+    shown_bits: Any  # by the caller's mask, and by functions
     kept: Any  # which weights count (kernels/score/counts.py)
 
 
@@ -62,7 +65,7 @@ class Smem(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Where the lane's matrix rows begin in a tile: of the block's own rows, of keys, and of keys transposed."""
+    """The lane's matrix rows in a tile: of the block's own rows, of keys, and of keys transposed."""
 
     own: int
     other: int
@@ -82,7 +85,7 @@ def make(config):
     stages, other_stage = config.stages, config.stages - 1
     k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = tile_n // groups  # keys of a tile with which a warp computes scores
+    part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     columns = config.group_columns
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
@@ -109,7 +112,7 @@ def make(config):
     reads, added, ranges_of, bias_words = read.reads, read.added, read.ranges, read.bias_words
     bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
-    finishes = drops and has_functions  # dP - delta, before their derivative comes to it
+    finishes = drops and has_functions  # dP - delta, before it is multiplied by their derivative
     row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -138,11 +141,11 @@ def make(config):
 
     @inlined
     def prefetch(j, stage, begin, smem, arrays, strides):
-        """Wait for V of tile j, with two stages for K too, and start the copies of what has a place now."""
+        """Wait for V of tile j, with two stages also for K, and start the copies for which there is room now."""
         next_j = behind(j, begin, smem.q, arrays, strides)
         places = places_of(j if stages == 1 else next_j, strides, smem.q)
         wait_all()
-        cuda.syncthreads()  # it is there, and everyone is done with the tile before
+        cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
         if stages == 1:
             load_keys(places, stage, strides, smem, special.thread_index())
         elif next_j >= begin:
@@ -156,7 +159,7 @@ def make(config):
         next_j = behind(j, begin, smem.q, arrays, strides)
         places = places_of(next_j, strides, smem.q)
         wait_all()
-        cuda.syncthreads()  # K is there, and everyone is done with V
+        cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if next_j >= begin:
             load_values(places, 0, strides, smem, special.thread_index())
         cp_async.commit_group()
@@ -199,7 +202,7 @@ def make(config):
 
     @inlined
     def products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
-        """dQ += what the key tile in stage `stage` gives."""
+        """dQ += the contribution of the key tile in stage `stage`."""
         acc_s, acc_dp, acc_dq, b_frag = registers.acc_s, registers.acc_dp, registers.acc_dq, registers.b_frag
         k_tile, v_tile = smem.k + stage * k_stage, smem.v + stage * v_stage
         for x in range(s_count):
@@ -209,7 +212,7 @@ def make(config):
         thread = special.thread_index()
         start_dp(acc_dp, smem.q, thread, score)
         multiply_do_v(acc_dp, registers.do_frag, b_frag, smem.do + lanes.own, v_tile + lanes.other)
-        if stages == 1:  # K has come only now
+        if stages == 1:  # K arrives only now
             prefetch_second(j, begin, smem, arrays, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
@@ -264,7 +267,7 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+        if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left
             first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
@@ -313,8 +316,8 @@ def make(config):
         if has_states:
             whole = is_unmasked(j, q_smem, arrays, strides)
         while j >= begin:
-            # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
-            # some of the first kind again.
+            # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left window,
+            # again some that are seen in part.
             while j >= begin and not whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
                 j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
@@ -324,21 +327,21 @@ def make(config):
                 j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
                 whole = is_unmasked(j, q_smem, arrays, strides)
 
-        # dQ to the place of the warp's own rows of Q, and from there to global memory. Where all this belongs is in the
-        # state of the block: kept through the loop, it would cost the registers that S needs.
+        # Stage dQ in the place of the warp's own rows of Q, and write it from there to global memory. Its place there
+        # is in the state of the block: kept in registers through the loop, it would take those that S needs.
         wait_all()
         tile, tile_keys = own_rows(q_smem)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        bar.sync((warp >> shift) + 1, 32 * groups)  # those who share these rows have read them for the last time
+        bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         dq_smem, dq_left = q_smem + (first_column >> 6) * (tile_m * 128), int32(head_dim - first_column)
         nonfinite = uint32(0)
         if dq_left > 0:
             nonfinite |= stage_dq(registers.acc_dq, score.scale, dq_smem, first_row, lane, queries_left)
-        if groups > 1:  # a row that is no number in one panel is computed again in all
+        if groups > 1:  # a row that is not finite in one panel is computed again in all
             ld_st.store_b32(q_smem + int32(warps_at) + 4 * warp, nonfinite)
             bar.sync((warp >> shift) + 1, 32 * groups)
             for other in range(groups):

@@ -1,4 +1,4 @@
-"""What parts of dQ (backward_dq_parts.py) leave to do: rows that no key tile has a part of are 0, and rows that came
+"""Completes dQ after its parts (backward_dq_parts.py). Rows to which no key tile contributes become 0. Rows that came
 out NaN or Inf are computed again without the keys that they may not see (kernels/steps/recompute_queries.py).
 
 Launch: grid (batch * heads * query tiles), block (config.threads). dq is contiguous.
@@ -34,7 +34,7 @@ def make(config):
 
     @inlined
     def look_at_row(row_at, lane, seen, arrays):
-        """-> whether it is finite, in this lane's columns; 0 where it was not written."""
+        """-> whether the row is finite, in this lane's columns; writes 0 if no key tile wrote it."""
         nonfinite = real(0)
         for x in range(lane, head_dim, 32):
             if seen:

@@ -1,13 +1,13 @@
-"""Parts of dQ that a block of keys gives, in float32 and float64: what makes backward_wide_fused.py five products.
+"""The parts of dQ from a block of keys, in float32 and float64. They let backward_wide_fused.py compute five products:
 
-    dQ += dS K     with dS^T by way of shared memory, from where warps take it as rows of queries
+    dQ += dS K     with dS^T in shared memory, from which warps load it as rows of queries
 
-Every key tile has a part of dQ of a query tile. Parts are added up in dQ itself, in global memory, in the order of
-their key tiles, so all runs give the same bits. A count for each query tile says how many are in. A block waits for its
-turn; the first one stores instead of adding, so nothing need be set to zero. Blocks take their work by a ticket: key
-tiles of a head in ascending order. So who waits does so for a block that has begun before it, and since all walk over
-the queries in the same order, the last first, blocks of a head follow each other like runners in a line. That is the
-way of kernels/wgmma/backward_fused.py.
+Every key tile contributes a part to dQ of a query tile. The parts are added up in dQ itself, in global memory, in the
+order of their key tiles, so all runs give the same bits. A counter for each query tile holds the number of parts added.
+A block waits for its turn. The first one stores instead of adding, so nothing has to be set to zero. Blocks take their
+work by a ticket, the key tiles of a head in ascending order. So a block waits only for blocks that have begun before
+it. All blocks go over the queries in the same order, the last first, so the blocks of a head follow each other without
+catching up. kernels/wgmma/backward_fused.py does the same.
 
 All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns.
 """
@@ -29,7 +29,7 @@ from . import backward_wide, shared_weights
 
 
 class Walk(NamedTuple):
-    """The tiles of queries of each head, the last one first, one head behind the other."""
+    """The query tiles of each head, the last one first, one head after the other."""
 
     b: int
     h_kv: int
@@ -41,7 +41,7 @@ class Walk(NamedTuple):
 
 
 class DqParts(NamedTuple):
-    """Device functions. i: a query tile of head h; state: where `keep` has left what every tile needs."""
+    """Device functions. i: a query tile of head h; state: where `keep` has stored what every tile needs."""
 
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
@@ -82,7 +82,7 @@ def make(config):
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
     panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
     dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
-    blocks = config.blocks  # that share a key tile: each counts
+    blocks = config.blocks  # number of blocks that share a key tile: each counts
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
@@ -94,8 +94,8 @@ def make(config):
 
     @inlined
     def work_of(ticket, sizes):
-        """Of so many heads abreast that they keep a GPU busy, all first key tiles come first, then all second ones: so
-        a tile's turn has come when it begins."""
+        """The first key tiles of several heads, enough to keep a GPU busy, come before their second tiles: so a tile's
+        turn has come when it begins."""
         n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
         together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
@@ -108,7 +108,7 @@ def make(config):
 
     @inlined
     def keep(walk, state, arrays, strides, sizes):
-        """Leave what every tile needs at `state`, by one thread: kept through the loop, it would cost registers."""
+        """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
         block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
@@ -118,7 +118,7 @@ def make(config):
 
     @inlined
     def walk_of(state, sizes):
-        """-> Walk, as it was kept."""
+        """-> the Walk that `keep` stored."""
         first_from_query, first_and_keys = block_state.get(state + block_state.SIZE)
         place, begin_and_tiles = block_state.get(state + 2 * block_state.SIZE)
         b, first_key, begin = int32(place >> 32), int32(first_and_keys >> 32), int32(begin_and_tiles >> 32)
@@ -133,7 +133,7 @@ def make(config):
 
     @inlined
     def parts_before(i, state):
-        """How many key tiles of lower number see query tile i."""
+        """Number of lower key tiles that see query tile i."""
         # key_tiles' `begin`, from the tile's first query
         first_from_query, both = block_state.get(state + block_state.SIZE)
         first_key, keys = both >> 32, int64(int32(both))
@@ -142,19 +142,19 @@ def make(config):
 
     @inlined
     def wait_turn(i, h, state, sizes):
-        """One thread, before a barrier: what lower key tiles give is in."""
+        """One thread, before a barrier: waits until the parts of lower key tiles have been added."""
         before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
         while load_acquire(turn) != before:
             pass
 
     @inlined
     def hand_on(i, h, state, sizes):
-        """One thread, behind a barrier after `add`: the next key tile's turn has come."""
+        """One thread, after a barrier that follows `add`: gives the turn to the next key tile."""
         add_release(turn_of(h, i, state, sizes), uint32(1))
 
     @inlined
     def load_old(old, at, row, columns_left):
-        """old[at : at + old_count] <- what dQ has in a row so far, from the lane's first column on."""
+        """old[at : at + old_count] <- the current values of a row of dQ, from the lane's first column on."""
         for n in range(2 * panels):
             if (n // 2 * 8 + n % 2) * chunk < columns_left:
                 load_v4(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
@@ -164,7 +164,7 @@ def make(config):
 
     @inlined
     def store_new(acc, first, old, at, row, columns_left, score):
-        """A row of dQ <- what it had and the accumulators from `first` on."""
+        """A row of dQ <- its old values plus the accumulators from `first` on."""
         values, words = cuda.local.array(chunk, real), cuda.local.array(4, uint32)
         for n in range(2 * panels):
             for x in range(4):
@@ -178,7 +178,7 @@ def make(config):
 
     @inlined
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
-        """dQ += scale * dS K, of query tile i."""
+        """dQ += scale * dS K, for query tile i."""
         acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
         operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
         old = cuda.local.array(both_count, uint32)
@@ -203,7 +203,7 @@ def make(config):
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
         left, left_next = columns_left if rows_left > 0 else int32(0), columns_left if rows_left > 8 else int32(0)
         load_old(old, 0, to, left if adds else int32(0))
-        if panels == 1:  # where registers allow it, both rows at once
+        if panels == 1:  # both rows at once, if registers allow it
             load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
         store_new(acc, 0, old, 0, to, left, score)
         if panels > 1:

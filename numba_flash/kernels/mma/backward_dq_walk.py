@@ -1,7 +1,7 @@
-"""How a block of backward_dq.py walks over the key tiles that its queries see.
+"""How a block of backward_dq.py loops over the key tiles that its queries see.
 
-What a tile needs to know is kept in shared memory and read again for each, as in backward_walk.py: of the block its
-state, and of each row which keys it sees, its lse and its -delta.
+As in backward_walk.py, what every tile needs is stored in shared memory and read again for each tile: the block's
+state, and for each row the keys that it sees, its lse and its -delta.
 """
 
 import math
@@ -49,7 +49,7 @@ def make(config):
     *_, of_rows_at, state_at, _, _ = config.shared_offsets()
     bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = tile_n // groups  # keys of a tile with which a warp computes scores
+    part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     keys_and_start, read = positions.make(config), score_reads.make(config, strips, part)
     reads, origin_of, load_reads = read.reads, read.origin, read.load
@@ -69,13 +69,13 @@ def make(config):
 
     @inlined
     def first_key_of(lane, warp):
-        """The lane's first column of scores, counted in the key tile."""
+        """The lane's first column of scores, counted from the beginning of the key tile."""
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @inlined
     def tile_of(block, arrays, strides, sizes):
-        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see most keys."""
-        if has_states:  # those that see the most tiles
+        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
+        if has_states:  # the query tiles that see the most key tiles come first
             b, h, own = take(block, arrays, strides, sizes)
             first_query = int32(own * tile_m)
         else:
@@ -90,12 +90,12 @@ def make(config):
 
     @inlined
     def set_up_state(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
-        """What every tile needs to know."""
+        """Stores what every tile needs."""
         b, h, first_query, _ = tile
         h_kv, keys, tile_pos = tile_keys
         if thread == 0:
             k_base, v_base = row_base(strides.k, b, h_kv, 0), row_base(strides.v, b, h_kv, 0)
-            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            # Addresses: pointers are parameters and would be kept in registers through the loop.
             block_state.put(
                 q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
             )
@@ -118,7 +118,7 @@ def make(config):
                 if first_query + row < sizes.seqlen_q:
                     at = head_lse_delta + place(first_query + row)
                     lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
-                elif has_functions:  # which are not asked about a row that does not exist
+                elif has_functions:  # they are not called for a row that does not exist
                     end_key = first_key
                 of_row = q_smem + int32(of_rows_at) + 16 * row
                 block_state.put_range(of_row, int32(first_key), int32(end_key))
@@ -140,7 +140,7 @@ def make(config):
 
     @inlined
     def is_unmasked(j, q_smem, arrays, strides):
-        """Whether every row sees every key of tile j, and no function is asked there."""
+        """Whether every row sees every key of tile j, and no function is called there."""
         if has_score_mod:
             return False
         free, cut = block_state.get_range(q_smem + int32(walk_at))
@@ -152,26 +152,26 @@ def make(config):
 
     @inlined
     def behind(j, begin, q_smem, arrays, strides):
-        """The tile that is walked behind tile j; one before begin if none is left."""
+        """The next tile after j; one before begin if none is left."""
         if has_states:
             return int32(behind_tile(states_of(q_smem), j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
     def states_ends(tile, begin, stop, arrays, strides):
-        """[begin, stop) without the tiles at its ends in which a mask_mod shows nothing."""
+        """[begin, stop) without the tiles at both ends in which a mask_mod shows nothing."""
         states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
         return cut_ends(states, begin, stop, arrays, strides)
 
     @inlined
     def of_row(r, thread, q_smem):
-        """Where in shared memory that of the lane's row r lies."""
+        """The shared address of the data of the lane's row r."""
         lane, warp = thread & int32(31), thread >> int32(5)
         return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
 
     @inlined
     def distances(j, thread, q_smem, distance):
-        """q_pos - k_pos of the lane's rows and its first column of key tile j."""
+        """q_pos - k_pos of the lane's rows at its first column of key tile j."""
         lane, warp = thread & int32(31), thread >> int32(5)
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
         for r in range(rows):
@@ -180,7 +180,7 @@ def make(config):
 
     @inlined
     def find_kept(first_column, kept, q_smem, thread, arrays, sizes):
-        """kept <- which of the lane's weights count, of a tile whose first key it has is first_column."""
+        """kept <- which of the lane's weights count. first_column: the lane's first key of the tile."""
         b, h = block_state.get(q_smem + int32(head_at))
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
         lane_row = (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
@@ -188,19 +188,19 @@ def make(config):
 
     @inlined
     def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
-        """What the scores of tile j need from global memory, while they are computed."""
+        """Loads what the scores of tile j need from global memory, while they are computed."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         bias, bits = block_state.get(q_smem + int32(origin_at))
         first_query, _ = block_state.get(q_smem + int32(tile_at))
-        part_j = int32(j * groups + (warp & (groups - 1)))  # of the warp's part of the keys
+        part_j = int32(j * groups + (warp & (groups - 1)))  # index of the warp's part of the keys
         origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
         load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def ask_functions(j, registers, q_smem, arrays, strides, score):
-        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
+        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         asks = asks_in(states_of(q_smem), j, arrays, strides) if has_states else FALSE
@@ -222,7 +222,7 @@ def make(config):
 
     @inlined
     def places_of(j, strides, q_smem):
-        """-> (the address of K of key tile j, that of V, how many keys are left from there on)."""
+        """-> (the address of K of key tile j, that of V, the number of keys from there on)."""
         first_key = int32(j * int32(tile_n))
         k_base, v_base = block_state.get(q_smem + int32(bases_at))
         _, keys = block_state.get(q_smem + int32(keys_at))
@@ -230,8 +230,8 @@ def make(config):
 
     @inlined
     def start_dp(acc_dp, q_smem, thread, score):
-        """acc_dp <- -delta of each row, so that the product adds up to dP - delta; what counts more is multiplied with
-        that later."""
+        """acc_dp <- -delta of each row, so that the product gives dP - delta. With dropout finish_dp scales it
+        later."""
         for r in range(rows):
             minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
             if drops:
@@ -242,7 +242,7 @@ def make(config):
 
     @inlined
     def finish_dp(registers, q_smem, thread, score):
-        """acc_dp <- dP times what its weight counts, less delta."""
+        """acc_dp <- dP times how often its weight counts, minus delta."""
         for r in range(rows):
             minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)
             for n in range(blocks):

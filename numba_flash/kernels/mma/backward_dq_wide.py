@@ -1,14 +1,15 @@
-"""Gradients of queries in float32 and float64 on tensor cores; since Ampere (sm_80).
+"""dQ in float32 and float64 on tensor cores; since Ampere (sm_80).
 
-Read backward_dkdv_wide.py first. Here a block owns a tile of queries of one head and walks over the tiles of keys that
-they see, from the last to the first. A warp owns `warp_rows` queries, and computes
+Read backward_dkdv_wide.py first. A block owns a query tile of one head. It loops over the key tiles that the queries
+see, from the last to the first. A warp owns `warp_rows` queries, and computes (listing 8 of docs/algorithm.md, lines 6
+to 9)
 
     dP = dO V^T     S = Q K^T     P = e^(S - lse)     dS = P * (dP - delta)     dQ += dS K
 
-V of a tile comes while dQ is summed up from the tile before, and K while dP is computed.
+V of a tile is loaded while dQ is summed up from the previous tile, and K while dP is computed.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
-Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
+Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
+of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from . import backward_wide
 
 
 class Registers(NamedTuple):
-    """What a warp holds of S, dP and dQ, of operands, and of its queries. Shapes are in make()."""
+    """A warp's parts of S, dP and dQ, of operands, and of its queries. Shapes are in make()."""
 
     acc_s: Any
     acc_dp: Any
@@ -40,17 +41,17 @@ class Registers(NamedTuple):
     own_frag: Any
     other_frag: Any
     ds_frag: Any
-    first_key: Any  # of those that a query sees
+    first_key: Any  # first key that a query sees
     end_key: Any
     lse: Any
     delta: Any
     kept: Any  # which weights count (kernels/score/counts.py)
     loaded: Any  # bias (kernels/score/reads.py)
-    shown_bits: Any  # by the mask that was given, and by functions
+    shown_bits: Any  # by the caller's mask, and by functions
 
 
 class Lanes(NamedTuple):
-    """Where the lane's rows begin in shared memory, and what it exchanges."""
+    """The shared addresses of the lane's rows, and what it exchanges."""
 
     q: int
     k: int
@@ -68,7 +69,7 @@ def make(config):
     _, do_at, k_at, v_at, *_ = config.shared_offsets()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
-    columns = tile_n // groups  # of scores that a warp computes
+    columns = tile_n // groups  # columns of scores that a warp computes
     blocks = columns // 8
     dq_columns = head_dim_padded // groups
     s_count, dq_count = strips * blocks * 4, strips * dq_columns // 2
@@ -98,7 +99,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
     reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
-    has_bits = has_mask or has_functions  # what is seen is a bit for each score
+    has_bits = has_mask or has_functions  # one bit for each score says whether it is seen
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=False)
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
@@ -134,13 +135,13 @@ def make(config):
 
     @inlined
     def own_column():
-        """The lane's first column of those that its warp computes scores of."""
+        """The lane's first column of the scores that its warp computes."""
         thread = special.thread_index()
         return int32(((thread >> int32(5)) & (groups - 1)) * columns + int32(first_column_of(thread & int32(31))))
 
     @inlined
     def finish_dp(registers, score):
-        """acc_dp <- dP times what its weight counts, less delta."""
+        """acc_dp <- dP times how often its weight counts, minus delta."""
         for r in range(rows):
             for n in range(blocks):
                 for x in range(2):
@@ -154,8 +155,8 @@ def make(config):
 
     @inlined
     def ask(j, registers, tile, tile_keys, arrays, strides, sizes, score):
-        """shown_bits <- which keys a query sees, by all that hides some; acc_s, acc_dp <- with score_mod and its
-        derivative; loaded <- bias."""
+        """shown_bits <- which keys a query sees, by every option that hides some; acc_s, acc_dp <- with score_mod and
+        its derivative; loaded <- bias."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + own_column())
@@ -188,7 +189,7 @@ def make(config):
 
     @inlined
     def weigh(j, registers, tile_keys, term, score):
-        """acc_dp <- dS, of dP as finish_dp leaves it."""
+        """acc_dp <- dS, from dP as finish_dp leaves it."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -218,12 +219,12 @@ def make(config):
     def step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score):
         """One key tile."""
         wait_all()
-        cuda.syncthreads()  # V is there, and everyone is done with K of the tile before
+        cuda.syncthreads()  # V has arrived, and all threads have finished with K of the last tile
         load_keys(j, q_smem + int32(k_at), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
         multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
         wait_all()
-        cuda.syncthreads()  # K is there, and everyone is done with V
+        cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if j > begin:
             load_values(int32(j - 1), q_smem + int32(v_at), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
@@ -266,7 +267,7 @@ def make(config):
         bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
         begin_, _, _, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
         begin, stop = int32(begin_), int32(stop_)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+        if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left
             first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
@@ -294,7 +295,7 @@ def make(config):
         for r in range(rows):
             row = first_row + int32(first_row_of(lane)) + r * 8
             first, end = row_keys(tile_keys.position + row, sizes.left, sizes.right, tile_keys.keys)
-            if has_functions:  # which are not asked about a row that does not exist
+            if has_functions:  # they are not called for a row that does not exist
                 end = end if row < queries_left else first
             registers.first_key[r], registers.end_key[r] = int32(first), int32(end)
             lse, delta = of_query(tile.b, tile.h, int32(tile.first_query + row), arrays, sizes)
@@ -317,7 +318,7 @@ def make(config):
         nonfinite = store_dq(
             registers.acc_dq, score.scale, lane, arrays.dq, base, strides.dq[2], rows_left, rows_left, head_dim - column
         )
-        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
             recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
 

@@ -1,10 +1,10 @@
-"""Of every query what the tensor-core kernels of a backward need again and again: its lse and delta, in their order.
+"""Computes lse and delta of every query once, in the layout in which the tensor-core backward kernels read them.
 
     delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
 
-A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py says what is written where.
-Before wgmma_backward_fused it also sets the ticket and the counts of its turns to zero. config.early: the kernel behind
-may start as soon as all blocks have. It waits before it reads what these write (ptx/griddepcontrol.py).
+A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py describes the layout.
+Before wgmma_backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
+start when all blocks have started. It waits before it reads their results (ptx/griddepcontrol.py).
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
 """

@@ -1,7 +1,7 @@
-"""How a block of backward_dkdv.py walks over the query tiles that see its keys, of each head of the group in turn.
+"""How a block of backward_dkdv.py loops over the query tiles that see its keys, for each head of the group.
 
-What a tile needs to know is kept in shared memory and read again for each: kept in registers through the loop, it would
-cost those that S needs. Heads are counted from behind, so that `heads_left` says which one it is.
+What every tile needs is stored in shared memory and read again for each tile: in registers it would be kept through the
+loop, and take those that S needs. Heads are counted backwards: `heads_left` identifies the current one.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from ..steps.tiles import row_base
 
 
 class Walk(NamedTuple):
-    """Device functions. i: a query tile of the head that `heads_left` says; k_smem: where shared memory begins."""
+    """Device functions. i: a query tile of the head given by `heads_left`; k_smem: where shared memory begins."""
 
     tile_of: Callable[..., Any]
     set_up_state: Callable[..., Any]
@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 def make(config):
     tile_m, tile_n, warp_rows, rows = config.tile_m, config.tile_n, config.warp_rows, config.warp_rows // 8
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = tile_m // groups  # queries of a tile with which a warp computes scores
+    part = tile_m // groups  # queries of a tile for which a warp computes scores
     *_, seen_at, state_at, _, _ = config.shared_offsets()
     bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (state_at + n * block_state.SIZE for n in range(6))
     read, row_term = score_reads.make(config, warp_rows // 16, part, of_keys=True), fragments.chain(config).row_term
@@ -60,14 +60,15 @@ def make(config):
 
     @inlined
     def first_query_of(lane, warp):
-        """The lane's first column of scores, counted in the query tile."""
+        """The lane's first column of scores, counted from the beginning of the query tile."""
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @inlined
     def tile_of(block, arrays, strides, sizes):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask most queries see them."""
+        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask the most queries see
+        them."""
         heads_kv, seqlen_k = sizes.heads_kv, sizes.seqlen_k
-        if has_states:  # those that are seen in the most tiles
+        if has_states:  # the key tiles that the most query tiles see come first
             b, h_kv, own = take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
@@ -77,11 +78,11 @@ def make(config):
 
     @inlined
     def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
-        """What every tile needs to know. Heads are counted from behind, so that `heads_left` says which one it is."""
+        """Stores what every tile needs. Heads are counted backwards: `heads_left` identifies the current one."""
         end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
         if thread == 0:
             q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
-            # Addresses: pointers, which are parameters, would be kept in registers through the loop.
+            # Addresses: pointers are parameters and would be kept in registers through the loop.
             block_state.put(
                 k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
             )
@@ -96,14 +97,14 @@ def make(config):
             if reads:
                 origin = origin_of(b, end_head, first_key, arrays, strides)
                 block_state.put(k_smem + int32(reads_at), origin.bias, origin.bits)
-        if thread < tile_n:  # the queries that see a key
+        if thread < tile_n:  # the range of queries that see a key
             first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
             end_query = first_query if first_key + thread >= keys else end_query
             block_state.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
 
     @inlined
     def distances(i, thread, k_smem, distance):
-        """q_pos - k_pos of the lane's keys and its first column of query tile i."""
+        """q_pos - k_pos of the lane's keys at its first column of query tile i."""
         lane, warp = thread & int32(31), thread >> int32(5)
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
         for r in range(rows):
@@ -112,7 +113,7 @@ def make(config):
 
     @inlined
     def seen_columns(i, thread, r, k_smem):
-        """Bits for those of the lane's columns of query tile i that see its key r."""
+        """Bits of those of the lane's columns of query tile i that see its key r."""
         lane, warp = thread & int32(31), thread >> int32(5)
         first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
@@ -133,17 +134,17 @@ def make(config):
 
     @inlined
     def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
-        """What the scores of query tile i of a head need from global memory, while they are computed."""
+        """Loads what the scores of query tile i of a head need from global memory, while they are computed."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        part_i = int32(i * groups + (warp & (groups - 1)))  # of the warp's part of the queries
+        part_i = int32(i * groups + (warp & (groups - 1)))  # index of the warp's part of the queries
         origin, inside = origin_at(heads_left, k_smem, strides), FALSE if masked else TRUE
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
         load_reads(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def ask_functions(i, heads_left, registers, k_smem, arrays, strides, score):
-        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- what all that hides has left."""
+        """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else FALSE
@@ -162,7 +163,7 @@ def make(config):
 
     @inlined
     def term_of(heads_left, k_smem, arrays, strides):
-        """What the scores of the head share (kernels/score/fragments.py)."""
+        """The term that all scores of the head share (kernels/score/fragments.py)."""
         b, _ = block_state.get(k_smem + int32(tile_at))
         _, end_head = block_state.get(k_smem + int32(lse_delta_at))
         return row_term(b, end_head - heads_left, arrays, strides)
@@ -201,7 +202,7 @@ def make(config):
 
     @inlined
     def following(i, heads_left, k_smem, arrays, strides):
-        """-> (i, heads_left) of the next query tile: after the last one the first one again, of the next head."""
+        """-> (i, heads_left) of the next query tile: after the last one, the first one of the next head."""
         if has_states:
             return from_tile(int32(i + 1), heads_left, k_smem, arrays, strides)
         begin, stop = block_state.get_range(k_smem + int32(walk_at))
@@ -211,7 +212,7 @@ def make(config):
 
     @inlined
     def is_unmasked(i, heads_left, k_smem, arrays, strides):
-        """Whether every query of tile i sees every key of the block's, and no function is asked there."""
+        """Whether every query of tile i sees every key of the block, and no function is called there."""
         if has_score_mod:
             return False
         free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
@@ -234,7 +235,7 @@ def make(config):
 
     @inlined
     def own_keys(k_smem):
-        """-> (b, h_kv, first_key, the position of query 0, how many keys there are)."""
+        """-> (b, h_kv, first_key, the position of query 0, the number of keys)."""
         b, tile = block_state.get(k_smem + int32(tile_at))
         first_key, h_kv = int32(tile >> 32), int32(tile)
         from_first_key, keys = block_state.get(k_smem + int32(offset_at))

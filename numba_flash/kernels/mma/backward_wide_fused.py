@@ -1,17 +1,17 @@
-"""Gradients of keys, values and queries in one kernel, float32 and float64 on tensor cores; since Ampere (sm_80).
+"""dK, dV and dQ in one kernel, float32 and float64 on tensor cores; since Ampere (sm_80).
 
-Read backward_dkdv_wide.py first. That and backward_dq_wide.py compute S and dP twice, seven products; here there are
-five. A block owns a tile of keys of one KV head, walks over the tiles of queries that see it, and computes
+Read backward_dkdv_wide.py first. That kernel and backward_dq_wide.py both compute S and dP, seven products in all; here
+there are five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
 
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
 
-`column_groups` warps own the same `warp_rows` keys. One half of them computes S, the other dP, each for a part of the
-queries; so a warp's tile is large, and it reads and splits few operands for each product. Then the two that have S and
-dP of the same queries give each other half of it: one makes P and dS of the first 8 keys of every 16, the other of the
-last 8. P and dS go into shared memory, from where every warp takes what its products need.
+`column_groups` warps own the same `warp_rows` keys. Half of them compute S, the others dP, each for a part of the
+queries. So a warp's tile is large, and it reads and splits few operands for each product. Then the two warps with S and
+dP of the same queries exchange one half: one computes P and dS of the first 8 keys of every 16, the other of the last
+8. They store P and dS in shared memory, from which every warp loads the operands of its products.
 
-dO of a tile comes while dK and dQ are computed from the tile before, and Q with lse and delta while dQ is.
+dO of a tile is loaded while dK and dQ are computed from the previous tile, and Q with lse and delta while dQ is.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
@@ -65,7 +65,7 @@ def make(config):
 
     @inlined
     def load_do(t, k_smem, arrays, strides, sizes):
-        """Start the copies of dO of the t-th tile of queries, if there is one."""
+        """Start the copies of dO of the t-th query tile, if there is one."""
         walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
@@ -76,7 +76,7 @@ def make(config):
 
     @inlined
     def load_queries(t, k_smem, arrays, strides, sizes):
-        """Likewise of Q, with lse and delta."""
+        """Likewise for Q, with lse and delta."""
         walk = walk_of(k_smem + int32(state_at), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
@@ -94,16 +94,16 @@ def make(config):
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
-        """Behind a barrier: what the block has given before its t-th tile of queries is in dQ."""
+        """After a barrier: the block's parts of the query tiles before its t-th one are in dQ; passes on the turn."""
         if special.thread_index() == 0 and t > 0:
             i, h = turn(int32(t - 1), walk_of(k_smem + int32(state_at), sizes), sizes)
             hand_on(i, h, k_smem + int32(state_at), sizes)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
-        """One tile of queries of one head."""
+        """One query tile of one head."""
         wait_all()
-        cuda.syncthreads()  # Q and dO are there, and everyone is done with dS of the tile before, and has added to dQ
+        cuda.syncthreads()  # Q and dO have arrived; dS of the last tile has been used and added to dQ
         hand_on_before(t, k_smem, sizes)
         find_scores(registers, k_smem, int32(q_at), int32(do_at))
         give_half(registers, k_smem)
@@ -117,11 +117,11 @@ def make(config):
         if special.thread_index() == threads - 1:
             i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
             wait_turn(i, h, k_smem + int32(state_at), sizes)
-        cuda.syncthreads()  # everyone is done with dO, all of dS is there, and it is this block's turn
+        cuda.syncthreads()  # all threads have finished with dO, dS is stored, and it is this block's turn
         load_do(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
         add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
-        cuda.syncthreads()  # everyone is done with Q
+        cuda.syncthreads()  # all threads have finished with Q
         load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
         i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
@@ -159,7 +159,7 @@ def make(config):
         for x in range(sum_count):
             registers.acc_dk[x] = real(0)
             registers.acc_dv[x] = real(0)
-        cuda.syncthreads()  # what was kept is there
+        cuda.syncthreads()  # the stored state is visible
         if tiles > 0:
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
@@ -175,7 +175,7 @@ def make(config):
         cuda.syncthreads()
         hand_on_before(end, k_smem, sizes)
 
-        walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
+        walk = walk_of(state, sizes)  # read again: not kept in registers while products need them
         b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
         keys_left = int32(min(walk.keys - first_key, tile_n))
         first_row, column = first_row_of_warp(), (warp & (groups - 1)) * columns
@@ -189,7 +189,7 @@ def make(config):
         nonfinite |= store_dv(
             registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
         )
-        cuda.syncthreads()  # a row that is no number in some columns is written again as a whole
+        cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 

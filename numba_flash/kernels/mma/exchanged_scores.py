@@ -1,8 +1,8 @@
-"""Scores between the two warps that own the same rows, and P or dS in a backward: each has computed those of one half
-of a tile's columns.
+"""Exchange of scores between the two warps that own the same rows, and of P or dS in a backward. Each warp has computed
+one half of a tile's columns.
 
-What a lane of one warp holds, the same lane of the other needs where it is. So 16 bytes of each lane lie beside each
-other, in no order of rows or columns. Both halves are read back: a register has no number that depends on the warp.
+A lane of one warp needs what the same lane of the other warp holds. So 16 bytes of each lane are adjacent in shared
+memory, in no order of rows or columns. Both halves are read back, so that no register index depends on the warp.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from numba import cuda, float64, int32, uint32
 from ...ptx import bar, ld_st, special
 from ..steps.inlined import inlined
 
-ROW = 512  # bytes of 16 from every lane
+ROW = 512  # 16 bytes of every lane
 
 
 class Exchange(NamedTuple):
-    """Device functions of a warp, and how many bytes a block needs for one exchange."""
+    """Device functions of a warp, and the bytes that a block needs for one exchange."""
 
     place: Callable[..., Any]  # (lane, warp, q_smem) -> s_lane, where the lane's 16 bytes begin in those of its warps
-    put: Callable[..., Any]  # (own, s_lane): own (strips, blocks / 2, 4) of this warp
-    meet: Callable[..., Any]  # (): both have put theirs
+    put: Callable[..., Any]  # (own, s_lane): stores own (strips, blocks / 2, 4) of this warp
+    meet: Callable[..., Any]  # (): waits until both have stored theirs
     get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
     get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of both, 16 columns
     step: int  # bytes from 16 columns to the next
     put_all: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4), of a part of the product's terms
-    get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += that of the other one
+    get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += the other warp's
 
 
 def make(config):

@@ -1,7 +1,7 @@
-"""The two products of a forward tile, Q . K^T and P . V, for one warp: a way for each size of elements.
+"""The two products of a forward tile, Q . K^T and P . V, for one warp: one implementation for each size of elements.
 
-Every way has the same functions. Tiles of Q, K and V lie in panels in shared memory (ptx/fragments.py). acc_s
-(strips, tile_n / 8, 4) and acc_o (strips, head_dim_v_padded / 8, 4) are accumulators in strips of 16 rows.
+All implementations have the same functions. Tiles of Q, K and V lie in panels in shared memory (ptx/fragments.py).
+acc_s (strips, tile_n / 8, 4) and acc_o (strips, head_dim_v_padded / 8, 4) are accumulators in strips of 16 rows.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 
 class Products(NamedTuple):
-    """Device functions, and how many registers of which type a lane needs for what they take."""
+    """Device functions, and the number and type of registers that a lane needs for their operands."""
 
     register: Any  # the type of the fragments
     q_count: int
     kv_count: int
     p_count: int
     lanes: Callable[..., Any]  # (lane, warp, q_smem, k_smem, v_smem) -> where a lane's rows begin in these tiles, and
-    # where it puts scores for the other warps that own its rows
-    load_q: Callable[..., Any]  # (q_frag, q_lane): all of Q, where it stays in registers
+    # where it stores scores for the other warps that own its rows
+    load_q: Callable[..., Any]  # (q_frag, q_lane): all of Q, if it stays in registers
     multiply_q_k: Callable[..., Any]  # (acc_s, q_frag, k_frag, q_lane, k_lane, s_lane): acc_s = Q . K^T
     to_p: Callable[..., Any]  # (acc_s, p_frag): the weights as an operand
     multiply_p_v: Callable[..., Any]  # (acc_o, p_frag, v_frag, v_lane): acc_o += P . V

@@ -1,6 +1,6 @@
 """The products of a forward tile in float16 and bfloat16: m16n8k16, and ldmatrix for every operand.
 
-What a lane holds of S is, rounded to 16 bits, what it must hold of P for P . V (ptx/fragments.py).
+The elements of S that a lane holds are, rounded to 16 bits, those of P that it needs for P . V (ptx/fragments.py).
 """
 
 from numba import float32, uint32
@@ -18,16 +18,16 @@ def make(config):
     strips, s_blocks, o_blocks = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8
     s_count = strips * s_blocks * 4
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
-    # Steps of 16 of head_dim that are written out behind each other: all of them up to 128 and where Q stays in
-    # registers, else some at a time, because the 16 steps of head_dim 256 spill registers. Q's fragments have a slot
-    # for each, in name also where they share registers: that makes the compiler unroll the loop over them.
+    # Unrolled steps of 16 of head_dim: all of them up to 128 and if Q stays in registers; otherwise some at a time,
+    # because the 16 steps of head_dim 256 spill registers. Each step has its own slot of Q's fragments, even if slots
+    # share registers: that makes the compiler unroll the loop over them.
     q_registers, steps = config.q_registers, head_dim_padded // 16
     at_once = steps if q_registers or steps <= 8 else max(n for n in range(1, 9) if steps % n == 0)
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
-        # For Q and V lanes 8 to 15 give the rows 8 below, for K lanes 16 to 31 do.
+        # For Q and V lanes 8 to 15 give the 8 rows below, for K lanes 16 to 31 do.
         return (
             q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
             k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),

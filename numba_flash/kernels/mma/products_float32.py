@@ -1,24 +1,24 @@
-"""The products of a forward tile in float32, as exact as float32 arithmetic, on tensor cores that take tf32.
+"""The products of a forward tile in float32, as exact as float32 arithmetic, on tensor cores with tf32 operands.
 
-tf32 has 11 significant bits of float32's 24. So each number is the sum of two, big = tf32(x) and small = x - big, and
+tf32 has 11 of float32's 24 significant bits. So each number is the sum of two, big = tf32(x) and small = x - big, and
 
     a . b = small_a . big_b + big_a . small_b + big_a . big_b        (Markidis et al., 2018)
 
-What is left out, small_a * small_b, is at most 2^-22 of a * b, and as big is rounded to nearest its sign is as often
-one as the other. The tensor core sees 11 of the at most 12 bits of a small part, which is at most 2^-23 of x.
+The omitted product small_a * small_b is at most 2^-22 of a * b. big is rounded to nearest, so its sign is positive as
+often as negative. The tensor core uses 11 of the at most 12 bits of a small part, which is at most 2^-23 of x.
 
-A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts
-(Ootomo and Yokota, 2022). Here each 16 columns are a sum of their own, small products first, and these sums are added
-up by ordinary additions, which round to nearest.
+A tensor core truncates what does not fit its sum, always towards zero, so a long sum in one accumulator drifts (Ootomo
+and Yokota, 2022). Here every 16 columns have their own sum, small products first. Ordinary additions, which round to
+nearest, add up these sums.
 
-Inf, and what tf32 rounds up to it, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
+Inf, and what tf32 rounds up to Inf, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
 without tensor cores (kernels/steps/recompute_whole_rows.py).
 
-The accumulators of S are P but for the order of keys (ptx/fragments.py): of 8 keys a lane holds 2 * (lane % 4) and the
-next, and takes just these rows of V. Their number is even for one fragment and odd for the other, so the swizzle, which
-goes by the row's number, puts the rows of a quad into different banks. A lane reads 16 bytes of a row at a time, 4
-neighbouring columns, which are column lane // 4 of 4 products. So acc_o has 32 columns like this: element i of
-block j is column 4 * (2 * (lane % 4) + i % 2) + j.
+The accumulators of S are the operand P except for the order of keys (ptx/fragments.py). Of 8 keys a lane holds 2 *
+(lane % 4) and the next, and loads just these rows of V. Their numbers are even for one fragment and odd for the other.
+The swizzle depends on the row's number, so the rows of a quad are in different banks. A lane reads 16 bytes of a row at
+a time, 4 neighbouring columns, which are column lane // 4 of 4 products. So acc_o has 32 columns like this: element i
+of block j is column 4 * (2 * (lane % 4) + i % 2) + j.
 """
 
 import numpy as np
@@ -30,15 +30,15 @@ from ..steps.plain import panel_offset
 from . import exchanged_scores
 from .products import Products
 
-FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python's own: see inlined.py
+FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python ints: see inlined.py
 
 
 @inlined
 def rounded_to_tf32(bits):
-    """A float32, as 32 bits, with 10 bits behind the point; ties go away from zero.
+    """A float32, as 32 bits, with 10 bits after the binary point; ties are rounded away from zero.
 
-    Two instructions, where cvt.rna.tf32 is four (seen in the SASS for sm_90a): of NaN something else may come out, but
-    what is left of it is NaN.
+    It takes two instructions; cvt.rna.tf32 takes four (seen in the SASS for sm_90a). A NaN may become another number,
+    but then the small part is NaN.
     """
     return uint32(uint32(bits + uint32(0x1000)) & uint32(0xFFFFE000))
 
@@ -50,7 +50,7 @@ def make(config):
     s_count, a_count = strips * s_blocks * 4, strips * 8  # of a 16 x 16 operand of each strip
     panels = head_dim_v_padded // 32
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
+    own_blocks = s_blocks // groups  # blocks of 8 keys for which a warp computes scores
     own_count = strips * own_blocks * 4
     unrolled = config.unrolled
     exchanged = exchanged_scores.make(config)
@@ -83,7 +83,8 @@ def make(config):
 
     @inlined
     def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
-        """acc[acc_at : +4] += a . b over 16 columns; parts of a from a on, 8 of each, and 4 of b."""
+        """acc[acc_at : +4] += a . b over 16 columns; the parts of a begin at index a, 8 of each, and there are 4 of
+        b."""
         part = cuda.local.array(4, float32)
         for i in range(4):
             part[i] = float32(0)
@@ -124,9 +125,9 @@ def make(config):
             if steps % 2:
                 add_columns(acc_s, q_frag, k_frag, q_at, k_at)
         else:
-            for x in range(special.opaque(steps)):  # written out, it would take more registers than there are
+            for x in range(special.opaque(steps)):  # unrolled, it would take more registers than there are
                 add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-                # The other half of the panel is a bit of the address away.
+                # The other half of the panel differs in one bit of the address.
                 q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
                 k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
 
@@ -150,10 +151,10 @@ def make(config):
 
     @inlined
     def add_panel(n, acc_o, p_big, p_small, v_frag, v_lane):
-        """32 columns of acc_o += 16 keys of P . V."""
+        """32 columns of acc_o += P . V of 16 keys."""
         column = cuda.local.array(4, uint32)
         v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
-        for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
+        for key in range(4):  # 2 * (lane % 4), the next, and both + 8
             at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
             ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel)
         for j in range(4):
@@ -180,7 +181,7 @@ def make(config):
         """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
         p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
         split(p_frag, 0, a_count, p_big, p_small)
-        # Two panels a loop, because LLVM writes out only so much of one, and else acc_o would be indexed.
+        # Two panels for each loop, because LLVM unrolls only so much of one; otherwise acc_o would be indexed.
         add_panels(FIRST, acc_o, p_big, p_small, v_frag, v_lane)
         if panels > 2:
             add_panels(THIRD, acc_o, p_big, p_small, v_frag, v_lane)
@@ -190,7 +191,7 @@ def make(config):
 
     @inlined
     def add_keys(y, acc_o, p_frag, v_frag, v_lane):
-        """acc_o += 16 keys of P . V."""
+        """acc_o += P . V of 16 keys."""
         p_strip = cuda.local.array(a_count, uint32)
         for strip in range(strips):
             for i in range(8):

@@ -1,4 +1,4 @@
-"""O of a query tile in 16 bits, by way of shared memory."""
+"""Writes O of a query tile in 16 bits, through shared memory."""
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
@@ -29,8 +29,8 @@ def make(config):
 
     @inlined
     def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
-        """O, divided, in 16 bits to shared memory, with a flag and the lse of each row. -> whether some row of the lane
-        is not finite."""
+        """Stores O, divided, in 16 bits in shared memory, with a flag and the lse of each row. -> whether some row of
+        the lane is not finite."""
         lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
         some = uint32(0)
         for r in range(rows):
@@ -57,8 +57,8 @@ def make(config):
 
     @inlined
     def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
-        """O and lse of the rows that are finite. -> whether one that the lane has a part of is not. row_states: where
-        there is room for a note on each row (kernels/steps/recompute_rows.py)."""
+        """Writes O and lse of the rows that are finite. -> whether a row of which the lane has a part is not.
+        row_states: room for a note on each row (kernels/steps/recompute_rows.py)."""
         some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)

@@ -1,8 +1,8 @@
-"""S = Q K^T and dP = dO V^T of one tile after the other, of any batch entries, heads, queries and keys.
+"""S = Q K^T and dP = dO V^T of a sequence of tiles, of any batch entries, heads, queries and keys.
 
-What backward_dbias.py and backward_daux.py share. A block walks over the tiles of a Range. Q, dO, K and V have one
-place each in shared memory; when a tile's products are done, those of the next one come, while the block finishes the
-scores. A tile that shares its queries or its keys with the one before keeps them.
+backward_dbias.py and backward_daux.py share it. A block loops over the tiles of a Range. Q, dO, K and V have one place
+each in shared memory. When the products of a tile are done, the next tile is loaded while the block finishes the
+scores. A tile that shares its queries or its keys with the previous one keeps them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ..steps.tiles import row_base
 
 
 class Range(NamedTuple):
-    """Batch entries, heads, tiles of queries and tiles of keys: each from one number to before another."""
+    """Half-open ranges of batch entries, heads, query tiles and key tiles."""
 
     b: int
     end_b: int
@@ -33,8 +33,8 @@ class Range(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile: query tile i of head h of entry b, whose query 0 is at position q_start, and key tile j of those before
-    stop; keys: how many are valid."""
+    """A tile: query tile i of head h of entry b, whose query 0 is at position q_start, and key tile j below stop; keys:
+    how many are valid."""
 
     b: int
     h: int
@@ -58,7 +58,7 @@ class ScoreTiles(NamedTuple):
     """Device functions."""
 
     first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
-    following: Callable[..., Any]  # (place, range, arrays, strides, sizes) -> Place; b is range.end_b behind the last
+    following: Callable[..., Any]  # (place, range, arrays, strides, sizes) -> Place; after the last, b is range.end_b
     load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
     load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
     multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
@@ -80,7 +80,7 @@ def make(config):
 
     @inlined
     def seek(b, h, i, tiles, arrays, strides, sizes):
-        """The first tile from query tile i of head h of entry b on that some query sees."""
+        """The first tile that some query sees, from query tile i of head h of entry b on."""
         j, stop, keys, q_start = int32(0), int32(0), int32(0), int64(0)
         while b < tiles.end_b:
             keys_, start_ = keys_and_start(b, arrays, strides, sizes)

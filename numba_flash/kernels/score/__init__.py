@@ -1,9 +1,9 @@
-"""A score is a chain of stages: what becomes of the product q . k before the softmax. Their order is written here.
+"""A score is the result of a chain of stages, which change the product q . k before the softmax. STAGES is their order.
 
-Each stage is a file with the same functions. `make(config)` gives its Stage, or None where the problem does not use
-it: such a stage leaves no code. A new option of the score is a new file and a place in STAGES.
+Each stage is a file with the same functions. `make(config)` returns its Stage, or None if the problem does not use it:
+such a stage leaves no code. A new option of the score is a new file and an entry in STAGES.
 
-Tensor-core kernels hold scores in fragments. The same stages compose there in fragments.py.
+Tensor-core kernels hold scores in fragments, where fragments.py composes the same stages.
 """
 
 import functools
@@ -16,16 +16,16 @@ from ..steps import elements
 from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-# What removes a score, beside mask_mod, which is not asked in every tile (tile_walk.py). causal, window and lengths are
-# ranges of keys (problem/ranges.py).
+# Stages that remove a score. mask_mod is separate, because not every tile calls it (tile_walk.py). causal, window and
+# lengths are ranges of keys (problem/ranges.py).
 MASKS = (mask,)
 
-TERMS = (sinks,)  # of a row's sum, beside those of its keys (sum_terms.py)
-OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have a gradient
+TERMS = (sinks,)  # terms of a row's sum that belong to no key (sum_terms.py)
+OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have gradients
 
 
 class At(NamedTuple):
-    """Where a score stands: query q_index at position q_pos, and key k_index, whose position is its index."""
+    """The place of a score: query q_index at position q_pos, and key k_index, whose position is its index."""
 
     b: int
     h: int
@@ -35,7 +35,7 @@ class At(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """At, in a fragment. ahead: q_pos - k_index, made so that it is the same number for all scores on a diagonal."""
+    """At, in a fragment. ahead: q_pos - k_index, computed so that all scores on a diagonal share the number."""
 
     b: int
     h: int
@@ -46,15 +46,15 @@ class Placed(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Device functions. `score` are the numbers of the kernel's parameter of this name."""
+    """Device functions. `score`: the numbers of the kernel's parameter of this name."""
 
     value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
-    visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes it
+    visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes the score
     visible_in: Callable[
         ..., Any
     ]  # (at, asks, arrays, strides) -> the same, in a tile where mask_mod removes some: asks
-    count: Callable[..., Any]  # (at, arrays, sizes, score) -> how many times its weight counts in the output
+    count: Callable[..., Any]  # (at, arrays, sizes, score) -> how often its weight counts in the output
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def make(config: Any) -> Score:
 
 
 def around_score_mod(config: Any) -> tuple[Any, Any]:
-    """(value of the stages before it, with_derivative of those behind it), as those of Score."""
+    """(value of the stages before score_mod, with_derivative of those after it), as in Score."""
     value, behind, _ = _first(elements.COMPUTE_TYPES[config.dtype](1))
     at = STAGES.index(score_mod)
     for stage in STAGES[:at]:
@@ -93,9 +93,9 @@ def around_score_mod(config: Any) -> tuple[Any, Any]:
 
 
 def by_head(config: Any) -> Any:
-    """(at) -> the score's derivative by an option's number of the head; None where no stage has one.
+    """(at) -> the score's derivative by the option that is one number for each head; None if no stage has one.
 
-    That of the stage itself: those behind it have derivative 1.
+    It is the derivative of the stage itself: the stages after it have derivative 1.
     """
     made = [stage for file in STAGES if (stage := file.make(config)) is not None]
     return next((stage.by_head for stage in made if stage.by_head is not None), None)

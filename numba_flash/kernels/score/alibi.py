@@ -28,7 +28,7 @@ def make(config: Any) -> Stage | None:
 
 
 def head_gradient(config: Any) -> HeadGradient:
-    """The sum over its rows of dS times `by_head`, of which v2_dq leaves each row's share (row_shares)."""
+    """The sum over a head's rows of dS times `by_head`; v2_dq stores each row's share (row_shares)."""
     store_element = elements.storer(config.given)
 
     @cuda.jit(device=True)
@@ -51,7 +51,7 @@ def on_fragments(config: Any) -> FragmentStage | None:
 
     @inlined
     def value(s, factor, at, score):
-        # The sum is the product's: two scores at the same distance of each other share the other product.
+        # The fma computes s * factor; scores at the same distance share the other product.
         return cuda.fma(s, factor, -(at.term * unit * abs(at.distance))), one
 
     @inlined

@@ -1,4 +1,4 @@
-"""What reads.py loads for a fragment, for one score: rows that are computed again go key by key."""
+"""What reads.py loads for a fragment, loaded for one score: rows that are computed again need it key by key."""
 
 import functools
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from .reads import bits_of_keys, bits_of_queries
 class AtScores(NamedTuple):
     """Device functions of (b, h, query, key, arrays, strides)."""
 
-    added: Callable[..., Any]  # -> the bias there, or 0
-    visible: Callable[..., Any]  # -> whether the mask, of which there are the bits, shows the key
+    added: Callable[..., Any]  # -> the bias, or 0
+    visible: Callable[..., Any]  # -> whether the mask shows the key, by its bits
 
 
 @functools.cache
 def make(config: Any, of_keys: bool = False) -> AtScores:
-    """of_keys: there are the mask's bits of keys."""
+    """of_keys: the mask's bits have keys as rows."""
     has_bias, has_mask = config.has("bias"), config.has("mask")
     bits_of = bits_of_keys if of_keys else bits_of_queries
     real = elements.COMPUTE_TYPES[config.dtype]

@@ -23,7 +23,7 @@ def make(config: Any) -> Stage | None:
 
 
 def on_fragments(config: Any) -> FragmentStage | None:
-    """What is added has been loaded before the products were there (reads.py)."""
+    """Adds what reads.py has loaded before the products were ready."""
     if not config.has("bias"):
         return None
     one = elements.COMPUTE_TYPES[config.dtype](1)

@@ -1,15 +1,16 @@
 """Dropout: some weights of a row do not count in its output, and the others count 1 / (1 - dropout_p) times as much.
 
-Which ones follows from the seed and the position alone, so it is the same in every kernel, tile and backward. The
-random bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011),
-and the seed is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits. With k a multiple of 4 in the
-first half of 16 keys that begin at a multiple of 16, they are those of keys k to k + 3: these have the lower 16 bits,
-and keys k + 8 to k + 11 the upper ones. A weight counts where its number is below (1 - dropout_p) * 2^16. The maximum,
-the sum and lse are those without dropout.
+The seed and the position alone decide which, so the result is the same in every kernel, tile and backward. The random
+bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011); the seed
+is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits for eight keys: let k be a multiple of 4 in the
+first half of 16 keys that begin at a multiple of 16. The lower 16 bits of the words belong to keys k to k + 3, the
+upper 16 bits to keys k + 8 to k + 11. A weight counts if its number is below (1 - dropout_p) * 2^16. The maximum, the
+sum and lse are those without dropout.
 
-So the keys of a counter are in 16 rows of a fragment whose rows are keys, and in 16 columns of one whose columns are.
-In both several lanes of a warp share them: two lanes in the second, four in the first, which also share some queries.
-Each makes other counters, and they exchange what they found, a bit for each weight: no number is made twice.
+So the keys of a counter lie in 16 rows of a fragment whose rows are keys, and in 16 columns of one whose columns are
+keys. Several lanes of a warp share them: two lanes if columns are keys, four if rows are, which also share some
+queries. Each lane computes different counters, and they exchange the results, a bit for each weight: no number is
+computed twice.
 """
 
 import functools
@@ -39,8 +40,8 @@ def low(x):
 
 @inlined
 def again(seed):
-    """The seed, so that the keys of the rounds are worked out where they are needed, and not kept in registers through
-    a loop over tiles."""
+    """The seed, hidden from the compiler: the round keys are then computed where they are needed, not kept in registers
+    through a loop over tiles."""
     half = uint64(32)
     upper, lower = opaque(int32(low(uint64(seed) >> half))), opaque(int32(low(seed)))
     return uint64(uint64(low(upper)) << half | uint64(low(lower)))
@@ -48,7 +49,7 @@ def again(seed):
 
 @inlined
 def random_words(seed, keys, q_pos, h, b):
-    """Four words of 32 bits, of one counter."""
+    """Four words of 32 bits from one counter."""
     x, y, z, w = low(keys), low(q_pos), low(h), low(b)
     key, other = low(seed), low(uint64(seed) >> uint64(32))
     for _ in range(ROUNDS):
@@ -61,13 +62,13 @@ def random_words(seed, keys, q_pos, h, b):
 
 @inlined
 def keys_of(k_pos):
-    """Which keys share the counter of key k_pos."""
+    """The index of the group of keys that share a counter with key k_pos."""
     return ((int64(k_pos) >> int64(4)) << int64(1)) | ((int64(k_pos) >> int64(2)) & int64(1))
 
 
 @inlined
 def number_of(words, k_pos):
-    """The number of key k_pos among those of its counter."""
+    """The number of key k_pos in the words of its counter."""
     place = int64(k_pos) & int64(3)
     first, second = (words[0], words[2]) if place & int64(1) == 0 else (words[1], words[3])
     word = uint32(first if place < 2 else second)
@@ -76,20 +77,21 @@ def number_of(words, k_pos):
 
 @inlined
 def push_lower(dropped, word, most):
-    """dropped, with a bit at the low end for the number in a word's lower half: 1 where it drops its weight. most:
-    dropout_p * 2^32. A comparison would become a jump."""
+    """Shifts a bit into the low end of `dropped`: 1 if the number in the word's lower half drops its weight. most:
+    dropout_p * 2^32. The compiler would turn a comparison into a branch."""
     return push_carry(dropped, uint32(word << uint32(16)), most)
 
 
 @inlined
 def push_upper(dropped, word, most):
-    """The same for the number in its upper half. The other bits change nothing: those of `most` are 0."""
+    """Likewise for the number in the upper half. The word's other bits have no effect, because those of `most` are
+    0."""
     return push_carry(dropped, uint32(word), most)
 
 
 @functools.cache
 def make(config: Any) -> Any:
-    """-> count(at, arrays, sizes, score), a device function: what a weight counts, 0 or 1 / (1 - dropout_p)."""
+    """-> count(at, arrays, sizes, score), a device function: how often a weight counts, 0 or 1 / (1 - dropout_p)."""
     present = config.seeded
     compute = elements.COMPUTE_TYPES[config.dtype]
 
@@ -110,24 +112,24 @@ class FragmentCounts(NamedTuple):
     the lane's scores, in the order of mask bits."""
 
     present: bool
-    words: int  # of kept
+    words: int  # number of words of kept
     of_queries: Callable[..., Any]  # kept of a tile whose rows are queries
-    of_keys: Callable[..., Any]  # kept of one whose rows are keys
-    drop: Callable[..., Any]  # p <- 0 where it does not count
-    scale: Callable[..., Any]  # (inverse_l, score): what counts, counts more
+    of_keys: Callable[..., Any]  # kept of a tile whose rows are keys
+    drop: Callable[..., Any]  # p <- 0 if it does not count
+    scale: Callable[..., Any]  # (inverse_l, score): scales up the weights that count
 
 
 @functools.cache
 def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
-    """Of a tile of so many columns, of which a warp has `strips` strips of 16 rows."""
+    """columns: of the tile; a warp has `strips` strips of 16 rows."""
     group, blocks, rows = config.group_size, columns // 8, 2 * strips
     words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
     assert not config.seeded or columns % 16 == 0 or columns == 8
 
     def and_block(before: Any, m: int) -> Any:
-        """Behind other blocks of 16 keys block m: a function of its own, because the compiler does not unroll a loop
-        over all that a long function would make. Blocks are computed beside each other."""
+        """Adds block m of 16 keys to the blocks before. Each is a function of its own, because the compiler does not
+        unroll the loop in one long function. So blocks are computed side by side."""
 
         @inlined
         def of_block(seed, keys, q_pos, h, b, most):
@@ -142,7 +144,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         return of_block
 
     def and_columns(before: Any, m: int) -> Any:
-        """Behind other blocks of 16 columns, which are queries, block m."""
+        """Adds block m of 16 columns, which are queries, to the blocks before."""
 
         @inlined
         def of_columns(seed, keys, q_pos, h, b, most):
@@ -160,7 +162,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         return uint32(0), uint32(0)
 
     def all_of(one_more: Any, begin: int, end: int) -> Any:
-        """Bits are pushed in at the low end, the last block's first."""
+        """Bits are shifted in at the low end, so the last block comes first."""
         found = none
         for m in reversed(range(begin, end)):
             found = one_more(found, m)
@@ -168,8 +170,9 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
 
     @inlined
     def exchange(own, lane_bit, distance, keep, shift):
-        """own <- with bits of the lane `distance` away, which have the other value of lane_bit: their places say so
-        instead, and lane_bit says what places said. keep: places with lane_bit; shift: how far apart they are."""
+        """own <- merged with bits of the lane `distance` away, which differs in lane_bit. It is a transposition: the
+        place of a bit and lane_bit exchange their meanings. keep: the places with lane_bit set; shift: the distance of
+        places."""
         came = bfly_b32(own, distance)
         came = uint32(came << uint32(shift)) if lane_bit == 0 else uint32(came >> uint32(shift))
         own_places = uint32(keep ^ 0xFFFFFFFF) if lane_bit == 0 else uint32(keep)
@@ -180,8 +183,8 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         pass
 
     def and_word(before: Any, strip: int, word: int) -> Any:
-        """Behind others word `word` of both rows of a strip. Lanes 1 apart share counters: one makes those of the
-        first row, the other those of the second, for the columns of both."""
+        """Adds word `word` of both rows of a strip to those before. Lanes 1 apart share counters: one computes those of
+        the first row, the other those of the second, for the columns of both."""
         blocks_16 = all_of(and_block, 8 * word, min(8 * (word + 1), -(-columns // 16)))
 
         @inlined
@@ -195,7 +198,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
             one, other = blocks_16(seed, low(keys_of(first_key)), q_pos, head, b, most)
             mine, handed = (one, other) if second == 0 else (other, one)
             came = bfly_b32(handed, 1)
-            if columns == 8:  # the first or the second half of 16 keys
+            if columns == 8:  # the first or the second 8 of 16 keys
                 begins = uint32((int32(first_key) >> int32(2)) & int32(2))
                 mine, came = uint32(mine >> begins), uint32(came >> begins)
             kept[2 * strip * (words // rows) + word] = ~(mine if second == 0 else came)
@@ -206,10 +209,10 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     every_column = all_of(and_columns, 0, -(-columns // 16))
 
     def and_rows(before: Any, strip: int) -> Any:
-        """The same for a strip's two rows, which are keys.
+        """Likewise for a strip's two rows, which are keys.
 
-        Four lanes share counters, 4 and 8 apart, and have the same four queries of every 16. Each makes the counters
-        of one of these.
+        Four lanes, 4 and 8 apart, share counters and have the same four queries of every 16. Each computes the counters
+        of one query.
         """
 
         @inlined
@@ -234,13 +237,13 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
 
     @inlined
     def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
-        """By a whole warp. first_key: the lane's first column's. first: the lane's first row in the query tile, whose
-        first query is at position tile_pos; h: the head of the tile's first row."""
+        """Called by a whole warp. first_key: of the lane's first column; first: the lane's first row in the query tile,
+        whose first query is at position tile_pos; h: the head of the tile's first row."""
         every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(sizes.dropped))
 
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
-        """By a whole warp. first_q_pos: of the lane's first column. first_key: its first row's."""
+        """Called by a whole warp. first_q_pos: of the lane's first column; first_key: of its first row."""
         every_row(kept, first_q_pos, b, h, first_key, int64(0), again(arrays.seed), uint32(sizes.dropped))
 
     @inlined

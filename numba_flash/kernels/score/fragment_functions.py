@@ -1,7 +1,7 @@
-"""The caller's own functions on a tile of scores in a warp's accumulators: the layout is that of fragments.py.
+"""Applies the caller's own functions to a tile of scores in a warp's accumulators, in the layout of fragments.py.
 
-A general stage: element by element, each with its position. A function is asked only about scores that count, because
-elsewhere it might read past the end of an array; so every tile has its mask bits, and mask_mod takes bits away.
+It goes element by element, each with its position. A function is called only for scores that count, because elsewhere
+it might read past the end of an array. So every tile has its mask bits, and mask_mod clears some of them.
 """
 
 import functools
@@ -17,9 +17,9 @@ from . import Placed, user
 
 class FragmentFunctions(NamedTuple):
     present: bool
-    every_tile: bool  # whether there is something to apply also where no mask_mod asks
+    every_tile: bool  # whether there is work also where mask_mod decides nothing
     apply: Callable[..., Any]  # to a tile
-    apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, but for what mask_mod removes
+    apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, except for what mask_mod removes
     apply_alone: Callable[
         ..., Any
     ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
@@ -27,10 +27,10 @@ class FragmentFunctions(NamedTuple):
 
 @functools.cache
 def make(config: Any, strips: int = 1) -> FragmentFunctions:
-    """Of a tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
+    """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     group, tile_n = config.group_size, config.tile_n
-    shared, blocks = group > 1, tile_n // 8  # shared: a tile is of the queries of several heads
+    shared, blocks = group > 1, tile_n // 8  # shared: a tile has the queries of several heads
     words = -(-blocks // 16)
 
     @inlined
@@ -69,21 +69,21 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         pass
 
     def and_block(before: Any, n: int, inside: bool) -> Any:
-        """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
-        loop over all that a long function would make, and then the scores would lie in memory. inside: all scores
-        count, and without a jump around each, one is computed beside the others."""
+        """Adds block n of 8 columns to the blocks before. Each is a function of its own: in one long function the
+        compiler would not unroll the loop, and the scores would lie in memory. inside: all scores count; no branch
+        surrounds a score, so they are computed side by side."""
 
         @inlined
         def block(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
             before(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score)
-            # Rows inside: the other way round the compiler would keep the positions of all columns.
+            # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
             for i in range(2):
                 k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
                 for r in range(2 * strips):
                     word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                     if inside or mask_bits[word] & bit != 0:
                         row = int32(first + r * 8)
-                        if shared:  # inside one may not exist
+                        if shared:  # inside, a row may not exist
                             row = min(row, last)
                         query = int32(uint32(row) // uint32(group))
                         q_pos, head = int64(tile_pos + query), int32(h + row - query * group)
@@ -97,15 +97,15 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         return block
 
     every_block, every_inside, present = nothing, nothing, has_score_mod or has_mask_mod
-    for n in range(blocks if present else 0):  # a kernel without functions would compile each for nothing
+    for n in range(blocks if present else 0):  # without functions, do not compile a block for nothing
         every_block, every_inside = and_block(every_block, n, False), and_block(every_inside, n, True)
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
-        """acc_s <- what score_mod makes of scale * acc_s, where a score counts; mask_bits <- what mask_mod leaves.
+        """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes.
 
-        asks: whether mask_mod removes something of this tile (tile_walk.py).
-        first_row: the warp's, in the query tile, whose first query is at position tile_pos; h: that of its first row.
+        asks: whether mask_mod removes something of this tile (tile_walk.py). first_row: the warp's, in the query tile,
+        whose first query is at position tile_pos; h: the head of its first row.
         """
         first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
         for r in range(2 * strips):
@@ -118,15 +118,15 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
     @inlined
     def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
-        """The same for a tile whose keys every row sees, as far as anything but mask_mod says, and in which every row
-        exists; of several heads' queries, what is asked for rows that do not exist is asked for the last that does."""
-        if has_score_mod and asks:  # score_mod only about scores that mask_mod leaves
+        """Likewise for a tile in which every row exists and sees every key, apart from mask_mod. If the tile has
+        several heads' queries, functions are called with the last row that exists in place of those that do not."""
+        if has_score_mod and asks:  # score_mod only for scores that mask_mod leaves
             apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
         else:
             first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
             first_key = int32(j * tile_n + first_column_of(lane))
             ahead = tile_pos + first - first_key
-            # Without a score_mod it is called where mask_mod is asked.
+            # Without a score_mod this is called where mask_mod decides.
             alone = FALSE if has_score_mod else TRUE
             every_inside(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, alone, arrays, strides, score)
 

@@ -1,11 +1,11 @@
-"""Scores of one tile in a warp's accumulators: the chain of stages, finished, weighed and masked.
+"""The scores of a tile in a warp's accumulators: the chain of stages finishes, weights and masks them.
 
-acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane holds the rows lane // 4 and 8 below of
-each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
+acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane holds the rows lane // 4 and lane // 4 + 8
+of each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
 (4 * n + 2 * (r % 2)) of strip r // 2.
 
-Scores are in units of log2(e), because the exponential of the hardware is a power of 2; with a bias in natural units
-(stage.exponent_unit).
+Scores are in units of log2(e), because the hardware's exponential is a power of 2; with a bias they are in natural
+units (stage.exponent_unit).
 """
 
 import functools
@@ -28,12 +28,12 @@ class Chain(NamedTuple):
     value: Callable[..., Any]  # (product, at, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product, in natural units)
     row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a number
-    has_row_term: bool  # else the term is 0
+    has_row_term: bool  # otherwise the term is 0
 
 
 @functools.cache
 def chain(config: Any) -> Chain:
-    """The stages that the problem uses, one behind the other."""
+    """The stages that the problem uses, in order."""
     real = elements.COMPUTE_TYPES[config.dtype]
     one, zero = real(1), real(0)
 
@@ -86,7 +86,7 @@ def _then(before: Any, stage: Any) -> Any:
 
 @functools.cache
 def exponential_of(config: Any) -> Any:
-    """e^x of a difference of scores, in their units."""
+    """e^x of a difference of two scores, in the units of scores."""
     made = numbers.of(config.compute_dtype)
     ex2, log2_e = made.exp2, made.real(LOG2_E)
 
@@ -99,7 +99,7 @@ def exponential_of(config: Any) -> Any:
 
 @functools.cache
 def weights(config: Any) -> tuple[Any, Any]:
-    """As `weights_at`, for kernels that take no bias: of (product, term, distance, score, lse)."""
+    """Like `weights_at`, for kernels without a bias: functions of (product, term, distance, score, lse)."""
     weight, weight_or_zero = weights_at(config)
     assert not config.has("bias")
 
@@ -118,8 +118,8 @@ def weights(config: Any) -> tuple[Any, Any]:
 def weights_at(config: Any) -> tuple[Any, Any]:
     """-> (weight, weight_or_zero), device functions: (product, at, score, lse) -> (p, derivative).
 
-    p = e^(score - lse), where lse, in the scores' units, is +inf for a row that sees no key. derivative: that of Chain.
-    weight_or_zero gives 0 for a score of -inf also beside an lse that is NaN.
+    p = e^(score - lse); lse, in the scores' units, is +inf for a row that sees no key. derivative: as in Chain.
+    weight_or_zero gives 0 for a score of -inf even if lse is NaN.
     """
     with_derivative, exponential = chain(config).with_derivative, exponential_of(config)
     real = elements.COMPUTE_TYPES[config.dtype]
@@ -140,8 +140,8 @@ def weights_at(config: Any) -> tuple[Any, Any]:
 
 @inlined
 def columns_below(limit, word):
-    """Bits for those of the lane's columns of 16 blocks of 8, two each, that are below `limit`, counted from its
-    first column of all; word: which 16 blocks."""
+    """Bits of the lane's columns in 16 blocks of 8, two in each, that are below `limit`, counted from its very first
+    column. word: which 16 blocks."""
     here = min(max(int32(limit - 128 * word), int32(0)), int32(128))
     count = int32(((here >> 3) << 1) + min(here & 7, 2))
     return uint32((int64(1) << int64(count)) - int64(1))
@@ -149,22 +149,22 @@ def columns_below(limit, word):
 
 @inlined
 def columns_within(first, end, word):
-    """The same for those in [first, end)."""
-    # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time, where comparing
-    # each column with both limits takes three instructions.
+    """Likewise for the columns in [first, end)."""
+    # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time. Comparing each column
+    # with both limits takes three instructions.
     return columns_below(end, word) & ~columns_below(first, word)
 
 
 @inlined
 def clamp(x):
-    """An int64 as int32; what is beyond any tile stays so."""
+    """An int64 as int32; what is beyond every tile stays so."""
     return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
 
 
 class Tile(NamedTuple):
-    """Device functions for the scores of one tile, and what they need in registers."""
+    """Device functions for the scores of one tile, and the registers they need."""
 
-    mask_words: int  # uint32 for the mask bits of a lane's rows
+    mask_words: int  # uint32 of mask bits for a lane's rows
     visible: Callable[..., Any]
     finish: Callable[..., Any]
     mask: Callable[..., Any]
@@ -172,7 +172,7 @@ class Tile(NamedTuple):
 
 @functools.cache
 def tile(config: Any, strips: int, columns: int = 0) -> Tile:
-    """Of a tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+    """A tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group = columns or config.tile_n, config.group_size
     blocks = tile_n // 8
     words = -(-blocks // 16)
@@ -182,12 +182,12 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
 
     @inlined
     def visible(j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance):
-        """mask_bits (2 * strips, words) <- bits for those of the lane's columns of tile j that its rows see.
+        """mask_bits (2 * strips, words) <- bits of those of the lane's columns of tile j that its rows see.
 
-        first_row: the warp's, in the query tile, which begins at position tile_pos. Also distance, for `finish`. It
-        needs no score: a place for it is where they are still being computed.
+        first_row: the warp's, in the query tile, which begins at position tile_pos. Also sets distance, for `finish`.
+        It needs no score, so it can run while the scores are being computed.
         """
-        # ranges.row_keys, counted from the tile's first key: behind the clamp 32 bits hold every sum.
+        # ranges.row_keys, counted from the tile's first key: after the clamp 32 bits hold every sum.
         tile_key, column = int64(j) * tile_n, int32(first_column_of(lane))
         lowest = clamp(tile_pos - left - tile_key)
         highest = clamp(tile_pos + right + 1 - tile_key)
@@ -202,14 +202,14 @@ def tile(config: Any, strips: int, columns: int = 0) -> Tile:
 
     @inlined
     def finish(acc_s, terms, distance, loaded, score):
-        """acc_s <- finished scores. terms, distance (2 * strips,): of the lane's rows, at its first column. loaded:
+        """acc_s <- finished scores. terms, distance (2 * strips,): of the lane's rows, at its first column; loaded:
         what reads.py has loaded for this tile."""
         for strip in range(strips):
             for n in range(blocks):
                 for i in range(4):
                     at = (strip * blocks + n) * 4 + i
                     r = strip * 2 + i // 2
-                    if group == 1:  # a strip's other row is 8 queries below, as far away from keys 8 columns behind
+                    if group == 1:  # a strip's other row is 8 queries below, as far from keys 8 columns on
                         term, away = terms[2 * strip], distance[2 * strip] - real((n - i // 2) * 8 + i % 2)
                     else:
                         term, away = terms[r], distance[r] - real(n * 8 + i % 2)

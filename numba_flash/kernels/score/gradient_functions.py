@@ -1,12 +1,12 @@
-"""The caller's own functions in a backward: on a tile of S and of dP - delta in a warp's accumulators, the layout of
-which is that of fragments.py, and on one score alone.
+"""Applies the caller's own functions in a backward: to a tile of S and of dP - delta in a warp's accumulators, in the
+layout of fragments.py, and to a single score.
 
-What fragment_functions.py does for O, with the derivative of score_mod, by which dS = P * (dP - delta) * derivative has
-to be multiplied. Where the functions are asked, dP - delta is there. So the derivative goes into it at once, and no
-register keeps it until dS. A derivative that is 1 is a constant of the code, and multiplies nothing.
+It does what fragment_functions.py does for O, and also applies the derivative of score_mod: dS = P * (dP - delta) *
+derivative. dP - delta is ready when the functions are called, so it is multiplied by the derivative at once, and no
+register holds the derivative until dS. A derivative that is the constant 1 multiplies nothing.
 
-A function is asked only about scores that count; so every tile has its bits, and mask_mod takes bits away. Rows of the
-tile are queries and columns keys; with of_keys it is the other way around.
+A function is called only for scores that count. So every tile has its bits, and mask_mod clears some of them. Rows of
+the tile are queries and columns keys; with of_keys it is the other way around.
 """
 
 import functools
@@ -21,9 +21,9 @@ from . import At, Placed, user
 
 @functools.cache
 def alone(config: Any, derivative: bool) -> Any:
-    """-> ask(product, at, asks, arrays, strides, score), a device function: (product, slope, whether it counts). Where
-    there is a score_mod, that is what it makes of scale * product. slope: its derivative, or 1 where none is asked for.
-    asks: whether mask_mod decides here (tile_walk.py)."""
+    """-> ask(product, at, asks, arrays, strides, score), a device function: (product, slope, whether it counts). With a
+    score_mod, product is its result for scale * product. slope: its derivative, or 1 if none is asked for. asks:
+    whether mask_mod decides here (tile_walk.py)."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     one = numbers.of(config.compute_dtype).real(1)
 
@@ -64,14 +64,14 @@ def _with_one(value: Any, one: Any) -> Any:
 
 
 def present(config: Any) -> bool:
-    """Whether the problem has a function."""
+    """Whether the problem has a score_mod or mask_mod."""
     return config.has("score_mod") or config.has("mask_mod")
 
 
 @functools.cache
 def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivative: bool = True) -> Any:
-    """-> apply, a device function for a tile of so many columns, of which a warp has `strips` strips of 16 rows.
-    derivative: dS is made; else acc_dp is left alone."""
+    """-> apply, a device function for a tile of `columns` columns, of which a warp has `strips` strips of 16 rows.
+    derivative: dS is computed; otherwise acc_dp does not change."""
     blocks, has_mask_mod = columns // 8, config.has("mask_mod")
     scales_dp = derivative and config.has("score_mod")
     ask = alone(config, derivative)
@@ -81,13 +81,13 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
         pass
 
     def and_block(before: Any, n: int) -> Any:
-        """Behind other blocks of 8 columns the n-th. Each is a function of its own, because the compiler unrolls no
-        loop over all that a long function would make, and then the scores would lie in memory."""
+        """Adds block n of 8 columns to the blocks before. Each is a function of its own: in one long function the
+        compiler would not unroll the loop, and the scores would lie in memory."""
 
         @inlined
         def block(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
             before(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score)
-            # Rows inside: the other way round the compiler would keep the positions of all columns.
+            # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
             for i in range(2):
                 column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
                 for r in range(2 * strips):
@@ -109,26 +109,25 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
     for n in range(blocks if present(config) else 0):
         apply = and_block(apply, n)
 
-    # acc_s <- what score_mod makes of scale * acc_s, acc_dp <- times its derivative, where shown_bits, a word for each
-    # row, say that a score counts; shown_bits <- what mask_mod leaves of them. first_query, first_key: the lane's, of
-    # a head; query 0 is at position q_start.
+    # For scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s, acc_dp <-
+    # times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's, of a head;
+    # query 0 is at position q_start.
     return apply
 
 
 @functools.cache
 def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
-    """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of so many columns, beside S. It needs
-    no score."""
+    """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
+    score, so it can run during S."""
     visible = user.make(config, "mask_mod", placed=True) if config.has("mask_mod") else None
-    way = 1 if of_keys else -1  # columns of queries lead ahead
+    way = 1 if of_keys else -1  # way: 1 if columns are queries
 
     @inlined
     def nothing(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
         pass
 
     def and_block(before: Any, n: int, inside: bool) -> Any:
-        """As in on_fragments. inside: all scores count so far, and without a jump around each, one is asked about
-        beside the others."""
+        """As in on_fragments. inside: all scores count so far; no branch surrounds a call, so they run side by side."""
 
         @inlined
         def block(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
@@ -151,8 +150,8 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
 
     @inlined
     def ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
-        """shown_bits <- what mask_mod leaves of them; the other arguments are those of on_fragments."""
-        if shown_bits[0] & shown_bits[1] & every_bit == every_bit:  # bits past the tile may be set, too
+        """shown_bits <- without what mask_mod removes; the other arguments are those of on_fragments."""
+        if shown_bits[0] & shown_bits[1] & every_bit == every_bit:  # bits past the tile may also be set
             inside(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
         else:
             guarded(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)

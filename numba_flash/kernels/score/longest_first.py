@@ -1,5 +1,5 @@
-"""Which tile a block takes under a mask_mod: of some heads at a time those that walk the most tiles first. So blocks
-end together, however unequal documents are. tile_order.py has found the order."""
+"""Which tile a block takes under a mask_mod: of some heads at a time, those that loop over the most tiles first. So
+blocks end together, however unequal the documents are. tile_order.py has found the order."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from . import tile_walk
 
 class LongestFirst(NamedTuple):
     present: bool
-    take: Callable[..., Any]  # (t, arrays, strides, sizes) -> (b, head, own tile); b = batch where there is none
+    take: Callable[..., Any]  # (t, arrays, strides, sizes) -> (b, head, own tile); b = batch if none is left
 
 
 def make(config: Any) -> LongestFirst:
-    """head: that of K and V for a kernel that owns keys; else a number of heads that share a tile, or one, is one."""
+    """head: the KV head for a kernel that owns keys; otherwise heads that share a tile count as one head."""
     if not config.tile_states:
         return LongestFirst(False, _none)
     _, _, heads_in_tile, of_keys = config.states_tile
     own_rows, find = config.states_tile.own, tile_walk.states_of(config)
-    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of what blocks walk over
+    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # rows that a block reads
 
     @inlined
     def take(t, arrays, strides, sizes):

@@ -1,14 +1,14 @@
-"""A bool mask as bits, in the order in which tensor-core kernels hold scores: made once, before them.
+"""A bool mask as bits, in the order in which tensor-core kernels hold scores. This kernel runs once, before them.
 
-Kernels that read the mask itself would ask for two bytes of every eight, with strides of any kind. As bits, a lane's 32
-scores of 128 columns are one word, whatever the mask's strides are. Where the mask is broadcast the bits are too: those
-of key padding are a few hundred bytes.
+Kernels that read the mask itself would read two bytes of every eight, with arbitrary strides. As bits, a lane's 32
+scores of 128 columns are one word, whatever the mask's strides are. If the mask is broadcast, so are the bits: those of
+key padding take a few hundred bytes.
 
-In pieces of 16 rows, each of ENDS + PIECE * row_words words. A row has four words for 128 columns: bit 2 * n + i of
-word c is column 8 * n + 2 * c + i, what the lanes with lane % 4 == c hold (ptx/fragments.py). Before the rows stand two
-ranges [first, end) of columns. Outside of the first one no row of the piece sees a column, so tiles there are left out.
-Inside the second one every row sees every column, so tiles there need no mask: a row counts from its first column that
-it sees to the first one behind it that it does not. With key padding these two are the same.
+The bits lie in pieces of 16 rows, each of ENDS + PIECE * row_words words. A row has four words for 128 columns: bit 2 *
+n + i of word c is column 8 * n + 2 * c + i, which the lanes with lane % 4 == c hold (ptx/fragments.py). Two ranges
+[first, end) of columns precede the rows. Outside the first one no row of the piece sees a column, so tiles there are
+left out. Inside the second one every row sees every column, so tiles there need no mask: a row contributes the columns
+from the first one that it sees up to the next one that it does not see. With key padding the two ranges are equal.
 
     row's first word = b * strides[0] + h * strides[1] + row // 16 * strides[2] + ENDS + row % 16 * row_words
 
@@ -23,8 +23,8 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
-SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # where the ranges stand
-AT_ONCE = 4  # words of all four kinds that are asked for at a time: a read takes a while
+SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
+AT_ONCE = 4  # words of all four kinds that are read at a time: a read takes a while
 
 
 @inlined

@@ -1,20 +1,20 @@
-"""What scores owe to the numbers that a score_mod reads: the gradient of aux, with the same bits whatever the order.
+"""The gradient of aux, the arrays that a score_mod reads. Its bits do not depend on the order of the additions.
 
-A term is dS of a score times the derivative of score_mod by one number that was read for it. Any score may owe to any
-element, so blocks add to sums in global memory, at once and in any order. Sums of floating-point numbers would depend
-on that order; those of whole numbers do not. So the walk over all scores runs twice. The first finds, for each
-element, the largest exponent of its terms (of_bounds). The second adds the terms up as fixed-point numbers, for which
-that exponent and the number of terms leave room. docs/algorithm.md derives the error. An element with a term that is
-NaN or Inf has its exponent, and becomes NaN.
+A term is dS of a score times the derivative of score_mod by one number that it read for that score. Every score may
+contribute to every element, so blocks add to sums in global memory concurrently and in any order. Sums of
+floating-point numbers would depend on that order; sums of integers do not. So the loop over all scores runs twice. The
+first run finds the largest exponent of each element's terms (of_bounds). The second adds the terms as fixed-point
+numbers; the exponent and the number of terms determine their scale. docs/algorithm.md derives the error. If a term is
+NaN or Inf, the element has that exponent and becomes NaN.
 
     exponent  e: all terms of the element are below 2^e        room  h: there are at most 2^h terms
-    sum       of round(term * 2^(61 - h - e)); with float64 a second one of what is left, times 2^(62 - h) more
+    sum       of round(term * 2^(61 - h - e)); in float64 a second sum of the remainders, times 2^(62 - h) more
 
-A thread adds up terms of one element that follow each other before it adds them to the sum; in float32 with all the
-bits for which its own terms leave room.
+A thread adds up consecutive terms of one element before it adds them to the sum; in float32 with all the bits for which
+its own terms leave room.
 
-sizes.term_bits is h where each score reads one number, sizes.run_bits the same of one thread's terms; aux_bounds[0] is
-the largest number of numbers that were read for a score.
+sizes.term_bits is h if each score reads one number, sizes.run_bits the same for one thread's terms. aux_bounds[0] is
+the largest number of numbers that score_mod read for a score.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ ROOM = 61  # bits of a sum before its sign, less one for exponents that differ b
 
 
 class Exponents(NamedTuple):
-    """Of a type of real numbers: a number is below 2^(its exponent as it is stored - bias); special: of NaN and Inf."""
+    """Of a type of real numbers: a number is below 2^(its stored exponent - bias); special: the exponent of NaN and
+    Inf."""
 
     special: int
     bias: int
@@ -43,35 +44,35 @@ class Exponents(NamedTuple):
 
 
 def words(compute_dtype: str) -> int:
-    """Of the sum of an element, int64."""
+    """int64 words of the sum of an element."""
     return 2 if compute_dtype == "float64" else 1
 
 
 class Run(NamedTuple):
-    """Of a thread, in registers: the element to which it owes now, and what.
+    """A thread's current element and the sum that it owes to it, in registers.
 
-    A kernel makes these local arrays itself: one that a device function makes and returns ends with that function, and
-    the compiler takes what is kept there for nothing.
+    A kernel creates these local arrays itself: if a device function created and returned one, the array would end with
+    that function, and the compiler would discard its contents.
     """
 
-    place: Any  # (1,) int64; -1 for none
+    place: Any  # (1,) int64; -1: none
     terms: Any  # (words,) int64: the largest exponent, or the sum
-    factors: Any  # (2,) what a term is multiplied by
-    reads: Any  # (1,) int64, the most numbers that were read for a score
+    factors: Any  # (2,) the factors of a term
+    reads: Any  # (1,) int64, the most numbers that score_mod read for a score
 
 
 class Owed(NamedTuple):
     """Device functions."""
 
     start: Callable[..., Any]  # (run)
-    # (run, ds, s, slope, place, reads, at, arrays, strides, sizes): ds of what score_mod made of s, which is not 0; and
-    # what user.recorded says of the first number that it read
+    # (run, ds, s, slope, place, reads, at, arrays, strides, sizes): ds of score_mod's result for s, not 0; and what
+    # user.recorded returns for the first number that it read
     add: Callable[..., Any]
     finish: Callable[..., Any]  # (run, arrays, sizes)
 
 
 def powers(compute_dtype: str) -> Any:
-    """-> power(n): 2^n of the type, for n that it has as a normal number."""
+    """-> power(n): 2^n of the type, if it is a normal number."""
 
     @inlined
     def power_f32(n):
@@ -85,7 +86,7 @@ def powers(compute_dtype: str) -> Any:
 
 
 def _exponent_of(compute_dtype: str) -> Any:
-    """-> exponent(term), as it is stored; at least 1, which stands for numbers below it, too."""
+    """-> exponent(term), as stored; at least 1, which also stands for smaller numbers."""
 
     @inlined
     def exponent_f32(term):
@@ -109,7 +110,7 @@ def bits_of(count):
 
 @inlined
 def read_bits(arrays):
-    """How many bits of room the numbers that are read for one score take."""
+    """Bits of room that are needed because score_mod reads several numbers for one score."""
     return bits_of(int64(arrays.aux_bounds[0]))
 
 
@@ -122,12 +123,12 @@ def make(config: Any) -> Owed:
 
     @inlined
     def raise_bound(place, found, arrays):
-        if arrays.aux_bounds[place + 1] < found:  # what others have just stored may be missing, and nothing else
+        if arrays.aux_bounds[place + 1] < found:  # a value just stored by another thread may be missed, nothing else
             memory.maximum(memory.address(arrays.aux_bounds, place + 1), found)
 
     @inlined
     def store(run, arrays, sizes):
-        """What is owed in the run, to its element."""
+        """Adds the run's sum to its element."""
         place = run.place[0]
         if place >= 0:
             if of_bounds:
@@ -142,7 +143,7 @@ def make(config: Any) -> Owed:
 
     @inlined
     def take(run, place, arrays, sizes):
-        """From here on terms are owed to this element."""
+        """The following terms belong to this element."""
         store(run, arrays, sizes)
         run.place[0] = place
         for word in range(count):
@@ -156,7 +157,7 @@ def make(config: Any) -> Owed:
 
     @inlined
     def one(run, term, arrays, sizes):
-        """A term that is not 0."""
+        """Adds a term that is not 0."""
         if of_bounds:
             run.terms[0] = max(run.terms[0], int64(exponent(term)))
         else:
@@ -167,7 +168,7 @@ def make(config: Any) -> Owed:
                 if is_double:
                     room = sizes.term_bits + read_bits(arrays)
                     run.terms[1] += whole((scaled - real(fixed)) * power(ROOM + 1 - room))
-            else:  # NaN, which the first walk has found; or too large only now, by a rounding
+            else:  # NaN, which the first run has found; or too large only now, by a rounding
                 raise_bound(run.place[0], uint32(made.special), arrays)
 
     @inlined
@@ -185,7 +186,7 @@ def make(config: Any) -> Owed:
             if read > 0:
                 _, slope, place, _ = ask(s, at, read, arrays, strides, sizes)
             term = ds * slope
-            # Nobody checks the bounds of what a function reads; but it does not write there.
+            # Nobody checks the bounds of a function's reads; but nothing is written out of bounds.
             if slope != zero and term != zero and place >= 0 and place < sizes.aux_begins[-1]:
                 if place != run.place[0]:
                     take(run, place, arrays, sizes)

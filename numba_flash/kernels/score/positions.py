@@ -1,4 +1,5 @@
-"""How many keys of a batch entry are valid, and where its query 0 stands among them: what every range starts from."""
+"""How many keys of a batch entry are valid, and the position of its query 0 among them. Every range is computed from
+these."""
 
 import functools
 from typing import Any
@@ -16,7 +17,7 @@ def make(config: Any) -> Any:
     def keys_and_start(b, arrays, strides, sizes):
         keys, start = sizes.seqlen_k, sizes.q_offset
         if has_seqlens_k:
-            # Clamped: the lengths lie on the device, where the host cannot check them without waiting.
+            # Clamped: the lengths are on the device, where the host cannot check them without waiting.
             keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), sizes.seqlen_k)
         if from_seqlens_k:
             start = start + keys

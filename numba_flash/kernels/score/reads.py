@@ -1,13 +1,12 @@
-"""What the scores of a fragment need from global memory, for each of them: bias, and the bits of a mask. A bias that
-comes in boxes is not read here (kernels/wgmma/bias_boxes.py).
+"""Loads what each score of a fragment needs from global memory: a bias, and the bits of a mask. A bias in boxes is not
+read here (kernels/wgmma/bias_boxes.py).
 
-A lane asks for all of a tile before the product of the tile is waited for, so that memory and tensor cores work at the
-same time. Two neighbouring columns of a bias are one access where they lie side by side (config.bias_pairs). Of a mask
-there are the bits that mask_bits.py made of it, in the order in which lanes hold scores: for 128 columns of a row a
-word.
+A lane issues all loads of a tile before it waits for the tile's product, so memory and tensor cores work at the same
+time. Two neighbouring columns of a bias are one access if they are contiguous (config.bias_pairs). mask_bits.py has
+made bits of a mask, in the order in which lanes hold scores: one word for 128 columns of a row.
 
-Rows are queries and columns keys; with of_keys, in the backward's scores of keys, it is the other way around. Rows of
-the tile past the last one read what the last one has; columns past the last one are not read.
+Rows are queries and columns keys; with of_keys, for the backward's scores of keys, it is the other way around. Rows
+past the tile's last one read what the last one reads; columns past the last one are not read.
 """
 
 import functools
@@ -26,8 +25,8 @@ from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
 
 class Origin(NamedTuple):
-    """Where all that a tile reads begins: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h); and the
-    tile's first row."""
+    """Where a tile's reads begin: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h); and the tile's
+    first row."""
 
     bias: int
     bits: int
@@ -35,16 +34,16 @@ class Origin(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Device functions, and how many registers they fill. A lane has 2 * strips rows."""
+    """Device functions, and the numbers of registers they fill. A lane has 2 * strips rows."""
 
-    reads: bool  # whether anything is read at all
-    bias_words: int  # of bias_type
+    reads: bool  # whether anything is read
+    bias_words: int  # number of words of bias_type
     bits_words: int
     bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
     load: Callable[..., Any]  # both of the following
     load_bias: Callable[..., Any]
-    load_bits: Callable[..., Any]  # needed only where the mask hides something
+    load_bits: Callable[..., Any]  # needed only if the mask hides something
     added: Callable[..., Any]
     hide: Callable[..., Any]
     some_hidden: Callable[..., Any]
@@ -63,7 +62,7 @@ def bits_of_keys(arrays, strides):
 
 @inlined
 def _sides(sizes, by):
-    """-> (how many rows, how many columns, the stride of a row, that of a column)."""
+    """-> (number of rows, number of columns, stride of a row, stride of a column)."""
     return sizes.seqlen_q, sizes.seqlen_k, by[2], by[3]
 
 
@@ -90,17 +89,17 @@ def halves(dtype: str) -> Any:
 
 @functools.cache
 def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
-    """Of tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+    """Tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks = tile_n // 8
-    words = -(-blocks // 16)  # of mask bits for a row
+    words = -(-blocks // 16)  # of mask bits for each row
     has_bias, has_mask = config.has("bias"), config.has("mask")
     reads_bias = has_bias and not config.bias_boxes
     dtype = config.dtype_of("bias") or "float32"
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
-    apart, half_of = item > 2, halves(dtype)  # apart: a register for each
+    apart, half_of = item > 2, halves(dtype)  # apart: each number has its own register
     load_b16, load_b32 = memory.load_b16_if, memory.load_b32_if
     load_v2, load_f64, load_v4 = memory.load_v2_if, memory.load_f64_if, memory.load_v4
     any_lane, address, opaque, most = vote.any_lane, memory.address, special.opaque, (1 << 31) - 1
@@ -117,14 +116,14 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def place_of(origin, first_row, lane, r, row_count):
-        """-> (row of scores, which head of the group) of the lane's row r."""
+        """-> (row of the scores, index of the head in its group) for the lane's row r."""
         row = uint32(first_row + int32(first_row_of(lane)) + r * 8)
         in_head = min(origin.first_row + int32(row // uint32(group)), int32(row_count) - 1)
         return int64(in_head), int64(row % uint32(group))
 
     @inlined
     def load_pair(loaded, at, place, step, first, second):
-        """loaded[at :] <- the bias of two columns, `step` bytes apart, of which the second is there if `second` is."""
+        """loaded[at :] <- the bias of two columns, `step` bytes apart. first, second: whether each exists."""
         if double:
             loaded[at] = load_f64(place, first)
             loaded[at + 1] = load_f64(place + step, second)
@@ -140,13 +139,13 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
-        """loaded <- the bias of the lane's scores of tile j. inside, a constant: no column lies past the last."""
+        """loaded <- the bias of the lane's scores of tile j. inside, a constant: all columns exist."""
         if not reads_bias:
             return
         row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
         column = int32(first_column_of(lane))
         columns_left = int32(column_count - int64(j) * tile_n) - column
-        # As a constant where it is one, so that addresses of a row differ by constants too.
+        # A constant if it is one, so that addresses of a row also differ by constants.
         step = int64(item) if pairs else by_column * item
         for r in range(rows):
             row, member = place_of(origin, first_row, lane, r, row_count)
@@ -158,7 +157,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
-        """bits <- which of them the mask shows."""
+        """bits <- which of the lane's scores the mask shows."""
         if not has_mask:
             return
         _, by = bits_of(arrays, strides)
@@ -173,7 +172,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
             for n in range(words):
                 found = load_b32(place + 16 * n, uint32(1) if n < words_left else uint32(0))
-                if tile_n % 128 and 128 % tile_n:  # it may begin in one word and end in the next
+                if tile_n % 128 and 128 % tile_n:  # a tile's bits may begin in one word and end in the next
                     following = load_b32(place + 16 * n + 16, uint32(1) if n + 1 < words_left else uint32(0))
                     found = uint32((uint64(following) << uint64(32) | uint64(found)) >> uint64(shift))
                 elif tile_n % 128:
@@ -200,14 +199,15 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def hide(mask_bits, bits, masked):
-        """mask_bits <- without those that the mask hides. masked, a constant: else all of the tile are seen so far."""
+        """mask_bits <- without those that the mask hides. masked, a constant; without it all of the tile is seen so
+        far."""
         if has_mask:
             for i in range(rows * words):
                 mask_bits[i] = mask_bits[i] & bits[i] if masked else bits[i]
 
     @inlined
     def some_hidden(mask_bits):
-        """Whether the mask hides any of the warp's scores: nearly never in most tiles."""
+        """Whether the mask hides any of the warp's scores: almost never in most tiles."""
         some = uint32(0)
         for i in range(rows * words):
             count = min(2 * blocks - 32 * (i % words), 32)
@@ -216,9 +216,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def ranges(b, h, heads, first_row, end_row, arrays, strides, sizes):
-        """-> (first, end, first, end) of all pieces that hold these rows, in so many heads from h on: no columns but
-        those of the first range are shown in any of the rows, and all of the second one in all of them. Counted in 32
-        bits: wgmma's scheduler, which asks, has few registers."""
+        """-> (first, end, first, end) over all pieces that hold these rows, of `heads` heads from h on. Only columns of
+        the first range are shown in any of the rows; all columns of the second are shown in all of them. In 32 bits,
+        because wgmma's scheduler, the caller, has few registers."""
         four = cuda.local.array(4, uint32)
         bits, by = bits_of(arrays, strides)
         first, end, whole_first, whole_end = int32(most), int32(0), int32(0), int32(most)

@@ -1,4 +1,4 @@
-"""scale * product. Its factor is left out of every derivative: the sums dQ and dK are multiplied by it once."""
+"""scale * product. All derivatives leave out this factor: the sums dQ and dK are multiplied by it once."""
 
 from typing import Any
 
@@ -30,4 +30,4 @@ def on_fragments(config: Any) -> FragmentStage:
     def scaled_before(s, factor, at, score):
         return s, factor * unit
 
-    return FragmentStage(scaled_before if config.has("score_mod") else value)  # which took the scaled product
+    return FragmentStage(scaled_before if config.has("score_mod") else value)  # it has taken the scaled product

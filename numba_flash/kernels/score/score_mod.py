@@ -1,4 +1,4 @@
-"""score_mod(s, b, h, q_pos, k_pos, *aux): a function of the caller's own, with the derivative that its code has."""
+"""score_mod(s, b, h, q_pos, k_pos, *aux): a function of the caller's own; its derivative is derived from its code."""
 
 from typing import Any
 
@@ -25,4 +25,4 @@ def make(config: Any) -> Stage | None:
 
 
 def on_fragments(config: Any) -> None:
-    """In fragments it comes before the chain (fragment_functions.py): it asks for a position, and stages do not."""
+    """In fragments it runs before the chain (fragment_functions.py), because it needs a position and stages do not."""

@@ -1,4 +1,5 @@
-"""A sink: one more score of every row of a head, e^sink more in its sum, without a value (Xiao et al., 2023)."""
+"""A sink: one more score of every row of a head. It adds e^sink to the row's sum and has no value (Xiao et al.,
+2023)."""
 
 import math
 from typing import Any
@@ -11,7 +12,7 @@ from .stage import HeadGradient
 
 
 def make(config: Any) -> Any:
-    """-> sink(b, h, arrays, strides), natural; None where the problem has none."""
+    """-> sink(b, h, arrays, strides), in natural units; None if the problem has none."""
     if not config.has("sinks"):
         return None
     load = elements.loader(config.dtype_of("sinks"), elements.COMPUTE_TYPES[config.dtype])
@@ -24,10 +25,10 @@ def make(config: Any) -> Any:
 
 
 def head_gradient(config: Any) -> HeadGradient:
-    """dsink = the sum over its rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse.
+    """dsink = the sum over the head's rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse.
 
-    A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so that
-    dS = P * (dP - delta) gives this. Nothing else in a backward knows of sinks: they are in lse.
+    A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so dS = P *
+    (dP - delta) gives this formula. The rest of a backward does not know of sinks: they are in lse.
     """
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store_element = elements.loader(config.given, compute), elements.storer(config.given)
@@ -37,7 +38,7 @@ def head_gradient(config: Any) -> HeadGradient:
     def of_row(b, h, q_index, arrays, strides, sizes):
         lse = arrays.lse[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
         weight = compute(0)
-        if lse != minus_inf:  # else neither the row nor its sink has any
+        if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
             weight = math.exp(load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse)
         if weight != 0:
             return -weight * delta_of(b * sizes.heads + h, q_index, arrays, sizes)

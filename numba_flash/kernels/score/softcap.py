@@ -36,7 +36,7 @@ def exact_tanh(x):
 
 @inlined
 def quick_tanh(x):
-    """As quick.tanh, which a caller's functions get, of Numba's numbers."""
+    """Like quick.tanh, which callers' functions get, for Numba's numbers."""
     square = x * x
     odd = x + x * square * (float32(-1 / 3) + square * (float32(2 / 15) + square * float32(-17 / 315)))
     large = float32(1) - float32(2) * approx.rcp(float32(1) + approx.ex2(x * float32(2 * LOG2_E)))

@@ -1,4 +1,4 @@
-"""What a stage of the score gives: device functions of one score, and of one score in a fragment."""
+"""What a stage of the score provides: device functions for a score, and for a score in a fragment."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,40 +7,40 @@ LOG2_E = 1.4426950408889634
 
 
 class HeadGradient(NamedTuple):
-    """Of an option that is one number for each head."""
+    """The gradient of an option that is one number for each head."""
 
-    of_row: Callable[..., Any]  # (b, h, q_index, arrays, strides, sizes) -> what the row gives
+    of_row: Callable[..., Any]  # (b, h, q_index, arrays, strides, sizes) -> the row's term
     store: Callable[..., Any]  # (the sum, b, h, arrays, strides)
 
 
 class Stage(NamedTuple):
-    """Of a score in natural units, in the kernel's computing type."""
+    """For a score in natural units, in the kernel's computing type."""
 
     value: Callable[..., Any]  # (s, at, arrays, strides, score) -> the next s
     with_derivative: Callable[..., Any] | None = None  # likewise -> (the next s, its derivative by s); None: 1
-    by_head: Callable[..., Any] | None = None  # (at) -> the next s' derivative by the option's number of the head
+    by_head: Callable[..., Any] | None = None  # (at) -> the derivative of the next s by the option's number of the head
 
 
 def exponent_unit(config: Any) -> float:
-    """What a score in a fragment is counted in: e^score is 2^score where it counts powers of 2.
+    """The unit of scores in fragments: log2(e), in which the exponential of a score is 2^score, or 1.
 
-    Not with a bias, which may be as large as float32 allows, and then log2(e) times it would not be a number; or so
-    large that rounding log2(e) times it would count.
+    With a bias the unit is natural: the bias may be as large as float32 allows, so that log2(e) times it would
+    overflow, or so large that rounding log2(e) times it would matter.
     """
     return 1.0 if config.has("bias") else LOG2_E
 
 
 class FragmentAt(NamedTuple):
-    """Where a score of a fragment stands, as far as the stages of its problem ask for it."""
+    """What the stages of a problem need about the place of a score in a fragment."""
 
     term: Any  # what `row_term` loaded for the row
     distance: Any  # q_pos - k_pos
-    added: Any  # what was loaded for this score alone (reads.py)
+    added: Any  # what reads.py loaded for this score
 
 
 class FragmentStage(NamedTuple):
-    """Of a score in float32, for float64 in float64, which is s * factor in units of exponent_unit: a factor that is
-    the same for all scores can so wait until it is multiplied once."""
+    """For a score in float32, or in float64 for float64. The score is s * factor in units of exponent_unit: a factor
+    that all scores share can wait, and is multiplied once."""
 
     value: Callable[..., Any]  # (s, factor, at, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1

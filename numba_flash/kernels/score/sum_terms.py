@@ -1,10 +1,10 @@
-"""Terms of a row's sum beside those of its keys: e^x more in l, without a value.
+"""Terms of a row's sum that belong to no key: they add e^x to l and have no value.
 
-TERMS (__init__.py) lists them, as STAGES lists what a score goes through. Each is a file whose `make(config)` gives x,
-a device function of (b, h, arrays, strides), or None where the problem does not use it.
+TERMS (__init__.py) lists them, as STAGES lists the stages of a score. Each is a file whose `make(config)` returns x, a
+device function of (b, h, arrays, strides), or None if the problem does not use it.
 
-Such a term is the last step of a row where P is rounded to 16 bits, and its start where P is not: one far above all
-scores, taken as the first maximum, would leave P to float16's smallest numbers.
+If P is rounded to 16 bits, the term is added last; otherwise the row's sum begins with it. As the first maximum, a term
+far above all scores would push P into float16's smallest numbers.
 """
 
 import functools
@@ -21,15 +21,15 @@ from .stage import exponent_unit
 
 @functools.cache
 def make(config: Any) -> Any:
-    """-> x, or None without one. A problem has at most one of them."""
+    """-> x, or None. A problem has at most one term."""
     made = [x for term in TERMS if (x := term.make(config)) is not None]
     assert len(made) <= 1, "no kernel adds up two terms yet"
     return made[0] if made else None
 
 
 def start(config: Any) -> Any:
-    """-> start(b, h, arrays, strides): the maximum and the sum of a row before its first key, natural, a device
-    function."""
+    """-> start(b, h, arrays, strides), a device function: the maximum and the sum of a row before its first key, in
+    natural units."""
     compute, x = elements.COMPUTE_TYPES[config.dtype], make(config)
     minus_inf, zero, one = compute(-math.inf), compute(0), compute(1)
 
@@ -45,13 +45,14 @@ def start(config: Any) -> Any:
 
 
 def on_fragments(config: Any, rows: int) -> Any:
-    """-> load_terms, a device function, where there is a term."""
+    """-> load_terms, a device function, if there is a term."""
     group, unit = config.group_size, elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
     x = make(config)
 
     @inlined
     def load_terms(terms, b, h, lane_row, arrays, strides):
-        """terms (rows,) <- those of a lane's rows in the units of its scores, of a tile that begins with head h."""
+        """terms (rows,) <- the terms of a lane's rows, in the units of its scores, for a tile that begins with head
+        h."""
         for r in range(rows):
             terms[r] = x(b, h + (lane_row + 8 * r) % group, arrays, strides) * unit
 

@@ -1,14 +1,13 @@
-"""In which order a kernel takes its tiles under a mask_mod: the one that walks the most other tiles first.
+"""The order in which a kernel takes its tiles under a mask_mod: the tile that loops over the most other tiles first.
 
-It runs behind tile_states, whose words say how many these are. Behind the words of the r-th tile of a head it writes
-the number of the tile that is the r-th to be taken. Of equal ones that comes first which would without a mask_mod: the
-last tile of queries, the first one of keys, because under a causal mask they see the most. Nothing of a result depends
-on the order.
+It runs after tile_states, whose words give these numbers. After the words of a head's r-th tile it writes the number of
+the tile that is taken r-th. Among equals the order is that without a mask_mod: the last query tile first, or the first
+key tile, because under a causal mask these see the most. No result depends on the order.
 
-    rank of a tile = how many tiles are longer, or as long and to be taken sooner
+    rank of a tile = the number of tiles that are longer, or equally long and taken sooner
 
-A block counts the tiles of a head, config.threads of them at a time, and each of its threads the rank of its own one.
-Launch: grid (batch * heads, as far as they differ, * blocks for a head), block (config.threads).
+A block counts the tiles of a head, config.threads of them at a time. Each of its threads counts the rank of its own
+tile. Launch: grid (batch * heads, as far as they differ, * blocks for a head), block (config.threads).
 """
 
 from numba import cuda, int32, uint32
@@ -30,7 +29,7 @@ def make(config):
         states, by = states_of(arrays, strides)
         words = int32(by[2] - 1)
         tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
-        blocks = divide(tiles + int32(threads - 1), threads)  # for a head
+        blocks = divide(tiles + int32(threads - 1), threads)  # blocks of each head
         head = divide(block_index(), blocks)
         row = int32(head * tiles * by[2])
         own_chunk = int32(block_index() - head * blocks)
@@ -38,7 +37,7 @@ def make(config):
         counts = cuda.shared.array(threads, int32)
 
         rank = int32(0)
-        # The block's own tiles first: from then on it is known how long they are.
+        # The block's own tiles come first: afterwards it knows how long they are.
         for step in range(blocks):
             chunk = own_chunk if step == 0 else int32(step - 1 if step <= own_chunk else step)
             tile, count = int32(chunk * threads + thread), int32(0)

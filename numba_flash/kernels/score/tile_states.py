@@ -1,18 +1,19 @@
-"""In which tiles a mask_mod shows nothing, some or all of what there is to see: found before the kernel that asks.
+"""Finds the tiles in which a mask_mod shows nothing, some, or all of what can be seen. Runs before the attention
+kernel.
 
-A tile in which nothing is seen can be left out, and one in which all is seen needs no mask_mod. Scores are not stored:
-a tile has two bits. Only positions are asked about that causal, window, lengths and mask leave, so "all" means all of
-those. Elsewhere the function might read past the end of an array.
+A tile in which nothing is seen can be left out, and a tile in which all is seen needs no mask_mod. Scores are not
+stored: a tile has two bits. mask_mod is called only for positions that causal, window, lengths and mask leave, so "all"
+means all of those. Elsewhere the function might read past the end of an array.
 
-A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD tiles of keys, and behind them one that
-tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles, bit 16 + i that something is and
-something is not, so that mask_mod has to be asked again. Where a tile holds rows of several heads, what is seen for one
-of them is seen. For kernels that own keys and walk over queries, a tile of keys has a row of words instead, each for
-tiles of queries.
+A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
+tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles. Bit 16 + i says that something is
+seen and something is not, so that mask_mod must be called again. If a tile has rows of several heads, what is seen for
+one of them counts as seen. For kernels that own keys and loop over queries, a key tile has a row of words instead, each
+for query tiles.
 
     own tile's first word = b * strides[0] + h // heads of a tile * strides[1] + own tile * strides[2]
 
-A warp looks at a tile until it has found both. Launch: grid (words), block (config.threads).
+A warp examines a tile until it has found both. Launch: grid (words), block (config.threads).
 """
 
 from numba import cuda, int32, uint32
@@ -36,8 +37,8 @@ def make(config):
 
     @inlined
     def look_at_row(at, first, end, lane, arrays, strides):
-        """-> (whether some key is seen, whether some is not), of the keys [first, end) of a query, one warp. at: that
-        of the query."""
+        """-> (whether some key is seen, whether some is not), for the keys [first, end) of a query, by one warp. at: of
+        the query."""
         seen, hidden = uint32(0), uint32(0)
         for key in range(first + lane, end, 32):
             here = At(at.b, at.h, at.q_index, int32(key), at.q_pos)
@@ -53,7 +54,7 @@ def make(config):
 
     @inlined
     def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
-        """The same for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
+        """Likewise for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         seen, hidden = uint32(0), uint32(0)
         member = int32(0)
@@ -66,14 +67,14 @@ def make(config):
                 some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
                 seen, hidden = seen | some_seen, hidden | some_hidden
                 query = int32(query + 1)
-                if seen & hidden != 0:  # nothing can change that
+                if seen & hidden != 0:  # nothing can change the result
                     query, member = int32(end_query), int32(members)
             member = int32(member + 1)
         return seen, hidden
 
     @inlined
     def is_visited(j, b, first_query, end_query, arrays, strides, sizes):
-        """Whether a kernel visits the tile; of others it asks nothing."""
+        """Whether a kernel visits the tile; it does not ask about other tiles."""
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         top_first, top_end = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
         bottom_first, bottom_end = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
@@ -87,7 +88,7 @@ def make(config):
         states, by = states_of(arrays, strides)
         own_tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
-        members = int32(heads) if by[1] != 0 else int32(1)  # else all heads see the same
+        members = int32(heads) if by[1] != 0 else int32(1)  # otherwise all heads see the same
         words = int32(by[2] - 1)
         row = divide(block_index(), words)
         head_row = divide(row, own_tiles)

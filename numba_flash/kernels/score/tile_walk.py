@@ -1,7 +1,7 @@
-"""Which key tiles a query tile walks under a mask_mod, by what tile_states.py has found: from the last to the first,
-without those in which nothing is seen. Of a kernel that owns keys, which query tiles a key tile walks.
+"""Which key tiles a query tile loops over under a mask_mod, from the states of tile_states.py: from the last to the
+first, without those in which nothing is seen. For a kernel that owns keys, which query tiles a key tile loops over.
 
-Without a mask_mod these functions are those of a walk over all tiles, and leave no code.
+Without a mask_mod these functions loop over all tiles, and leave no code.
 """
 
 import functools
@@ -40,10 +40,10 @@ class TileWalk(NamedTuple):
 
     present: bool
     row: Callable[..., Any]  # (b, h, the own tile's first row, arrays, strides) -> row
-    ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without what is empty at its ends
+    ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without empty tiles at its ends
     behind: Callable[
         ..., Any
-    ]  # (row, j, begin, arrays, strides) -> the tile behind j; one before begin if none is left
+    ]  # (row, j, begin, arrays, strides) -> the next tile after j; one before begin if none is left
     last: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the last tile of [begin, j] that is not empty
     first: Callable[..., Any]  # (row, j, stop, arrays, strides) -> the first one of [j, stop)
     shows: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
@@ -52,7 +52,7 @@ class TileWalk(NamedTuple):
 
 @functools.cache
 def make(config: Any, whole_warp: bool = False) -> TileWalk:
-    """whole_warp: all lanes of a warp call these functions together, and the compiler is to know that they agree."""
+    """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
     if not config.tile_states:
         return TileWalk(False, _no_row, _all, _before, _same, _same, _always, _never)
     own_rows, heads = config.states_tile.own, config.states_tile.heads
@@ -71,7 +71,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def last_up_to(row, j, arrays, strides):
-        """The last tile up to j in which something is seen; there must be one."""
+        """The last tile up to j in which something is seen. There must be one."""
         number = int32(j >> SHIFT)
         word = word_of(row, number, arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
         while word == 0:
@@ -82,7 +82,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
     @inlined
     def behind(row, j, begin, arrays, strides):
         found = int32(begin - 1)
-        if j > begin:  # in `begin` something is seen: so it ends there
+        if j > begin:  # in `begin` something is seen, so the loop ends there
             found = last_up_to(row, int32(j - 1), arrays, strides)
         return found
 
@@ -91,7 +91,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         first, last = int32(stop), int32(begin - 1)
         number = int32(begin >> SHIFT)
         while number << SHIFT < stop:
-            word = word_of(row, number, arrays, strides) & uint32(EVERY)  # of tiles outside, none is seen
+            word = word_of(row, number, arrays, strides) & uint32(EVERY)  # the bits of tiles outside are 0
             if word != 0:
                 first = min(first, int32((number << SHIFT) + highest(word & (~word + uint32(1)))))
                 last = int32((number << SHIFT) + highest(word))
@@ -100,7 +100,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def last(row, j, begin, arrays, strides):
-        found = int32(begin - 1)  # where none is
+        found = int32(begin - 1)  # if there is none
         while j >= begin:
             word = word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
             j = int32((j >> SHIFT) << SHIFT)
@@ -111,7 +111,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def first(row, j, stop, arrays, strides):
-        found = int32(stop)  # where none is
+        found = int32(stop)  # if there is none
         while j < stop:
             word = (
                 word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) << uint32(j & LAST)) & uint32(EVERY)

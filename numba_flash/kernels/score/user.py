@@ -1,8 +1,8 @@
-"""The caller's own functions as device functions: of Numba's numbers, or in the simulator of Python's.
+"""The caller's own functions as device functions: compiled by Numba, or as Python functions in the simulator.
 
 make(config, option, derivative) -> call(before, at, arrays, strides). `before` is (the score,) for a score_mod and ()
-for a mask_mod. It gives (score, derivative by the score before) with a derivative, else the score or the truth.
-placed: at is a Placed, else an At.
+for a mask_mod. With a derivative, call returns (score, derivative by the score before); otherwise the score or the
+truth. placed: at is a Placed, otherwise an At.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ def make(config: Any, option: str, derivative: bool = False, placed: bool = Fals
 
 
 def _base(config: Any, option: str) -> str:
-    """What a function computes in: functions.compiled.BASES. A mask_mod is asked by other kernels as well, and all are
-    to get the same answer."""
+    """The type in which a function computes (functions.compiled.BASES). Other kernels also call a mask_mod, and all
+    must get the same answer."""
     quick = option == "score_mod" and ITEM_SIZE[config.dtype] == 2
     return "for 16 bits" if quick else config.compute_dtype
 
 
 def _positions(config: Any, base: str, placed: bool) -> Any:
-    """-> where(at): the whole numbers that a function is told."""
+    """-> where(at): the integer arguments of a function."""
     from ...functions import compiled
 
     whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
@@ -79,10 +79,10 @@ def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
 
 
 def recorded(config: Any) -> Any:
-    """-> owed(s, at, read, arrays, strides, sizes): what score_mod makes of s, its derivative by the number that it
-    reads as the read-th of the arrays config.wanted_aux, which of their elements that is, and how many are read.
+    """-> owed(s, at, read, arrays, strides, sizes): the result of score_mod, its derivative by the read-th number that
+    it reads from the arrays config.wanted_aux, the index of that number, and how many numbers it reads.
 
-    A function may read any number of numbers, in loops too: so it is asked once for each.
+    A function may read any number of numbers, in loops too: so it is called once for each.
     """
     return (_simulated_recorded if numba_config.ENABLE_CUDASIM else _compiled_recorded)(config)
 
@@ -192,7 +192,7 @@ def _simulated(config: Any, option: str, derivative: bool) -> Any:
         return [numbers.Table(base, pointer.array) for pointer in own]
 
     def where(at):
-        # What compiled functions make of `ahead`, Python's make of both positions.
+        # Compiled functions use `ahead`, Python's use both positions: they must agree.
         assert getattr(at, "ahead", at.q_pos - at.k_index) == at.q_pos - at.k_index, f"ahead is wrong: {at}"
         return at.b, at.h, at.q_pos, at.k_index
 

@@ -1,6 +1,7 @@
-"""P of one position again, from the row's log-sum-exp: a backward keeps no scores (Dao et al., 2022, section 3.1).
+"""P of one position, recomputed from the row's log-sum-exp: a backward stores no scores (Dao et al., 2022, section
+3.1).
 
-What a weight counts in the output (counts.py) it counts in dV, and its dP comes from it.
+A weight counts in dV as often as in the output (counts.py), and so does its dP.
 """
 
 import functools
@@ -26,7 +27,7 @@ def make(config: Any) -> Any:
 
     @cuda.jit(device=True)
     def weight(product, row_lse, at, asks, arrays, strides, score):
-        """p is 0, and not computed, where a mask removes the key or the row sees none (lse -inf)."""
+        """If a mask removes the key or the row sees none (lse -inf), p is 0 and is not computed."""
         p, derivative = compute(0), compute(1)
         if row_lse != minus_inf and visible(at, asks, arrays, strides):
             s, derivative = with_derivative(product, at, arrays, strides, score)

@@ -1,4 +1,4 @@
-"""Tiles from global to shared memory with cp.async, 16 bytes a copy."""
+"""Loads tiles from global to shared memory with cp.async, 16 bytes a copy."""
 
 import functools
 
@@ -13,18 +13,18 @@ from .plain import panel_offset
 def loader(rows, columns, threads, group=1, size=2):
     """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).
 
-    The tile is rows (a multiple of 8) x columns (16 bytes or several times that) of elements of `size` bytes at shared
-    address `target`, a multiple of 1024, in panels (ptx/fragments.py).
-    group: rows are that many heads of one query, head_stride bytes apart; queries are row_stride bytes apart.
+    The tile is rows (a multiple of 8) x columns (a multiple of 16 bytes) of elements of `size` bytes. It lies at shared
+    address `target`, a multiple of 1024, in panels (ptx/fragments.py). group: rows are that many heads of one query,
+    head_stride bytes apart; queries are row_stride bytes apart.
     """
     chunks = columns * size // 16
     total = rows * chunks
     steps = -(-total // threads)
-    # Where a thread keeps its column from step to step, one addition a step finds the next row: offsets of their own
-    # would be computed ahead of the loop over tiles and cost two registers each. And where the rows of a step are as
-    # many as the swizzle tells apart, or a half, quarter or eighth of them, the next place in shared memory is a
-    # constant away, but for a bit or two of the swizzle: worked out anew for each copy, places took a sixth of the
-    # backward's time (H200).
+    # If a thread keeps its column from step to step, one addition a step gives the next row. Separate offsets would be
+    # computed ahead of the loop over tiles and cost two registers each. If the rows of a step are as many as the
+    # swizzle distinguishes, or a half, quarter or eighth of them, the next place in shared memory is a constant away,
+    # except for a bit or two of the swizzle. Computing places anew for each copy took a sixth of the backward's time
+    # (H200).
     rows_a_step = threads // chunks
     regular = group == 1 and threads % chunks == 0 and (rows_a_step % 8 == 0 or 8 % rows_a_step == 0)
     copy16 = cp_async.copy16
@@ -33,8 +33,8 @@ def loader(rows, columns, threads, group=1, size=2):
     def load(target, source, row_stride, head_stride, rows_left, columns_left, thread):
         """Start the copies; the caller commits, waits and owes a barrier.
 
-        source: global address of row 0; rows_left counts queries when rows are heads. Zeros where row or
-        column do not exist: nothing is read there, so that NaN in the padding of a cache cannot come in.
+        source: global address of row 0. rows_left counts queries if rows are heads. Rows and columns that do not exist
+        become zeros and are not read, so NaN in the padding of a cache cannot get in.
         """
         row = int32(uint32(thread) // uint32(chunks))
         chunk = int32(uint32(thread) % uint32(chunks))
@@ -44,7 +44,7 @@ def loader(rows, columns, threads, group=1, size=2):
             left = int32(int32(rows_left) - row)
             count = min(max(size * columns_left - 16 * chunk, 0), 16)
             for step in range(steps):
-                # The target is a multiple of 1024, so the swizzle's bits in `to` are its own.
+                # The target is a multiple of 1024, so the swizzle bits of `to` come from row and chunk.
                 first = step * rows_a_step
                 if total % threads == 0 or row < int32(rows - first):
                     copy16(
@@ -70,9 +70,9 @@ def loader(rows, columns, threads, group=1, size=2):
 def panel_loader(rows, columns, threads, whole, gap=0):
     """-> load(target, source, row_stride, first_row, rows_left, columns_left, thread), for elements of 8 bytes.
 
-    As that of `loader`, but each thread copies 16 bytes of every panel, so that all its addresses are constants apart,
-    however many panels there are; and the tile begins first_row rows behind source. rows: a multiple of threads // 8.
-    whole: all columns exist, whatever columns_left says. gap: bytes of a row that are passed over in its middle.
+    Like that of `loader`, but each thread copies 16 bytes of every panel, so all its addresses are constants apart for
+    any number of panels. The tile begins first_row rows after source. rows: a multiple of threads // 8. whole: all
+    columns exist, whatever columns_left is. gap: bytes in the middle of a row that are skipped.
     """
     rows_a_step, panels = threads // 8, columns // 16
     assert rows % rows_a_step == 0 and rows_a_step % 8 == 0 and columns % 16 == 0
@@ -83,7 +83,7 @@ def panel_loader(rows, columns, threads, whole, gap=0):
         row, chunk = thread >> int32(3), thread & int32(7)
         to = int32(target + panel_offset(row, chunk, rows))
         place = source + int64(first_row + row) * row_stride + int64(chunk * 16)
-        left = int32(columns_left * 8 - chunk * 16)  # bytes of the row from there on
+        left = int32(columns_left * 8 - chunk * 16)  # bytes of the row from that chunk on
         for step in range(rows // rows_a_step):
             first = step * rows_a_step
             row_left = 16 if row < int32(rows_left) - first else 0

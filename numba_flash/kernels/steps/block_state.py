@@ -1,8 +1,8 @@
-"""What a block works out once and its threads need for every tile, 16 bytes apiece in shared memory.
+"""What a block computes once and its threads need for every tile: notes in shared memory, 16 bytes each.
 
-In registers it would be in the way of accumulators; worked out again for each tile, the divisions alone that find a
-block's head take as long as a third of the products of a small tile (H200). Reading one takes a while: before a barrier
-it costs nothing.
+In registers they would displace accumulators. Computed again for each tile, the divisions that find a block's head
+alone take as long as a third of the products of a small tile (H200). Reading a note takes a while; before a barrier it
+costs nothing.
 """
 
 from numba import cuda, int32, int64, uint32
@@ -16,7 +16,7 @@ load_v4, load_b32, store_b32 = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
 
 @inlined
 def put(address, x, y):
-    """Two int64 at a shared address, a multiple of 16. By one thread, before a barrier."""
+    """Stores two int64 at a shared address, a multiple of 16. Called by one thread, before a barrier."""
     low = int64(0xFFFFFFFF)
     store_b32(address, uint32(x & low))
     store_b32(address + 4, uint32((x >> 32) & low))
@@ -26,7 +26,7 @@ def put(address, x, y):
 
 @inlined
 def get(address):
-    """-> the two int64 that `put` left there."""
+    """-> the two int64 that `put` stored there."""
     four = cuda.local.array(4, uint32)
     load_v4(four, 0, address)
     return int64(four[0]) | int64(four[1]) << 32, int64(four[2]) | int64(four[3]) << 32
@@ -34,12 +34,12 @@ def get(address):
 
 @inlined
 def put_range(address, first, end):
-    """Two int32 at a shared address, a multiple of 8."""
+    """Stores two int32 at a shared address, a multiple of 8."""
     store_b32(address, uint32(first))
     store_b32(address + 4, uint32(end))
 
 
 @inlined
 def get_range(address):
-    """-> the two int32 that `put_range` left there."""
+    """-> the two int32 that `put_range` stored there."""
     return int32(load_b32(address)), int32(load_b32(address + 4))

@@ -1,22 +1,23 @@
-"""In which order blocks that each own a tile of keys add their parts of dQ: integers only, as in problem/ranges.py.
+"""The order in which blocks that each own a key tile add their parts of dQ: integers only, as in problem/ranges.py.
 
-Float addition is not associative, so the parts of a query tile are added in a fixed order. A block waits until the
-parts before its own are in. Blocks take their work by tickets, and whoever a block waits for has a lower ticket: so
-each wait ends, however many blocks a GPU runs at a time.
+Floating-point addition is not associative, so the parts of a query tile are added in a fixed order. A block waits until
+all parts before its own have been added. Blocks take their work by tickets, and a block waits only for blocks with
+lower tickets. So every wait ends, however many blocks a GPU runs at a time.
 
-Of some heads abreast all first tiles come before all second ones, so that a tile's turn has come when it begins. How
-many they are changes no order, so it may depend on anything (select/heads_abreast.py).
+Several heads are processed side by side: the first tiles of all of them come before their second tiles, so a tile's
+turn has come when it begins. The number of heads changes no order of additions, so it may depend on anything
+(select/heads_abreast.py).
 
-Where every query sees every key, all heads go one way: the last key tile first, up from the first query (step 1). Under
-a causal mask that begins on the diagonal, and a block n key tiles away comes to a query tile n steps later: turns come
-without waiting. But its longest blocks come last. So there a head with an odd number goes the other way: the first key
-tile comes first and blocks walk down from the last query (step -1). Its long blocks begin where short ones of the even
-heads end, one behind the other, and follow each other like runners in a line. With an odd number of KV heads all go one
-way: up, or down where a head has as many key tiles as a GPU runs blocks, as its longest blocks would begin when others
-end: by arithmetic, of one head of 256 key tiles 132 multiprocessors would work 380 units of time instead of 256.
+If every query sees every key, all heads go the same way: the last key tile first, and query tiles from the first one up
+(step 1). Under a causal mask that begins on the diagonal, a block n key tiles away reaches a query tile n steps later,
+so no block waits for its turn. But its longest blocks come last. So there a head with an odd number goes the other way:
+the first key tile first, and query tiles from the last one down (step -1). Its long blocks begin when short ones of the
+even heads end, one after the other, and follow each other without catching up. With an odd number of KV heads all go
+one way: up, or down if a head has as many key tiles as a GPU runs blocks. Up, its longest blocks would begin when
+others end: 132 multiprocessors would take 380 units of time for one head of 256 key tiles instead of 256 (computed).
 
-A block walks each query tile of all heads of its group before the next one. Else a short block would come to its second
-head before the long ones that it waits for.
+A block processes a query tile of all heads of its group before the next query tile. Otherwise a short block would reach
+its second head before the long blocks that it waits for.
 """
 
 from ...config.blocks import AT_A_TIME
@@ -24,7 +25,7 @@ from ...problem.ranges import UNBOUNDED
 
 
 def ways_of(heads_kv, n_tiles, left, right):
-    """In how many ways heads go; -1: in one, down."""
+    """The number of ways in which heads go; -1: all go down."""
     if min(left, right) >= UNBOUNDED:
         return 1
     if heads_kv % 2 == 0:
@@ -33,9 +34,9 @@ def ways_of(heads_kv, n_tiles, left, right):
 
 
 def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
-    """-> (b, h_kv, key tile, step). ways: of ways_of; abreast: heads of each way beside each other."""
+    """-> (b, h_kv, key tile, step). ways: from ways_of; abreast: heads of each way that are processed side by side."""
     both = 2 if ways == 2 else 1
-    of_each = heads_kv // both  # heads of an entry that go one way
+    of_each = heads_kv // both  # heads of a batch entry that go one way
     group = ticket // (both * abreast * n_tiles)
     first_head = group * abreast
     together = min(abreast, batch * of_each - first_head)
@@ -51,10 +52,11 @@ def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
 
 
 def parts_before(first_q_pos, last_q_pos, first_key, left, right, keys, tile_n, step):
-    """How many of a head's key tiles add to a query tile before the one that begins at first_key, which it sees.
+    """How many of a head's key tiles are added to a query tile before the key tile that begins at first_key, which it
+    sees.
 
-    first_q_pos, last_q_pos: positions of the query tile's first query and of its last one; keys: how many there are.
+    first_q_pos, last_q_pos: positions of the first and last query of the query tile; keys: the number of keys.
     """
-    if step > 0:  # those behind it, up to the last key that is seen
+    if step > 0:  # the key tiles after it, up to the last key that is seen
         return (min(last_q_pos + right, keys - 1) - first_key) // tile_n
     return first_key // tile_n - max(first_q_pos - left, 0) // tile_n

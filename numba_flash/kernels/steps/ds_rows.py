@@ -1,4 +1,4 @@
-"""dS of one query row over a tile of keys: what dQ, dbias and the gradients of numbers of heads are made of."""
+"""dS of one query row over a key tile, from which dQ, dbias and the gradients of numbers of heads are computed."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from .inlined import inlined
 
 
 class Row(NamedTuple):
-    """A thread's query, the keys [first_key, end_key) that it sees, and what the forward left of it."""
+    """A thread's query, the keys [first_key, end_key) that it sees, and what the forward stored for it."""
 
     b: int
     h: int
@@ -39,8 +39,8 @@ class RowTiles(NamedTuple):
 def make(config, of_product, products_at=0):
     """-> ds_row, a device function.
 
-    of_product: dS is that of scale * q . k, with the derivative of what follows it; else that of the finished score.
-    products_at: if q . k is kept, too, how far behind dS.
+    of_product: dS is the gradient of scale * q . k, so it includes the derivative of all stages after the product;
+    otherwise it is the gradient of the finished score. products_at: if q . k is stored, too, how far after dS.
     """
     tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -55,8 +55,8 @@ def make(config, of_product, products_at=0):
         """tiles.ds[tiles.ds_at ...] (tile_n,) <- dS of the keys from first_y on, 0 for keys that are not seen. asks:
         whether mask_mod removes some of them.
 
-        Returns the sum of dS times the score's derivative by an option's number of the head (Stage.by_head): the
-        tile's share of its gradient.
+        Returns the tile's share of the gradient of an option that is one number for each head (Stage.by_head): the sum
+        of dS times the score's derivative by that number.
         """
         s_part = cuda.local.array(at_once, compute)  # (at_once,)
         dp_part = cuda.local.array(at_once, compute)  # (at_once,)
@@ -70,9 +70,9 @@ def make(config, of_product, products_at=0):
                 if row.first_key <= k_index and k_index < row.end_key:
                     at = At(row.b, row.h, row.q_index, k_index, row.q_pos)
                     p, derivative = weight(s_part[u], row.lse, at, asks, arrays, strides, score)
-                    if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
+                    if p != 0:  # otherwise dP may be NaN or Inf, for a key that is not seen
                         counts = count(at, arrays, sizes, score)
-                        dp = dp_part[u] * counts if counts != 0 else compute(0)  # not NaN, where it does not count
+                        dp = dp_part[u] * counts if counts != 0 else compute(0)  # no NaN if the weight does not count
                         ds = p * (dp - row.delta)
                         if has_number:
                             share += ds * of_number(at)

@@ -1,14 +1,14 @@
-"""Elements in global memory on one side, numbers to compute with on the other.
+"""Converts elements in global memory to the numbers that a kernel computes with, and back.
 
-float16, float32 and float64 are read as they are. bfloat16 is the upper half of a float32, so it is
-read as its 16 bits (the pointer's elements are uint16) and widened by a shift; rounding back is to
-nearest, ties to even, as the hardware's cvt.rn does. Numbers are float32, or float64 for float64.
+float16, float32 and float64 are read as they are. bfloat16 is the upper half of a float32: its 16 bits are read (the
+pointer's elements are uint16) and shifted up. Rounding back is to nearest, ties to even, like the hardware's cvt.rn.
+Numbers are float32, or float64 for float64.
 """
 
 import numpy as np
 from numba import cuda, float32, float64, types, uint16, uint32
 
-# Of every dtype that an array may have (arrays/layout.py); a bool is a byte (select/arguments.py, element_type).
+# Every dtype that an array may have (arrays/layout.py); a bool is a byte (select/arguments.py, element_type).
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 ELEMENT_TYPES = {name: getattr(types, name) for name in ("float16", "float32", "float64", *_WHOLE)}
 ELEMENT_TYPES["bfloat16"] = uint16
@@ -24,7 +24,7 @@ def _load_bfloat16(pointer, index):
 def _store_bfloat16(pointer, index, value):
     bits = float32(value).view(np.uint32)
     if value != value:
-        rounded = uint32(0x7FC0)  # NaN stays NaN: rounding its bits could make an infinity of it
+        rounded = uint32(0x7FC0)  # NaN stays NaN: rounding its bits could give an infinity
     else:
         rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
     pointer[index] = uint16(rounded)

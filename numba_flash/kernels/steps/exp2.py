@@ -1,9 +1,9 @@
-"""2 ** x in float64 by 17 instructions: libdevice's exp takes several times as many.
+"""2 ** x in float64 in 17 instructions; libdevice's exp takes several times as many.
 
-x = n + f with n whole and |f| <= 1/2, and 2^f = 1 + f * (c1 + f * (c2 + ...)), whose terms are those of the polynomial
-through (2^f - 1) / f at the 11 Chebyshev nodes of that interval, rounded. In exact arithmetic it is at most 2^-55 off,
-relative to 2^f. Each of its 11 steps is a fused multiply-add; all but the last are multiplied by |f| <= 1/2 at least
-once, so that rounding adds at most 0.5 ulp of the last one and 0.36 of those before.
+x = n + f with n whole and |f| <= 1/2, and 2^f = 1 + f * (c1 + f * (c2 + ...)). The coefficients are those of the
+polynomial through (2^f - 1) / f at the 11 Chebyshev nodes of that interval, rounded. In exact arithmetic it is at most
+2^-55 off, relative to 2^f. Each of its 11 steps is a fused multiply-add. All but the last are multiplied by |f| <= 1/2
+at least once, so rounding adds at most 0.5 ulp in the last one and 0.36 ulp in those before.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from .inlined import inlined
 
 # 6755399441055744 = 1.5 * 2^52: added to a number below 2^51, it leaves its nearest whole number in the lowest bits.
 ROUNDING = 6755399441055744.0
-SMALLEST = -1022.0  # below it results would be subnormal, and are 0
+SMALLEST = -1022.0  # below it results would be subnormal; they are 0
 C1, C2, C3, C4 = 0.6931471805599453, 0.24022650695910097, 0.0555041086648216, 0.009618129107606888
 C5, C6, C7 = 0.0013333558146416936, 0.0001540353044173605, 1.525273382983612e-05
 C8, C9 = 1.321544258792169e-06, 1.0178062445845774e-07
@@ -24,7 +24,7 @@ C10, C11 = 7.072585949269223e-09, 4.4549605981865186e-10
 def exp2(x):
     """2 ** x of a float64 up to 1023; 0 below -1022 and for -inf, NaN for NaN."""
     shifted = x + float64(ROUNDING)
-    # 2^n: n becomes the exponent, and what lies above the number's lowest bits falls out.
+    # 2^n: n becomes the exponent; higher bits of the number are shifted out.
     power = ((shifted.view(np.int64) << int64(52)) + int64(1023 << 52)).view(np.float64)
     f = x - (shifted - float64(ROUNDING))
     p = float64(C11)

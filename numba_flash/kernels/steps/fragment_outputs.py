@@ -1,4 +1,4 @@
-"""O from a warp's accumulators, 16 rows of them: in 16 bits to shared memory, or straight to global memory."""
+"""Writes O from a warp's accumulators, 16 rows: in 16 bits to shared memory, or straight to global memory."""
 
 from numba import int64, uint32
 
@@ -10,12 +10,12 @@ from .tiles import row_base
 
 
 def make(config):
-    """-> (count, stage_rows, write_rows): how many uint32 both need to work in, and device functions.
+    """-> (count, stage_rows, write_rows): the number of uint32 that both need as work space, and device functions.
 
-    acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): what its rows are multiplied by.
+    acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
     own_place = config.o_buffer
-    rows = 16 if own_place else config.tile_m  # of what a warp stages O in
+    rows = 16 if own_place else config.tile_m  # rows of the tile in which a warp stages O
     panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
     group, row_state_bytes, head_dim_v, o_vectorized = (
         config.group_size,
@@ -24,21 +24,21 @@ def make(config):
         config.o_vectorized,
     )
     o_blocks = config.head_dim_v_padded // 8
-    o_words = (o_blocks + 3) // 4 * 4  # of a row in 16 bits, as a lane has them: one for each block of 8 columns
+    o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     bfly_b32, store_matrices, load_shared = shfl.bfly_b32, stmatrix.x4, ld_st.load_b32
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
-        """What a lane has of block n of 8 columns, in 16 bits; of none past the last."""
+        """A lane's two elements of block n of 8 columns, in 16 bits; zero past the last block."""
         x = 4 * n + 2 * r
         return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
 
     @inlined
     def exchange_blocks(words, lane):
-        """Lane i of a quad gives its words of the blocks n + j for those of the others of n + i, n = 0, 4, ...: what it
-        has then lies side by side, 16 bytes."""
+        """For n = 0, 4, ... lane i of a quad gives its words of block n + j to lane j and gets the others' words of
+        block n + i. Then it has 16 contiguous bytes."""
         right, odd = lane & 2, lane & 1
         for n in range(0, o_words, 4):
             for i in range(2):  # with the lane two further: it takes the blocks n + 2 and n + 3, or n and n + 1
@@ -49,7 +49,7 @@ def make(config):
                 words[n + i] = given if right else mine
                 words[n + i + 2] = mine if right else given
         for n in range(0, o_words, 4):
-            for i in range(0, 4, 2):  # with the neighbour: one of the two
+            for i in range(0, 4, 2):  # with the next lane: one of the two blocks
                 mine, given = words[n + i], words[n + i + 1]
                 if odd:
                     mine, given = given, mine
@@ -59,8 +59,8 @@ def make(config):
 
     @inlined
     def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
-        """A warp's 16 rows of O, in 16 bits, to shared memory: the part-th o_columns of them."""
-        # Lanes give the rows of four matrices: 8 rows, the 8 below, and both again 8 columns further.
+        """Stages a warp's 16 rows of O in shared memory, in 16 bits: the part-th o_columns of them."""
+        # Lanes give the rows of four matrices: 8 rows, the 8 rows below, and both again 8 columns further.
         at = o_smem + panel_offset((0 if own_place else first_row) + (lane & 15), lane >> 4, rows)
         for n in range(0, staged_blocks, 2):
             for i in range(4):
@@ -70,7 +70,7 @@ def make(config):
 
     @inlined
     def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
-        """A warp's 16 rows of O from its registers to global memory, without those that are not finite."""
+        """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
         for r in range(2):
             row = lane_row + 8 * r
             query = divide(row, group)

@@ -1,8 +1,8 @@
-"""The products of a backward tile, one warp at a time: scores from two tiles, gradients from scores and a tile.
+"""The products of a backward tile, for one warp: scores from two tiles, gradients from scores and a tile.
 
-A warp owns `warp_rows` rows of the block's own tile, in strips of 16, and multiplies them with all rows of the tile
-that the block walks over, the other one; or where `column_groups` warps own the same rows, each with its part of them.
-All tiles lie in panels in shared memory (ptx/fragments.py).
+A warp owns `warp_rows` rows of the block's own tile, in strips of 16. It multiplies them by all rows of the other tile,
+the one that the block loops over. With several `column_groups`, that many warps own the same rows and each multiplies
+them by its part of the other tile. All tiles lie in panels in shared memory (ptx/fragments.py).
 """
 
 import functools
@@ -16,13 +16,13 @@ from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 def make(config):
     """-> (lanes, load_own, scores_product, gradient_product, put, own_product, others_product). The second to fourth
-    are given `columns` of their tile and return device functions for it; the last three are for warps that share rows.
-    """
+    take the `columns` of their tile and return device functions for it. The last three are for warps that share
+    rows."""
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     own_rows, other_rows, warp_rows = config.own_rows, config.other_rows, config.warp_rows
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = other_rows // groups  # rows of the other tile with which a warp computes scores
+    part = other_rows // groups  # rows of the other tile for which a warp computes scores
     blocks = part // 8  # of 8 columns of scores
     columns = config.group_columns
     whole = (
@@ -34,7 +34,7 @@ def make(config):
 
     @inlined
     def lanes(thread):
-        """Where this lane's matrix rows begin, from the beginning of a tile: (own, other, other transposed)."""
+        """-> (own, other, other transposed): the addresses of this lane's matrix rows, from the beginning of a tile."""
         lane, warp = thread & int32(31), thread >> int32(5)
         own = panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, own_rows)
         other = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, other_rows)
@@ -58,7 +58,7 @@ def make(config):
     @functools.cache
     def scores_product(columns):
         steps = columns // 16
-        # Without in_registers slots are there in name only: they make the compiler unroll eight steps, not sixteen.
+        # Without in_registers the slots have no meaning: they make the compiler unroll eight steps, not sixteen.
         at_once = min(steps, 8)
         slots = steps if in_registers else at_once
 
@@ -78,7 +78,7 @@ def make(config):
         def multiply(acc, a_frag, b_frag, own_lane, other_lane):
             """acc (strips, part / 8, 4) += own . other^T over `columns`.
 
-            a_frag (strips, columns / 16, 4): what load_own left; without in_registers it is loaded here.
+            a_frag (strips, columns / 16, 4): from load_own; without in_registers it is loaded here.
             """
             for x in range(at_once):
                 step(x, acc, a_frag, b_frag, own_lane, other_lane)
@@ -91,7 +91,7 @@ def make(config):
     def gradient_product(columns):
         @inlined
         def multiply(acc, a_frag, b_frag, other_transposed):
-            """acc (strips, columns / 8, 4) += a . other, a_frag (strips, other_rows / 8, 2) from the scores."""
+            """acc (strips, columns / 8, 4) += a . other; a_frag (strips, other_rows / 8, 2) comes from the scores."""
             for y in range(other_rows // 16):
                 for n in range(columns // 16):
                     x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
@@ -104,7 +104,7 @@ def make(config):
 
     @inlined
     def put(frag, tile, thread):
-        """The warp's part of 16-bit scores (own_rows, other_rows) to shared memory, for its group."""
+        """Stores the warp's part of the 16-bit scores (own_rows, other_rows) in shared memory, for its group."""
         lane, warp = thread & int32(31), thread >> int32(5)
         for r in range(2 * strips):
             row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
@@ -114,9 +114,10 @@ def make(config):
 
     @inlined
     def own_product(acc, frag, b_frag, other_transposed, columns_left, thread):
-        """acc (strips, columns / 8, 4) += the warp's part of scores, which it still has, . its rows of the other tile.
+        """acc (strips, columns / 8, 4) += the warp's part of the scores, from its registers, . its rows of the other
+        tile.
 
-        Of `columns` columns of the other tile columns_left exist.
+        Of the `columns` columns of the other tile, columns_left exist.
         """
         own_part = other_transposed + ((thread >> int32(5)) & (groups - 1)) * (part * 128)
         for y in range(part // 16):
@@ -130,7 +131,7 @@ def make(config):
 
     @inlined
     def others_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread):
-        """acc += the parts that the group's other warps have put . their rows.
+        """acc += the parts of the group's other warps, which `put` has stored, . their rows.
 
         own_lane: that of `lanes` in a tile (own_rows, other_rows) of scores. a_frag (strips, 4).
         """

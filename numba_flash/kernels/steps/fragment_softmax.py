@@ -1,13 +1,15 @@
-"""The online softmax on a warp's accumulators: one FFMA and one ex2 a score, row sums kept per lane. In float64 alike.
+"""The online softmax on a warp's accumulators: one FFMA and one ex2 for each score. float64 uses the same code.
 
-A row's scores lie in the four lanes of a quad; only its maximum has to be the same in all of them in every
-tile, so only that is exchanged. Sums stay what each lane has added up and are put together once, at the
-end. Exponents are of 2: with m the running maximum in units of log2(e), p = 2^(s * scale_log2 - m).
+It is listing 5 of docs/algorithm.md, lines 13 to 17 and, at the end, lines 19 and 20.
 
-With config.rescale_threshold m may be behind the true maximum by that many powers of two, so that p is at most
-2^rescale_threshold. The result is the same, since O and l have the same factor, and nothing comes near the ends of
-float16's or float32's range. But then almost every tile leaves m as it is, and needs neither an exchange between lanes
-nor O multiplied by alpha = 1 (a thought of FlashAttention-4's).
+The four lanes of a quad hold a row's scores. Every tile needs the row's maximum in all four lanes, so only the maximum
+is exchanged. Each lane keeps its own sum; `finish` adds up the four. Exponents are powers of 2: with m the running
+maximum in units of log2(e), p = 2^(s * scale_log2 - m).
+
+With config.rescale_threshold m may be below the true maximum by at most that many powers of two, so p is at most
+2^rescale_threshold. The result is the same, since O and l have the same factor, and no number comes near the limits of
+float16 or float32. Then almost no tile changes m, so lanes exchange nothing and O is not multiplied by alpha = 1 (an
+idea of FlashAttention-4).
 """
 
 from numba import cuda, uint32
@@ -23,11 +25,11 @@ LN_2 = 0.6931471805599453
 
 
 def make(config, strips):
-    """-> (start, update, finish), device functions. Rows as in steps/fragment_scores."""
+    """-> (start, update, finish), device functions. Rows as in kernels/score/fragments.py."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    scores_finished = config.scores_finished  # then the scores are in their own units already (score/stage.py)
-    natural = exponent_unit(config) == 1.0  # those of rescale_threshold and of lse, too
+    scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)
+    natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in these units, too
     real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
     rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
@@ -36,19 +38,19 @@ def make(config, strips):
     @inlined
     def start(m, l):
         for r in range(rows):
-            m[r] = lowest  # not -inf: of a row that has seen no score but -inf yet, -inf - m is to be -inf, not NaN
+            m[r] = lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
             l[r] = real(0)
 
     @inlined
     def in_units(s, scale_log2):
-        """A score in units of log2(e), or in its own where it has been finished."""
+        """A score in units of log2(e); a finished score stays in its own units."""
         return s if scores_finished else s * scale_log2
 
     @inlined
     def tops(acc_s, top):
-        """top (rows,) <- the largest score of each row that the lane has."""
-        # Two chains a row, as for the sums below: few warps share a scheduler, so what does not wait for each other has
-        # to stand side by side.
+        """top (rows,) <- the largest score that the lane has of each row."""
+        # Two chains for each row, as for the sums below: few warps share a scheduler, so independent instructions must
+        # be adjacent.
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
             even, odd = maximum(acc_s[base], acc_s[base + 1]), maximum(acc_s[base + 4], acc_s[base + 5])
@@ -59,7 +61,7 @@ def make(config, strips):
 
     @inlined
     def exchange(top):
-        """top <- the largest of the quad; all rows before what needs them."""
+        """top <- the maximum over the quad; the exchanges of all rows are issued before their results are used."""
         for r in range(rows):
             top[r] = maximum(top[r], bfly(top[r], 1))
         for r in range(rows):
@@ -67,7 +69,7 @@ def make(config, strips):
 
     @inlined
     def move(top, m, l, alpha, scale_log2):
-        """m <- top where it is more than rescale_threshold above it; alpha, l to match."""
+        """m <- top if it is more than rescale_threshold larger; updates alpha and l to match."""
         for r in range(rows):
             old, new = m[r], in_units(top[r], scale_log2)
             if rescale_threshold > 0:
@@ -79,9 +81,9 @@ def make(config, strips):
 
     @inlined
     def update(acc_s, m, l, alpha, scale_log2):
-        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- what the older part of O and l is worth.
+        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- the factor of the older part of O and l.
 
-        -> whether some alpha of the warp's is not 1.
+        -> whether some alpha of the warp is not 1.
         """
         top = cuda.local.array(rows, real)
         tops(acc_s, top)
@@ -113,11 +115,12 @@ def make(config, strips):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' units. With a term of the sum that is no key's (kernels/score/sum_terms.py) lse comes as that.
+        scores' units. If the sum has a term that belongs to no key (kernels/score/sum_terms.py), lse holds that term on
+        entry.
 
-        A row without keys has 0 and -inf, or that term.
+        A row without keys gets 0 and -inf, or that term.
         """
-        for r in range(rows):  # all rows before what needs them: an exchange takes a while
+        for r in range(rows):  # the exchanges of all rows come first: each takes a while
             l[r] += bfly(l[r], 1)
         for r in range(rows):
             l[r] += bfly(l[r], 2)

@@ -1,7 +1,7 @@
-"""Rows of a gradient from a warp's sums to global memory, through the block's own tile in shared memory.
+"""Writes rows of a gradient from a warp's sums to global memory, staged in the block's own tile in shared memory.
 
-The own tile's rows are read by the warp that owns them and by nobody else, or by the group of warps that share them, so
-when these have done their last product they may put their gradient there, and no other warp has to wait.
+Rows of the own tile are read only by the warp that owns them, or by the group of warps that share them. After their
+last product these warps may store their gradient there, and no other warp has to wait.
 """
 
 import functools
@@ -15,13 +15,13 @@ from .plain import first_column_of, first_row_of, panel_offset
 
 @functools.cache
 def make(dtype, own_rows, warp_rows, columns, wide):
-    """-> (stage, store) for a tile of `own_rows` rows of a gradient, of which a warp has `warp_rows`, and `columns` of
-    their columns, which begin at a panel; its rows are contiguous.
+    """-> (stage, store) for a gradient tile of `own_rows` contiguous rows. A warp has `warp_rows` of them, and
+    `columns` of their columns, which begin at a panel.
 
     wide: they can be written 16 bytes at a time.
 
     store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects): the warp's rows that
-    exist and are no suspects; base: where row 0 of the tile is, and the first column.
+    exist and are not suspects; base: the element index of the tile's row 0 and first column.
     """
     padded = (columns + 15) // 16 * 16
     strips, blocks = warp_rows // 16, padded // 8
@@ -34,7 +34,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
 
     @inlined
     def stage(acc, factor, tile, first_row, lane, rows_that_count):
-        """tile <- acc (strips, padded / 8, 4) times factor in 16 bits, zeros in rows from rows_that_count on.
+        """tile <- acc (strips, padded / 8, 4) times factor, in 16 bits; rows from rows_that_count on <- 0.
 
         first_row: the warp's. -> a bit for each row of the warp that is not finite, the same in all lanes.
         """
@@ -59,7 +59,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
 
     @inlined
     def store_wide(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
-        # Eight lanes a row and panel; as in steps/output_rows.py, loads stand side by side and so do stores.
+        # Eight lanes for each row and panel. As in steps/output_rows.py, loads are adjacent, and so are stores.
         words = cuda.local.array(word_count, uint32)
         column = int32((lane & 7) << 3)
         for step in range(warp_rows // 4):

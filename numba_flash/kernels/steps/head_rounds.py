@@ -1,17 +1,17 @@
-"""In which order tiles of many heads are taken: some heads at a time, so that what they read stays in L2."""
+"""The order in which tiles of many heads are taken: some heads at a time, so that what they read stays in L2."""
 
 from numba import int32
 
 from .inlined import FALSE, inlined
 from .integers import divide
 
-MANY_TILES, MOST_HEADS = 256, 16  # of a round: about two for each multiprocessor, and still several of each head
+MANY_TILES, MOST_HEADS = 256, 16  # in a round: about two for each multiprocessor, but several of each head
 
 
 @inlined
 def in_rounds(t, tiles, head_tiles, at_once):
-    """-> (head, rank) of the t-th of all tiles, of which each head has `tiles`: of `at_once` heads all first ones, then
-    all second ones. `head` counts through the batch."""
+    """-> (head, rank) of the t-th of all tiles, `tiles` for each head: the first tiles of `at_once` heads, then their
+    second tiles. `head` counts through the batch."""
     a_round = at_once * tiles
     rounds = divide(t, a_round)
     in_round = t - rounds * a_round
@@ -23,8 +23,8 @@ def in_rounds(t, tiles, head_tiles, at_once):
 
 @inlined
 def entry_and_head(number, batch, heads, by_entries):
-    """-> (b, head) of the number-th of all heads: those of an entry follow each other; or with by_entries the same head
-    of all entries, so that blocks that run at a time read the same of what entries share."""
+    """-> (b, head) of the number-th of all heads. Heads of one batch entry follow each other. With by_entries the same
+    head of all entries does, so that concurrent blocks read the same of what entries share."""
     if by_entries:
         head = divide(int32(number), int32(batch))
         b = int32(int32(number) - head * int32(batch))
@@ -35,7 +35,7 @@ def entry_and_head(number, batch, heads, by_entries):
 
 
 def bias_of_entries(config):
-    """-> (strides) -> whether all batch entries have the same bias, a device function."""
+    """-> (strides) -> whether all batch entries share one bias, a device function."""
     has_bias = config.has("bias")
 
     @inlined
@@ -47,11 +47,11 @@ def bias_of_entries(config):
 
 @inlined
 def heads_of_round(tiles, unequal):
-    """at_once for tiles of which the first take longest: so many heads that a round ends with short ones. Where all
-    take as long, one head after the other.
+    """at_once for tiles of which the first take longest: enough heads for a round to end with short tiles. If all tiles
+    take equally long, one head comes after the other.
 
-    Of 128 heads of 8 tiles at a time (head_dim 256, 1k) each tile's walk came from memory, and that took 7 % longer
-    than one head after the other (H200).
+    With 8 tiles of each of 128 heads at a time (head_dim 256, 1k), every tile read its K and V from memory, and that
+    took 7 % longer than one head after the other (H200).
     """
     return int32(
         min(max(divide(int32(MANY_TILES), max(int32(tiles), int32(1))), int32(1)), MOST_HEADS) if unequal else 1

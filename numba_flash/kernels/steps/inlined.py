@@ -1,11 +1,11 @@
-"""The decorator of a kernel's device functions: each becomes part of what calls it.
+"""The decorator of a kernel's device functions: each becomes part of its caller.
 
-LLVM does it, once Numba has typed and lowered each function by itself. Numba's own inline="always" makes one long
-function of everything first and then types that, and kernels take up to three times as long to compile.
+LLVM inlines them, after Numba has typed and lowered each function by itself. Numba's own inline="always" first makes
+one long function of everything and then types that; kernels then take up to three times as long to compile.
 
-Most of a kernel's compile time is Numba's, and goes by functions and types of arguments. So a maker of device functions
-that is asked for the same twice gives the same (functools.cache), and a function that does a little more or less is
-told by TRUE or FALSE: for Python's own constants Numba would compile it twice. LLVM drops what these make dead as well.
+Numba needs most of a kernel's compile time, and compiles each function once for each set of argument types. So a maker
+of device functions returns the same ones for equal arguments (functools.cache). A function with optional work takes
+TRUE or FALSE: for Python's own constants Numba would compile it twice. LLVM drops the dead code as well.
 """
 
 import numpy as np

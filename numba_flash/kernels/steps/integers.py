@@ -7,5 +7,5 @@ from .inlined import inlined
 
 @inlined
 def divide(x, y):
-    """x // y; of signed 64-bit numbers, which is what Numba makes of Python's, it is a hundred instructions."""
+    """x // y in 32 bits. For signed 64-bit numbers, which Numba makes of Python's, it takes a hundred instructions."""
     return int32(uint32(x) // uint32(y))

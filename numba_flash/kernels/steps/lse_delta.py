@@ -1,9 +1,10 @@
-"""What the backward on tensor cores takes of every query, worked out once by kernels/mma/backward_preprocess.py.
+"""lse and delta of every query in the layout that the tensor-core backward reads. kernels/mma/backward_preprocess.py
+computes them once.
 
-Of each query there are lse in the scores' units (kernels/score/stage.py), +inf where it sees no key, so that its
-weights come out 0; and -delta. They lie in blocks of 16 queries, BLOCK_WORDS float32 numbers long: those of all, then
-these of all. Within both the four columns that a lane has of every 16 (ptx/fragments.py) stand side by side. A head has
-`row_blocks` of them; queries of the last one that do not exist have +inf and 0.
+lse is in the scores' units (kernels/score/stage.py), and +inf for a query that sees no key, so that its weights become
+0. -delta stands beside it. Blocks of 16 queries hold BLOCK_WORDS float32 numbers: 16 lse, then 16 -delta. Within both,
+the four columns that a lane has of every 16 (ptx/fragments.py) are contiguous. A head has `row_blocks` blocks; queries
+of the last one that do not exist have +inf and 0.
 """
 
 import math
@@ -18,8 +19,8 @@ from . import elements
 from .inlined import inlined
 
 BLOCK_WORDS = 32
-MINUS_DELTA = 16  # where those begin in a block
-TURNS_AT = 32  # where wgmma_backward_fused's counts of turns begin, in words: apart from the ticket
+MINUS_DELTA = 16  # where -delta begins in a block
+TURNS_AT = 32  # where the turn counters of wgmma_backward_fused begin, in words: away from the ticket
 
 
 @inlined
@@ -29,26 +30,26 @@ def row_blocks(seqlen_q):
 
 @inlined
 def place(query):
-    """Where in its head's blocks the lse of a query is."""
+    """Index of a query's lse in the blocks of its head."""
     at = query & 15
     return int64(query >> 4) * BLOCK_WORDS + ((at & 6) << 1) + ((at & 8) >> 2) + (at & 1)
 
 
 def product(config):
-    """-> product(do, o), a device function: a term of delta."""
+    """-> product(do, o), a device function: one term of delta."""
     of_terms, zero = config.of_terms, elements.COMPUTE_TYPES[config.dtype](0)
 
     @inlined
     def of_both(do, o):
-        # O of a row without keys is 0 and stays 0, so a term of its sum gets nothing of dO, which may be NaN there.
+        # O of a row without keys is 0 and stays 0, so its term is 0 even if dO is NaN.
         return zero if of_terms and o == zero else do * o
 
     return of_both
 
 
 def delta_of_row(config):
-    """-> delta_of(head_of_all, q_index, arrays, sizes), a device function. config.of_blocks: these are what it reads,
-    and not what delta wrote."""
+    """-> delta_of(head_of_all, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
+    otherwise what the delta kernel wrote."""
     of_blocks, minus_delta_at = config.of_blocks, MINUS_DELTA
 
     @inlined
@@ -62,8 +63,9 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(b, h, query, arrays, sizes), a device function: lse in the scores' units, +inf where the query sees
-    no key or does not exist, and delta. From the blocks; in float32 and float64 from what forward and delta left."""
+    """-> of_query(b, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query sees no
+    key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the delta kernel
+    wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
@@ -85,9 +87,9 @@ def of_query(config):
 
 
 def staged(config, rows, threads):
-    """-> (start_rows, of_pair), device functions: lse and delta of a tile of `rows` queries by way of shared memory, in
-    float32 and float64. A lane needs them of each of its columns; with reads of global memory there dK and dV took 6 %
-    longer (H200)."""
+    """-> (start_rows, of_pair), device functions: lse and delta of a tile of `rows` queries through shared memory, in
+    float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and dV took 6
+    % longer (H200)."""
     size = ITEM_SIZE[config.dtype]
     copy, double = cp_async.small_copy(size), config.dtype == "float64"
     real = elements.COMPUTE_TYPES[config.dtype]
@@ -95,7 +97,8 @@ def staged(config, rows, threads):
 
     @inlined
     def start_rows(rows_smem, head_of_all, first_query, arrays, sizes, thread):
-        """Start the copies of both; the caller commits, waits and owes a barrier. Zeros of queries past the last."""
+        """Start the copies of both; the caller commits, waits and owes a barrier. Queries past the last one get
+        zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
@@ -116,8 +119,8 @@ def staged(config, rows, threads):
 
     @inlined
     def of_pair(lse, delta, rows_smem, column):
-        """lse, delta (2,) <- those of queries `column`, an even one, and the next: lse in the scores' units, +inf where
-        the query sees no key."""
+        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' units, +inf if the
+        query sees no key."""
         pair(lse, int32(rows_smem + column * size))
         pair(delta, int32(rows_smem + (rows + column) * size))
         for x in range(2):
@@ -132,8 +135,8 @@ def starter(config, strips, blocks):
 
     @inlined
     def start_dp(acc_dp, rows_smem, lane, score):
-        """acc_dp <- -delta of each column, so that the product adds up to dP - delta; what counts more is multiplied
-        with that later."""
+        """acc_dp <- -delta of each column, so that the product gives dP - delta. With dropout finish_dp scales it
+        later."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
@@ -153,7 +156,7 @@ def finisher(config, strips, blocks):
 
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, lane, score):
-        """acc_dp <- dP times what its weight counts, less delta."""
+        """acc_dp <- dP times how often its weight counts, minus delta."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))

@@ -1,4 +1,5 @@
-"""What a tensor-core kernel computes scores with: float32 and the GPU's own functions, or float64 and ours for it."""
+"""The numbers that a tensor-core kernel computes scores with: float32 and the GPU's own functions, or float64 and
+ours."""
 
 import functools
 import math
@@ -14,14 +15,14 @@ from .inlined import inlined
 
 
 class Numbers(NamedTuple):
-    """A type and its device functions. exp2 gives 0 for what is too small, and for -inf."""
+    """A type and its device functions. exp2 gives 0 for numbers that are too small, and for -inf."""
 
     real: Any
     exp2: Callable[..., Any]
     log2: Callable[..., Any]
     reciprocal: Callable[..., Any]
-    maximum: Callable[..., Any]  # of a number and NaN the number
-    bfly: Callable[..., Any]  # (value, mask) -> that of lane (own lane ^ mask)
+    maximum: Callable[..., Any]  # of a number and NaN, the number
+    bfly: Callable[..., Any]  # (value, mask) -> the value of lane (own lane ^ mask)
     minus_inf: Any
     lowest: Any  # finite
 

@@ -1,4 +1,4 @@
-"""Rows of O from shared to global memory, 16 bytes a lane where the output allows it."""
+"""Stores rows of O from shared to global memory, 16 bytes for each lane if the output allows it."""
 
 from numba import cuda, int32, int64, uint32
 
@@ -10,11 +10,11 @@ from .plain import panel_offset
 def make(config, warp_rows, columns, own_place=False):
     """-> store_rows(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes), a device function.
 
-    One warp stores its warp_rows rows from first_row on of a QueryTile, the tile.part-th `columns` of them. It leaves
-    out rows that are not finite.
+    A warp stores its warp_rows rows of a QueryTile from first_row on, the tile.part-th `columns` of them. It leaves out
+    rows that are not finite.
 
-    O is staged in panels (ptx/fragments.py), in a tile of its rows or with own_place in one of the warp's rows alone,
-    which only 16 bytes at a time are taken from. Notes as in steps/recompute_rows.
+    O is staged in panels (ptx/fragments.py), in a tile of all its rows. With own_place the tile has only the warp's
+    rows, and is read 16 bytes at a time. row_states as in steps/recompute_rows.
     """
     tile_m = warp_rows if own_place else config.tile_m
     head_dim_v, group, queries, row_state_bytes = (
@@ -30,11 +30,11 @@ def make(config, warp_rows, columns, own_place=False):
 
     @inlined
     def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
-        # Eight lanes a row and panel. What does not wait for each other stands side by side: a warp that wrote one
-        # piece after the other would take as long as two tiles of keys.
+        # Eight lanes for each row and panel. Independent instructions are adjacent: a warp that wrote one piece after
+        # the other would take as long as two key tiles.
         words = cuda.local.array(word_count, uint32)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        # The last panel may reach past this part, and what lies there is the next part's.
+        # The last panel may reach past this part; those columns belong to the next part.
         columns_left = int32(min(head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
         o_base = tile.b * strides.o[0] + (tile.part * columns + ((lane & 7) << 3)) * strides.o[3]
@@ -43,7 +43,7 @@ def make(config, warp_rows, columns, own_place=False):
             row = int32(top_row + 4 * step)
             flag = load_b32(row_states + row * row_state_bytes)
             staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
-            to = top + step * (8 * strides.o[2])  # 4 rows further, if each is a query
+            to = top + step * (8 * strides.o[2])  # 4 rows further, if each row is a query
             if group > 1:
                 head, query = tile.h + row % group, tile.first_query + row // group
                 to = address(arrays.o, o_base + head * strides.o[1] + query * strides.o[2])

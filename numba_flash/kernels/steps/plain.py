@@ -1,6 +1,6 @@
-"""What is plain arithmetic in other modules, as device functions: the keys a query sees, the elements a lane holds.
+"""Plain arithmetic of other modules as device functions: the keys a query sees, the elements a lane holds.
 
-Here, and not where they are used, so that each is compiled once and not once a user.
+They are here, not in the modules that use them, so that each is compiled once and not once for each user.
 """
 
 from ...problem import groups, ranges
@@ -17,5 +17,5 @@ panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swiz
 
 @inlined
 def chunk_pair(lane_address, pair, panel):
-    """From a lane's address for the first two chunks of its row to that for the pair-th two: XOR by the swizzle."""
+    """From a lane's address of the first two chunks of its row to that of the pair-th two: XOR by the swizzle."""
     return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel

@@ -1,10 +1,10 @@
-"""Which query tile a block, or a consumer, works on, and which keys it walks over."""
+"""The query tile that a block, or a consumer, processes, and the keys that it loops over."""
 
 from typing import NamedTuple
 
 
 class QueryTile(NamedTuple):
-    """b, h: the batch entry and the first query head. part: which columns of O, where blocks share them."""
+    """b, h: the batch entry and the first query head. part: which columns of O, if blocks share them."""
 
     b: int
     h: int
@@ -13,7 +13,7 @@ class QueryTile(NamedTuple):
 
 
 class TileKeys(NamedTuple):
-    """h_kv: the KV head. keys: how many are valid. position: where query first_query stands among them."""
+    """h_kv: the KV head. keys: how many are valid. position: of query first_query among the keys."""
 
     h_kv: int
     keys: int

@@ -1,7 +1,7 @@
-"""Rows of dK and dV that came out NaN or Inf, computed again without what they may not see.
+"""Rows of dK and dV that came out NaN or Inf, computed again without the queries that do not see the key.
 
-As in recompute_rows.py: a tensor core multiplies every p and dS of a tile, also those of 0 of a query that does
-not see the key, and 0 * NaN is NaN. Such a row is computed here, query by query, without the removed ones.
+As in recompute_rows.py: a tensor core multiplies every p and dS of a tile, also the zeros of a query that does not see
+the key, and 0 * NaN is NaN. Such a row is computed here, query by query, without those.
 """
 
 import math
@@ -18,7 +18,7 @@ from .tiles import row_base
 
 
 def make(config, of_dk, of_dv):
-    """-> recompute_keys, a device function, for one of both gradients or both."""
+    """-> recompute_keys, a device function, for one of the two gradients or both."""
     head_dim, head_dim_v, made = config.head_dim, config.head_dim_v, numbers.of(config.compute_dtype)
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
     row_term = fragments.chain(config).row_term
@@ -32,7 +32,8 @@ def make(config, of_dk, of_dv):
 
     @inlined
     def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
-        """One warp, those of its rows from first_row on that have a bit in nonfinite, of the tile at first_key."""
+        """One warp computes those of its rows from first_row on that have a bit in nonfinite, of the tile at
+        first_key."""
         row_dk = cuda.local.array(parts, real)
         row_dv = cuda.local.array(parts_v, real)
         row = int32(first_row)

@@ -26,7 +26,7 @@ def make(config):
 
     @inlined
     def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
-        """One warp, those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
+        """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
         row_dq = cuda.local.array(parts, real)
         row = int32(first_row)
@@ -67,7 +67,7 @@ def make(config):
                     here = FragmentAt(term, real(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
                     counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)
-                    dp = dp * counts if counts != 0 else real(0)  # not NaN of a key whose weight was dropped
+                    dp = dp * counts if counts != 0 else real(0)  # no NaN from a key whose weight was dropped
                     ds = p * (dp - delta) * score.scale * derivative
                     if has_functions:
                         ds = ds * slope if seen else real(0)

@@ -1,9 +1,8 @@
-"""Rows of O that came out NaN or Inf, computed again without what they may not see.
+"""Rows of O that came out NaN or Inf, computed again without the keys that they may not see.
 
-A tensor core multiplies every p by every v of a tile, also the p of 0 of a key that the mask removed, and 0 * NaN is
-NaN. Such values are rare (uninitialised padding, a diverged model), so the loop over tiles does not look for them. A
-warp that finds a row of O not finite at the end leaves a flag, and the row is computed here, key by key, without the
-removed ones.
+A tensor core multiplies every p by every v of a tile, also the p of 0 of a masked key, and 0 * NaN is NaN. Such values
+are rare (uninitialised padding, a diverged model), so the loop over tiles does not check for them. At the end a warp
+marks rows of O that are not finite. They are computed here, key by key, without the masked keys.
 """
 
 import math
@@ -23,8 +22,8 @@ from .tiles import row_base
 def make(config, warp_rows):
     """-> recompute_rows, a device function.
 
-    Of each row of the tile there are 8 bytes in shared memory: a uint32 that is not 0 when the row is not finite, and
-    the row's lse as a float32 in the scores' units (kernels/score/stage.py).
+    Each row of the tile has 8 bytes in shared memory: a uint32 that is not 0 if the row is not finite, and the row's
+    lse as a float32 in the scores' units (kernels/score/stage.py).
     """
     head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.head_dim_v_padded
     group, queries, row_state_bytes = config.group_size, config.queries, config.ROW_STATE_BYTES
@@ -37,12 +36,12 @@ def make(config, warp_rows):
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
-        """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
+        """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         first_column = tile.part * head_dim_v_padded
         columns_left = int32(
             min(head_dim_v - first_column, head_dim_v_padded)
-        )  # what lies behind them is another block's
+        )  # the next row states belong to another block
         row_o = cuda.local.array(columns, float32)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
@@ -57,7 +56,7 @@ def make(config, warp_rows):
                 for c in range(columns):
                     row_o[c] = float32(0)
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
-                if lse == minus_inf:  # no score but -inf: a row without weights, as if it saw no key
+                if lse == minus_inf:  # only scores of -inf: a row without weights, as if it saw no key
                     end_key = first_key
                 for key in range(first_key, end_key):
                     product = float32(0)

@@ -1,10 +1,11 @@
 """Rows of O that came out NaN or Inf, computed again from the beginning, with a maximum and a sum of their own.
 
-As recompute_rows.py has it for 16-bit elements. There a row's lse is right whatever V is; in float32 also an Inf in K
-or Q makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf.
+It replaces recompute_rows.py for elements of more than 16 bits. In 16 bits a row's lse is right whatever V is. In
+float32 an Inf in K or Q also makes NaN (kernels/mma/products_float32.py), and so does a number that tf32 rounds up to
+Inf.
 
-A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are made
-smaller by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
+A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are scaled
+down by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
 """
 
 import math
@@ -23,8 +24,8 @@ from .tiles import row_base
 def make(config, warp_rows):
     """-> recompute_rows, a device function.
 
-    Of each row of the tile there is a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 when
-    the row is not finite.
+    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
+    is not finite.
     """
     head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.group_columns
     group, queries, row_state_bytes, write_lse = (
@@ -44,12 +45,12 @@ def make(config, warp_rows):
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
-        """One warp, its rows from first_row on, of a QueryTile and its TileKeys."""
+        """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         first_column = tile.part * head_dim_v_padded
         columns_left = int32(
             min(head_dim_v - first_column, head_dim_v_padded)
-        )  # what lies behind them is another block's
+        )  # the next row states belong to another block
         row_o = cuda.local.array(columns, real)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
@@ -61,8 +62,8 @@ def make(config, warp_rows):
                 v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
                 q_pos = tile_keys.position + query
                 first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
-                largest = real(1)  # what a weight is at most, a power of 2
-                while largest * real(end_key - first_key + 1) > real(1):  # a sink is one more
+                largest = real(1)  # an upper bound of a weight, a power of 2
+                while largest * real(end_key - first_key + 1) > real(1):  # a sink is one more term
                     largest *= real(0.5)
                 m, l = row_start(tile.b, head, arrays, strides)
                 m *= unit

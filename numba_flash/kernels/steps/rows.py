@@ -1,15 +1,16 @@
-"""Products of one thread's own row with a tile in shared memory that all threads read alike."""
+"""Products of a thread's own row with a tile in shared memory that all threads read at the same addresses."""
 
 from numba import cuda
 
 from .inlined import inlined
 
-# Rows of tiles are padded with zeros to whole steps, so that no step needs a test.
+# Rows of tiles are padded with zeros to a multiple of DEPTH, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of the common tile
 
 
 def at_once(tile_rows, dtype):
-    """How many products side by side, so that one read of the own row serves them all; float64 takes two registers."""
+    """Number of products computed side by side, so that one read of the own row serves them all; float64 takes two
+    registers."""
     return 8 if tile_rows % 8 == 0 and dtype != "float64" else 4
 
 
@@ -43,7 +44,7 @@ def adder(row, tile_rows, dtype, compute):
         part = cuda.local.array(columns, compute)  # (columns,)
         for x0 in range(0, row, columns):
             for x in range(columns):
-                part[x] = compute(0)  # summed by itself: short sums round less than one long one
+                part[x] = compute(0)  # a sum of its own: short sums round less than one long one
             for y in range(tile_rows):
                 weight = weights[weights_at + y]
                 if weight != 0:

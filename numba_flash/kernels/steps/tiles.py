@@ -1,4 +1,4 @@
-"""Tiles from global to shared memory, one element a thread at a time."""
+"""Loads tiles from global to shared memory, one element for each thread at a time."""
 
 import functools
 from typing import Any
@@ -10,16 +10,15 @@ from .inlined import inlined
 
 @functools.cache
 def loader(load: Any, zero: Any, tile_rows: int, tile_row: int, columns: int) -> Any:
-    """-> load_tile for tiles of tile_rows rows, tile_row elements apart. load: of steps.elements; zero: of the type
+    """-> load_tile for tiles of tile_rows rows, tile_row elements apart. load: from steps.elements; zero: in the type
     that the kernel computes in."""
 
     @cuda.jit(device=True)
     def load_tile(tile, source, base, strides, rows, thread, threads):
-        """tile (tile_rows, tile_row) <- rows x columns of source from `base` on, zeros around them.
+        """tile (tile_rows, tile_row) <- rows x columns of source from `base` on, surrounded by zeros.
 
-        strides: (batch, head, row, column) of source. Consecutive threads read consecutive columns. What lies past
-        `rows` is not read at all, so that NaN in the padding of a cache cannot come in. The caller owes a barrier
-        before and after.
+        strides: (batch, head, row, column) of source. Consecutive threads read consecutive columns. Rows past `rows`
+        are not read, so NaN in the padding of a cache cannot get in. The caller owes a barrier before and after.
         """
         for index in range(thread, tile_rows * tile_row, threads):
             row = index // tile_row
@@ -34,5 +33,5 @@ def loader(load: Any, zero: Any, tile_rows: int, tile_row: int, columns: int) ->
 
 @inlined
 def row_base(strides, b, h, row):
-    """Where a row of q, k, v, o or of a gradient begins, in elements. strides: (batch, head, row, column)."""
+    """Element index at which a row of q, k, v, o or of a gradient begins. strides: (batch, head, row, column)."""
     return b * strides[0] + h * strides[1] + row * strides[2]

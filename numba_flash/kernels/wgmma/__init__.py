@@ -1,1 +1,1 @@
-"""Hopper: TMA brings tiles, warpgroups multiply them."""
+"""Hopper kernels: TMA loads tiles, warpgroups multiply them with wgmma."""

@@ -1,13 +1,12 @@
-"""dK and dV from sums in float32 that several blocks leave, each of some query heads of a group: added up, times scale,
-in 16 bits.
+"""Adds up the float32 sums of dK and dV when several blocks share a group of query heads; scales, rounds to 16 bits.
 
 Parts are added in the order of their heads, so equal calls give equal bits.
 
-All threads wait for the kernel before, which has waited for those before it, before they read any sums.
+All threads wait for the previous kernel before they read any sums. That kernel has waited for those before it.
 
 Launch: grid (batch * heads_kv * tiles of 64 keys), block (128), config.shared_bytes of dynamic shared memory; dk_sums
-(batch * heads_kv * parts, key tiles, tile_n / 64, head_dim_padded / 8, 128, 4) as they lay in registers, and dv_sums
-likewise. dk and dv are contiguous.
+(batch * heads_kv * parts, key tiles, tile_n / 64, head_dim_padded / 8, 128, 4) in the layout of the registers, and
+dv_sums likewise. dk and dv are contiguous.
 """
 
 import numpy as np
@@ -24,7 +23,7 @@ from . import backward_key_outputs
 def make(config):
     of_dk, of_dv, alignment, members = config.of_dk, config.of_dv, config.ALIGNMENT, config.members
     of_tile, dk_padded, dv_padded = config.tile_n // 64, config.head_dim_padded, config.head_dim_v_padded
-    # what is past head_dim is left out
+    # columns past head_dim are left out
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if of_dk else 1, 4 * dv_blocks if of_dv else 1
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
@@ -36,7 +35,7 @@ def make(config):
     def adder(blocks, padded):
         @inlined
         def add(acc, sums, first_part, parts, tiles, tile, thread):
-            """acc (blocks, 4) <- all parts of the tile."""
+            """acc (blocks, 4) <- the sum of all parts of the tile."""
             four = cuda.local.array(4, uint32)
             for part in range(parts):
                 at = ((int64(first_part + part) * tiles + tile) * (padded // 8) * 128 + thread) * 4

@@ -1,15 +1,14 @@
-"""Which tiles of keys a block of wgmma_backward_fused has, and how its roles hear of them.
+"""Which key tiles a block of wgmma_backward_fused processes, and how its roles learn of them.
 
-With config.stays it has one tile after the other, as many as come to it. The thread that fetches Q takes the next one
-when the last Q of this one is under way, and says what it is in one of two states (backward_state), which take turns.
-The other roles read it there and say when they are done with it. A state without members ends them all. Without
-config.stays a block has one tile, whose state is written before any role begins.
+With config.stays a block processes one tile after another. The thread that loads Q takes the next tile when the last Q
+of this one has been issued. It describes the tile in one of two states (backward_state), which alternate. The other
+roles read the state and report when they have finished with it. A state without members ends all roles. Without
+config.stays a block has one tile, and its state is written before any role begins.
 
-Tiles are taken by tickets, and a part of dQ waits for parts of tiles with lower tickets alone
-(kernels/steps/dq_order.py). Of all tiles that are not done, the one with the lowest ticket waits for none. What its
-block took before has lower tickets still, and is done, so the block is at it. So each wait ends, however many blocks a
-GPU runs at a time. With config.key_tiles there are no waits for other blocks and no tickets: the block's number says
-which heads it has.
+Tiles are taken by tickets. A part of dQ waits only for parts of tiles with lower tickets (kernels/steps/dq_order.py).
+Of all unfinished tiles, the one with the lowest ticket waits for none. Its block took the earlier tiles with lower
+tickets, which are finished, so the block is working on it. So every wait ends, however many blocks a GPU runs at a
+time. With config.key_tiles no block waits for another and there are no tickets: the block's number gives its heads.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ class BlockTiles(NamedTuple):
     state_of: Any
     take: Any
     next_tile: Any
-    has_tile: Any  # by one thread
+    has_tile: Any  # called by one thread
     warp_has_tile: Any
     leave: Any
 
@@ -47,19 +46,19 @@ def make(config, of_word):
 
     @inlined
     def state_of(base, w):
-        """Where the state of the block's w-th tile is: the base, moved."""
+        """Shared address of the state of the block's w-th tile: the base, moved."""
         return base + (w & (states - 1)) * state_bytes
 
     @inlined
     def number_of(w, arrays):
-        """The ticket of the block's w-th tile, or with config.key_tiles the number of its head among all."""
+        """The ticket of the block's w-th tile; with config.key_tiles, the number of its head among all heads."""
         if all_keys:
             return int32(block_index() + divide(w, own_tiles) * block_count())
         return int32(add(address(arrays.turns, 0), uint32(1)))
 
     @inlined
     def tiles_of(sizes):
-        """-> (parts of all groups, key tiles of each that have a number)."""
+        """-> (parts of all groups, numbered key tiles of each part)."""
         all_parts = int32(int32(sizes.batch) * head_parts_of(sizes))
         return all_parts, int32(1) if all_keys else divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
 
@@ -76,7 +75,7 @@ def make(config, of_word):
 
     @inlined
     def take(base, w, arrays, strides, sizes):
-        """The state of the block's w-th tile, by one thread; without members where there is none."""
+        """One thread takes the w-th tile and writes its state; the state has no members if no tile is left."""
         own, number = state_of(base, w), number_of(w, arrays)
         all_parts, n_tiles = tiles_of(sizes)
         if not stays or number < all_parts * n_tiles:
@@ -90,7 +89,7 @@ def make(config, of_word):
     def has_tile_by(read):
         @inlined
         def has_tile(base, w):
-            """Whether the block has a w-th tile, once that is said."""
+            """Whether the block has a w-th tile. Waits until the state is written."""
             if not stays:
                 return w == 0
             wait(base + at.state_full + 8 * (w & 1), (w >> 1) & 1)
@@ -102,7 +101,7 @@ def make(config, of_word):
 
     @inlined
     def next_tile(base, w, arrays, strides, sizes):
-        """has_tile for the thread that says it."""
+        """has_tile for the thread that writes the state."""
         if stays:
             wait(base + at.state_empty + 8 * (w & 1), ((w >> 1) & 1) ^ 1)
             take(base, w, arrays, strides, sizes)
@@ -111,7 +110,7 @@ def make(config, of_word):
 
     @inlined
     def leave(base, w):
-        """A thread does not read the state of the w-th tile again."""
+        """A thread has read the state of the w-th tile for the last time."""
         if stays:
             arrive(base + at.state_empty + 8 * (w & 1))
 

@@ -1,33 +1,32 @@
-"""Gradients of keys and values for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
+"""dK and dV for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read wgmma_forward and mma_backward_dkdv first, and backward_keys beside this. A block owns a tile of keys of one KV
-head and walks over the tiles of queries that see it, of each query head of the group in turn, so that dK and dV are
-sums in registers: no atomics, and the same bits in every run. Or, with config.members, it takes only so many of these
-heads, and leaves its sums for wgmma_add_parts. Scores are computed transposed,
+Read wgmma_forward and mma_backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/algorithm.md. A
+block owns a key tile of one KV head. It loops over the query tiles that see it, for each query head of the group, and
+holds the sums dK and dV in registers: no atomics, the same bits in every run. With config.members a block processes
+only so many heads of the group, and leaves its sums for wgmma_add_parts. Scores are computed transposed:
 
-    S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
+    S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)                line 6
+    dP^T = V dO^T   dS^T = P^T * (dP^T - delta)                        lines 7 and 9
+    dV += P^T dO    dK += dS^T Q        and at the end dK *= scale     lines 10 to 12
 
-because what a lane then holds of P^T and dS^T is, rounded to 16 bits, what it must hold as the first operand of
+The elements of P^T and dS^T that a lane holds are, rounded to 16 bits, those it needs of the A operand of dV and dK. So
+neither leaves the registers. Q and dO are read from shared memory twice, once as rows and once as columns.
 
-    dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
+Roles. The producer, one thread, loads K and V once and then Q, dO, lse and delta, tile after tile. Each consumer
+warpgroup owns 64 keys. Consumers synchronise only at the producer's mbarriers, so one computes exponentials while the
+others multiply. S of the next tile is issued after dV and dK of this one, so the tensor cores have no gap.
 
-so neither leaves the registers. Q and dO are read from shared memory twice, once as rows and once as columns.
+P is recomputed from lse, and delta = rowsum(dO * O) replaces the softmax's derivative (Dao et al., 2022, section 3 and
+appendix B). The roles are FlashAttention-3's (Shah et al., 2024).
 
-Roles. The producer, one thread, fetches K and V once and then Q, dO, lse and delta, tile after tile. Each consumer
-warpgroup owns 64 keys. Consumers meet nowhere but at the producer's mbarriers, so while one computes exponentials the
-others multiply. S of the next tile is issued behind dV and dK of this one, so a warpgroup's products follow each other.
-
-That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's derivative is FlashAttention's (Dao
-et al., 2022, section 3 and appendix B); the roles are FlashAttention-3's (Shah et al., 2024).
-
-The kernel before may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse and delta,
-a mask's bits and the states of tiles. The two producers wait for it before they read any of these: K, V, dO and the
-first Q, which no kernel of a backward writes, are on their way by then. With bits or states, by which the work is
-found, all threads wait first. Consumers wait before anything else: so each block has waited.
+The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse, delta,
+the bits of a mask and the states of tiles. The two producer threads wait for it before they read any of these. By then
+they have issued the loads of K, V, dO and the first Q, which no backward kernel writes. Bits and states determine the
+block's work, so with either of them all threads wait at the start. Consumers always do, so every block has waited.
 
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
-shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members dk_sums and dv_sums are what
-wgmma_backward_add_parts takes.
+shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
+what wgmma_backward_add_parts reads.
 """
 
 from numba import cuda, float32, int32, uint8, uint32
@@ -54,7 +53,7 @@ def make(config):
     wait, bar_sync, fence_init, idx_b32 = mbarrier.wait, bar.sync, fence.mbarrier_init, shfl.idx_b32
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
-    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     keys = backward_keys.make(config)
     _, work_of, set_up_state = backward_key_work.make(config)
@@ -75,7 +74,7 @@ def make(config):
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
-        """A consumer warpgroup: 64 of the block's keys."""
+        """A consumer warpgroup: 64 keys of the block's tile."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
         acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
@@ -90,7 +89,7 @@ def make(config):
             cuda.local.array(kept_words, uint32),
             cuda.local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
         )
-        me = int32(warpgroup - 1)  # which of the consumers
+        me = int32(warpgroup - 1)  # index of the consumer
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
@@ -114,7 +113,8 @@ def make(config):
             i, member = up_to(base, i, member, arrays, strides)
         n = int32(0)
         wait(base + at.own_full, 0)
-        # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is being computed.
+        # Otherwise ptxas copies these zeros from the accumulators of S, which are zero as well, while S is being
+        # computed.
         pin_s(acc_s)
         pin_s(acc_dp)
         pin_dk(acc_dk)
@@ -162,7 +162,7 @@ def make(config):
                 wait_all()
                 pin_s(acc_dp)
                 if not of_dv:
-                    release_do(base, n, elected)  # which dP alone reads
+                    release_do(base, n, elected)  # only dP reads it
                 if by_element:
                     to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
@@ -174,7 +174,7 @@ def make(config):
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, FALSE
                     )
             else:
-                release_q(base, n)  # which S alone reads, and P has its lse
+                release_q(base, n)  # only S reads Q, and P has its lse
             if of_dv:
                 issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
@@ -207,7 +207,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if finds_by_kernels:
             wait_for_kernel()
         if thread == 0:

@@ -1,15 +1,15 @@
-"""Gradients of keys and values in float32 for Hopper (sm_90a): wgmma with products of parts.
+"""dK and dV in float32 for Hopper (sm_90a): each product is a sum of wgmma products of bfloat16 parts.
 
-Read backward_dkdv.py first, and parts.py: what is multiplied. A block owns 64 keys of one KV head and walks over the
-tiles of queries that see them, of each query head of the group in turn,
+Read backward_dkdv.py first, and parts.py for the products of parts. A block owns 64 keys of one KV head. It loops over
+the query tiles that see them, for each query head of the group (listing 7 of docs/algorithm.md, lines 6 to 12):
 
     S^T = K Q^T    P^T = e^(S^T - lse)    dV += P^T dO    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)    dK += dS^T Q
 
-and at the end dK *= scale.
+At the end dK *= scale.
 
-Roles. The producer warpgroup takes tiles of Q and dO apart (backward_producer_float32.py). Of two consumers, the first
-has S, P and dV, the second dP, dS and dK (backward_scores_float32.py). Each begins by taking apart a tile of the
-block's own, K or V. Without dK there is no second consumer.
+Roles. The producer warpgroup splits tiles of Q and dO into parts (backward_producer_float32.py). The first of two
+consumers computes S, P and dV, the second dP, dS and dK (backward_scores_float32.py). Each begins by splitting one of
+the block's own tiles, K or V. If dK is not asked for, there is no second consumer.
 
 Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
@@ -65,7 +65,7 @@ def make(config):
 
     @inlined
     def load_columns(found, values, base, step, sizes):
-        """found (tile_m / 8, 2) <- numbers of the queries that are the lane's columns; 0 past the last query."""
+        """found (tile_m / 8, 2) <- the values of the queries in the lane's columns; 0 past the last query."""
         _, lane = rows_of_lane()
         first = int32(step.i * tile_m + first_column_of(lane))
         head = int64(word(base, BATCH)) * sizes.heads + word(base, HEAD) + step.member
@@ -91,7 +91,7 @@ def make(config):
 
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
-        """S and P of all tiles of the walk, and dV."""
+        """S and P of all query tiles, and dV."""
         held = Held(
             cuda.local.array(s_count, float32),
             cuda.local.array(other_count, float32),
@@ -115,7 +115,7 @@ def make(config):
             if of_dv:
                 add_dv(base, step, held.acc_s, acc_dv, p_frag, even, odd)
             step = step_behind(base, step)
-        my_turn(FIRST)  # takes the turn that was given on when there was nothing left to do
+        my_turn(FIRST)  # takes the turn that was passed on after the last tile
         if of_dv:
             write(
                 base, acc_dv, float32(1), arrays.dv, strides.dv, store_dv, recompute_dv, arrays, strides, sizes, score
@@ -125,7 +125,7 @@ def make(config):
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
-        """dP and dS of all tiles of the walk, and dK."""
+        """dP and dS of all query tiles, and dK."""
         acc_dp, other = cuda.local.array(s_count, float32), cuda.local.array(other_count, float32)  # (tile_m / 8, 4)
         delta = cuda.local.array(query_count, float32)  # (tile_m / 8, 2)
         acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
@@ -133,7 +133,7 @@ def make(config):
         even, odd = cuda.local.array(dk_even, float32), cuda.local.array(dk_odd, float32)
         for x in range(dk_count):
             acc_dk[x] = float32(0)
-        next_turn(SECOND)  # the first turn is the first consumer's
+        next_turn(SECOND)  # the first consumer has the first turn
         load_v(base, SECOND, arrays, strides, sizes)
         weights, step, steps = weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
@@ -148,7 +148,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:
             set_up(base)
             b, part, first_key = work_of(divide(special.block_index(), pair), arrays, strides, sizes)

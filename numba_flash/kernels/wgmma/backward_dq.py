@@ -1,15 +1,17 @@
-"""Gradients of queries for Hopper (sm_90a), with TMA and wgmma.
+"""dQ for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them.
 
-Read wgmma_backward_dkdv first. A block owns a tile of queries of one head and walks over the tiles of keys that they
-see, the last first,
+Read wgmma_backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one head. It loops
+over the key tiles that the queries see, the last one first:
 
-    S = Q K^T     P = 2^(scale_log2 S - lse_log2)     dP = dO V^T     dS = P * (dP - delta)     dQ += dS K
+    S = Q K^T      P = 2^(scale_log2 S - lse_log2)                   line 6
+    dP = dO V^T    dS = P * (dP - delta)                             lines 7 and 8
+    dQ += dS K                         and at the end dQ *= scale    lines 9 and 10
 
-and at the end dQ *= scale. Each consumer warpgroup owns 64 queries; what a lane holds of dS is, rounded to 16 bits,
-what it must hold as the first operand of dS K. K is read from shared memory twice, once as rows and once as columns.
+Each consumer warpgroup owns 64 queries. The elements of dS that a lane holds are, rounded to 16 bits, those it needs of
+the A operand of dS K. K is read from shared memory twice, once as rows and once as columns.
 
-Consumers wait for the kernel before first of all, and with bits of a mask or states of tiles all threads do, as in
-wgmma_backward_dkdv. Producers fetch Q, dO, K and V, which no kernel of a backward writes.
+Consumers wait for the previous kernel at the start. With the bits of a mask or the states of tiles all threads do, as
+in wgmma_backward_dkdv. Producers load Q, dO, K and V, which no backward kernel writes.
 
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
 maps of q, k, v and do. dq is contiguous.
@@ -42,7 +44,7 @@ def make(config):
     s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, head_dim_padded // 2
     varies, padded = config.derivative_varies, config.has("seqlens_k")
 
-    # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
+    # 16 columns are 32 bytes of a panel's row, and a panel has 64 columns; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
     own_panel, stream_panel = tile_m * 128, tile_n * 128
     own_steps = tuple(
@@ -74,7 +76,7 @@ def make(config):
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
     thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
-    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # its work, by what kernels before it write
+    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
     row_blocks, block_words, place, minus_delta_at = (
         lse_delta.row_blocks,
         lse_delta.BLOCK_WORDS,
@@ -102,12 +104,13 @@ def make(config):
 
     @inlined
     def of_word(base, which):
-        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
+        """A word of the block's state, for one thread. It is read again each time, because the thread has few
+        registers."""
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
     def behind_of(base, j, arrays, strides):
-        """The tile behind j, for one thread."""
+        """The key tile after j, for one thread."""
         if has_states:
             states, begin = of_word(base, STATES), of_word(base, BEGIN)
             return int32(behind_by_thread(states, j, begin, arrays, strides))
@@ -115,8 +118,8 @@ def make(config):
 
     @inlined
     def produce_a(base, arrays, strides, seqlen_k):
-        """One thread: Q and dO, then K with its bias, tile after tile. Behind the last comes a K past the end, zeros:
-        its S is issued and dropped, so that consumers need no branch."""
+        """One thread: Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end,
+        which is zeros: its S is issued and dropped, so that consumers need no branch."""
         load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD), of_word(base, BATCH))
         n, j = int32(0), int32(of_word(base, STOP) - 1)
         while j >= of_word(base, BEGIN):
@@ -130,7 +133,7 @@ def make(config):
 
     @inlined
     def produce_b(base, arrays, strides):
-        """Another thread, of another warp, so that neither waits for the other: V."""
+        """One thread of another warp, so that neither producer waits for the other: V."""
         n, j = int32(0), int32(of_word(base, STOP) - 1)
         while j >= of_word(base, BEGIN):
             load_b(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH))
@@ -138,19 +141,19 @@ def make(config):
 
     @inlined
     def issue_s(base, acc_s, q_desc, n):
-        """S of the n-th tile of keys, which has come."""
+        """S of the n-th key tile, which has arrived."""
         multiply_q_k(acc_s, q_desc, describe_rows(base + plan.stream_a + a_stage_of(n) * a_bytes), 0)
         commit()
 
     @inlined
     def issue_dp(base, acc_dp, do_desc, n):
-        """dP of the n-th tile of keys, whose V has come."""
+        """dP of the n-th key tile, whose V has arrived."""
         multiply_do_v(acc_dp, do_desc, describe_rows(base + plan.stream_b + b_stage_of(n) * b_bytes), 0)
         commit()
 
     @inlined
     def issue_dq(base, acc_dq, ds_frag, n):
-        """dQ += dS K of the n-th tile of keys."""
+        """dQ += dS K of the n-th key tile."""
         multiply_ds_k(acc_dq, ds_frag, describe_columns(base + plan.stream_a + a_stage_of(n) * a_bytes), 1)
         commit()
 
@@ -160,7 +163,7 @@ def make(config):
 
     @inlined
     def release_k(base, n, elected):
-        """A warp is done with the n-th K; where bias comes beside it, which all lanes read, each says so."""
+        """A warp has finished with the n-th K. With a bias beside K, which all lanes read, every lane arrives."""
         if boxed:
             fence_async()
             arrive(base + at.a_empty + 8 * a_stage_of(n))
@@ -169,12 +172,12 @@ def make(config):
 
     @inlined
     def release_v(base, n, elected):
-        """A warp is done with the n-th V."""
+        """A warp has finished with the n-th V."""
         arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
 
     @inlined
     def zero_tail(base, rows, thread):
-        """All consumers: rows of the first K from `rows` on = 0. There may be NaN, and 0 * NaN is NaN."""
+        """All consumers set rows of the first K to 0, from `rows` on. They may hold NaN, and 0 * NaN is NaN."""
         zeros = cuda.local.array(4, uint32)
         for x in range(4):
             zeros[x] = uint32(0)
@@ -186,13 +189,13 @@ def make(config):
 
     @inlined
     def rows_of_lane():
-        """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+        """-> (the warp's first row in the query tile, lane). Computed again on each call, to save registers."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
     def load_lse_delta(base, lse_and_delta, heads, seqlen_q, lse_log2, minus_delta):
-        """lse and -delta of the lane's two rows."""
+        """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
         row_head = int64(word(base, BATCH) * heads + word(base, HEAD))
         head_lse_delta = row_head * (row_blocks(seqlen_q) * block_words)
@@ -211,7 +214,7 @@ def make(config):
 
     @inlined
     def to_weights(acc_s, lse_log2, mask_bits, term, distance, score, masked):
-        """acc_s <- P. Where the derivative varies it stays: it is needed again."""
+        """acc_s <- P. If the score has a derivative that is not constant, acc_s keeps S, which is needed again."""
         if not varies:
             for n in range(blocks):
                 for r in range(2):
@@ -242,14 +245,14 @@ def make(config):
 
     @inlined
     def find_visible(base, j, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count; distance: q_pos - k_pos."""
+        """mask_bits <- which of the lane's scores of key tile j count; distance <- q_pos - k_pos."""
         first_row, lane = rows_of_lane()
         left, right, keys = sizes.left, sizes.right, word(base, KEYS)
         visible(j, first_row, lane, position(base), left, right, keys, mask_bits, distance)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
-        """A consumer warpgroup: 64 of the block's queries."""
+        """A consumer warpgroup: 64 queries of the block's tile."""
         acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
         acc_dp = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
         acc_dq = cuda.local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
@@ -258,7 +261,7 @@ def make(config):
         distance = cuda.local.array(2, float32)
         lse_log2 = cuda.local.array(2, float32)
         minus_delta = cuda.local.array(2, float32)
-        me = int32(warpgroup - 1)  # which of the consumers
+        me = int32(warpgroup - 1)  # index of the consumer
         elected = thread_index() & int32(31) == 0
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
@@ -339,7 +342,7 @@ def make(config):
             j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
         wait_all()
 
-        # dQ to the place of the warpgroup's own rows of Q, and from there to global memory.
+        # Stage dQ in the place of the warpgroup's own rows of Q, and write it from there to global memory.
         bar_sync(me + 1, 128)  # all four warps have read these rows for the last time
         first_row, lane = rows_of_lane()
         tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
@@ -356,7 +359,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if finds_by_kernels:
             wait_for_kernel()
         if thread == 0:

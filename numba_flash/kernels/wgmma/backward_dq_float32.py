@@ -1,12 +1,12 @@
-"""Gradients of queries in float32 for Hopper (sm_90a): wgmma with products of parts.
+"""dQ in float32 for Hopper (sm_90a): each product is a sum of wgmma products of bfloat16 parts.
 
-Read backward_dkdv_float32.py first. A block owns 64 queries of one head and walks over the tiles of keys that they see,
-the last first,
+Read backward_dkdv_float32.py first. A block owns 64 queries of one head. It loops over the key tiles that they see, the
+last one first (listing 8 of docs/algorithm.md, lines 6 to 10):
 
     S = Q K^T    P = e^(S - lse)    dP = dO V^T    dS = P * (dP - delta)    dQ += dS K
 
-and at the end dQ *= scale. The producer takes tiles of K and V apart. The first consumer has Q, S and P, the second dO,
-dP, dS and dQ.
+At the end dQ *= scale. The producer splits tiles of K and V into parts. The first consumer owns Q and computes S and P.
+The second owns dO and computes dP, dS and dQ.
 
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
 of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
@@ -59,7 +59,7 @@ def make(config):
 
     @inlined
     def load_rows(lse, delta, base, arrays, sizes):
-        """Of the lane's two queries."""
+        """Loads lse and delta of the lane's two queries."""
         first_row, lane = rows_of_lane()
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
@@ -81,7 +81,7 @@ def make(config):
 
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
-        """S and P of all tiles of the walk."""
+        """S and P of all key tiles."""
         held = Held(
             cuda.local.array(s_count, float32),
             cuda.local.array(other_count, float32),
@@ -98,12 +98,12 @@ def make(config):
         while step.n < steps:
             to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
             step = step_behind(base, step)
-        my_turn(FIRST)  # takes the turn that was given on when there was nothing left to do
+        my_turn(FIRST)  # takes the turn that was passed on after the last tile
         leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
-        """dP and dS of all tiles of the walk, and dQ."""
+        """dP and dS of all key tiles, and dQ."""
         acc_dp, other = cuda.local.array(s_count, float32), cuda.local.array(other_count, float32)  # (tile_n / 8, 4)
         lse, delta = cuda.local.array(2, float32), cuda.local.array(2, float32)
         acc_dq = cuda.local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
@@ -111,7 +111,7 @@ def make(config):
         even, odd = cuda.local.array(dq_even, float32), cuda.local.array(dq_odd, float32)
         for x in range(dq_count):
             acc_dq[x] = float32(0)
-        next_turn(SECOND)  # the first turn is the first consumer's
+        next_turn(SECOND)  # the first consumer has the first turn
         load_do(base, SECOND, arrays, strides, sizes)
         load_rows(lse, delta, base, arrays, sizes)
         weights, step, steps = weights_at(base), first_step(base), steps_of(base)
@@ -126,7 +126,7 @@ def make(config):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:
             set_up(base)
             set_up_state(base, arrays, strides, sizes)

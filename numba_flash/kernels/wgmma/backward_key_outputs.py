@@ -1,6 +1,7 @@
-"""dK and dV of a tile of keys from a block's sums, in 16 bits, and anew where they are not finite.
+"""Writes dK and dV of a key tile from a block's sums, in 16 bits. Rows that are not finite are computed again.
 
-dK's are times scale, and dV's, of the weights that count, times how often these do."""
+dK is multiplied by scale. With dropout dV is multiplied by how often a kept weight counts.
+"""
 
 from numba import float32, int32, uint32
 
@@ -12,8 +13,8 @@ from ..steps.tiles import row_base
 
 
 def make(config, rows, dk_at, dv_at):
-    """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory their gradients are put
-    together, in bytes from `base`."""
+    """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory the gradients are
+    staged, in bytes from `base`."""
     head_dim, head_dim_v, of_dk, of_dv = config.head_dim, config.head_dim_v, config.of_dk, config.of_dv
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
@@ -22,8 +23,8 @@ def make(config, rows, dk_at, dv_at):
 
     @inlined
     def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
-        """By a warp: its rows of the tile. lane_rows: (its first one, lane); tile: (b, h_kv, the first key, how many
-        keys the batch entry has, which position among the queries the first key has)."""
+        """A warp writes its rows of the tile. lane_rows: (its first row, lane); tile: (b, h_kv, first key, number of
+        keys of the batch entry, position of the first key among the queries)."""
         first_row, lane = lane_rows
         b, h_kv, first_key, keys, q_start = tile
         keys_left = int32(min(keys - first_key, rows))

@@ -1,6 +1,6 @@
-"""Which keys a block of a wgmma backward owns, and which queries it walks over: the words that its roles read.
+"""The key tile that a block of a wgmma backward owns and the query tiles it loops over, as words for its roles.
 
-It takes the heads of a group, or with config.members so many of them.
+A block processes all query heads of a group, or with config.members so many of them.
 """
 
 from collections.abc import Callable
@@ -33,11 +33,11 @@ from .backward_state import (
 
 
 class KeyWork(NamedTuple):
-    """Device functions of one thread."""
+    """Device functions for one thread."""
 
-    head_parts_of: Callable[..., Any]  # (sizes) -> how many parts all groups of a batch entry have together
+    head_parts_of: Callable[..., Any]  # (sizes) -> number of parts of all groups of a batch entry
     work_of: Callable[..., Any]  # (block, arrays, strides, sizes) -> (b, part of all groups, first_key)
-    set_up: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): the words
+    set_up: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): writes the words
 
 
 def make(config):
@@ -56,9 +56,9 @@ def make(config):
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        """The first keys of some heads come first: under a causal mask most queries see them."""
+        """The first keys of some heads come first: under a causal mask the most queries see them."""
         seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
-        if has_states:  # those that are seen in the most tiles
+        if has_states:  # the key tiles that the most query tiles see come first
             b, h_kv, own = take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
@@ -79,7 +79,7 @@ def make(config):
         top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
         bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
-        if has_mask:  # without tiles before the first query that it shows a key to, and behind the last
+        if has_mask:  # leave out the query tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
@@ -87,7 +87,7 @@ def make(config):
             first, end, whole_first, whole_end = ranges
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
             free, cut = max(free, divide(whole_first + int32(tile_m - 1), tile_m)), min(cut, divide(whole_end, tile_m))
-        if all_keys:  # dQ of queries that see none of the keys is written, too
+        if all_keys:  # dQ of queries that see no key is written, too
             begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
         elif keys_left <= 0:
             stop = begin

@@ -1,7 +1,7 @@
-"""The work of a block that owns a tile of keys, which wgmma_backward_dkdv and wgmma_backward_fused share.
+"""The loop of a block that owns a key tile, shared by wgmma_backward_dkdv and wgmma_backward_fused.
 
-The block loops over the tiles of queries that see its keys, for each query head of the group in turn. The last tile
-comes first, or with config.both_ways the word STEP gives the direction.
+The block loops over the query tiles that see its keys, for each query head of the group. The last tile comes first;
+with config.both_ways the word STEP gives the direction.
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def make(config):
     lse_first, delta_first = config.lse_first, config.delta_first
     stays = config.stays
 
-    # 16 columns of a tile in panels are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes.
+    # 16 columns are 32 bytes of a panel's row, and a panel has 64 columns; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
     own_panel, stream_panel = tile_n * 128, tile_m * 128
     own_steps = tuple(
@@ -95,7 +95,7 @@ def make(config):
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
     commit = wgmma.commit_group
-    to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to what is there
+    to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to the accumulator's value
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
@@ -110,11 +110,11 @@ def make(config):
     own_maps = (K_MAP, V_MAP if of_dk else None)
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     head_parts_of = backward_key_work.make(config).head_parts_of
-    mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
+    mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.has("bias") else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
-    # Where the next K and V come meanwhile, dK and dV are put together in place of dS: side by side in one of the two
-    # if 64 columns of each are all, else one after the other, each with a panel in either.
+    # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
+    # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
     places = (plan.own_a, plan.own_b if of_dk else plan.own_a)
     if stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
@@ -126,7 +126,8 @@ def make(config):
 
     @inlined
     def of_word(base, which):
-        """A word of the block's state, for one thread. It reads it anew rather than keep it: it has few registers."""
+        """A word of the block's state, for one thread. It is read again each time, because the thread has few
+        registers."""
         return int32(load_b32(int32(base + plan.state + which)))
 
     @inlined
@@ -135,8 +136,8 @@ def make(config):
 
     @inlined
     def following_tile(i, member, step, members):
-        """-> (query tile, member) behind i of member, with config.both_ways: each tile of all members first. So blocks
-        that are tiles apart stay so, though some have more tiles to walk than others."""
+        """-> (query tile, member) after tile i of member, with config.both_ways: each tile of all members comes before
+        the next tile. So blocks that are some tiles apart stay so, even if some have more tiles than others."""
         member = int32(member + 1)
         if member == members:
             i, member = int32(i + step), int32(0)
@@ -144,12 +145,12 @@ def make(config):
 
     @inlined
     def start_of(own):
-        """The query tile with which a thread that fetches begins."""
+        """The query tile with which a thread that loads begins."""
         return first_tile(of_word(own, BEGIN), of_word(own, STOP), of_word(own, STEP) if both_ways else int32(-1))
 
     @inlined
     def advance(own, i, member):
-        """following_tile for such a thread, and for blocks that walk one way: all tiles of a member first."""
+        """following_tile for a thread that loads. Blocks that go one way process all tiles of a member first."""
         if both_ways:
             i, member = following_tile(i, member, of_word(own, STEP), of_word(own, MEMBERS))
         else:
@@ -160,14 +161,14 @@ def make(config):
 
     @inlined
     def load_keys(base, own):
-        """K and V."""
+        """Loads K and V."""
         load_own(base, of_word(own, FIRST_ROW), of_word(own, HEAD_KV), of_word(own, BATCH))
 
     @inlined
     def produce_a(base, own, n, w, arrays, strides, heads, seqlen_q):
-        """One thread: K and V of the block's w-th tile, and Q with its lse, -delta and bias, tile after tile of each
-        head; the first one is the n-th of all. From the second tile on a Q comes before K and V, whose place consumers
-        leave last. -> n"""
+        """One thread: K and V of the block's w-th tile; then Q with its lse, -delta and bias, tile after tile of each
+        head. n: the number of Q tiles loaded before. From the second key tile on, a Q is loaded before K and V, because
+        consumers release K and V last. -> n"""
         tile_row_blocks, waits = tile_m // 16, stays and w > 0
         if not waits:
             load_keys(base, own)
@@ -176,13 +177,13 @@ def make(config):
             i, member = up_to(own, i, member, arrays, strides)
         while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
             h = int32(of_word(own, HEAD) + member)
-            # past the last block masks see to what is there
+            # masks hide what lies past the last block
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
             stage = load_a(base, n, int32(i * tile_m), h, of_word(own, BATCH), int32(count + bias_bytes))
             if n == 0:
-                wait_for_kernel()  # which writes lse and delta
+                wait_for_kernel()  # it writes lse and delta
             first_row_block = int64(of_word(own, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
@@ -210,12 +211,13 @@ def make(config):
 
     @inlined
     def produce_no_a(base, n, seqlen_q):
-        """Behind the last Q one past the end, zeros: its S is issued and dropped, so that consumers need no branch."""
+        """After the last Q loads one past the end, zeros: its S is issued and dropped, so that consumers need no
+        branch."""
         load_a(base, n, int32((divide(int32(seqlen_q), tile_m) + 1) * tile_m), 0, 0, 0)
 
     @inlined
     def produce_b(base, own, n, arrays, strides):
-        """Another thread, of another warp, so that neither waits for the other: dO. -> n"""
+        """One thread of another warp, so that neither producer waits for the other: dO. -> n"""
         member, i = int32(0), start_of(own)
         if has_states:
             i, member = up_to(own, i, member, arrays, strides)
@@ -231,7 +233,7 @@ def make(config):
 
     @inlined
     def preload(acc, place, factor):
-        """acc (tile_m / 8, 4) <- factor * a number of each query, which are its columns."""
+        """acc (tile_m / 8, 4) <- factor * a number of each query; the columns are queries."""
         four = cuda.local.array(4, uint32)
         for pair in range(blocks // 2):
             load_v4(four, 0, place + pair * 128)
@@ -243,13 +245,13 @@ def make(config):
 
     @inlined
     def lse_factor_of(score):
-        """What lse in powers of 2 is multiplied by to be in units of Q K^T, negative."""
+        """The negative factor that converts lse from powers of 2 to units of Q K^T."""
         return float32(-1) / (score.scale * float32(LOG2_E)) if lse_first else float32(0)
 
     @inlined
     def preload_s(base, acc_s, n, lse_factor):
-        """acc_s <- what S^T of the n-th query tile, once that has come, is added to: -lse / scale, so that P is
-        2^(scale_log2 * sum). The numbers are read while other products run, and no exponential waits for them."""
+        """Waits for the n-th query tile; acc_s <- -lse / scale, to which S^T is added, so that P is 2^(scale_log2 *
+        sum). The numbers are read during other products, and no exponential waits for them."""
         if lse_first:
             stage = a_stage_of(n)
             wait(base + at.a_full + 8 * stage, a_phase_of(n))
@@ -258,7 +260,7 @@ def make(config):
 
     @inlined
     def preload_dp(base, acc_dp, n):
-        """acc_dp <- -delta, to which dP^T is to be added."""
+        """acc_dp <- -delta, to which dP^T is added."""
         if delta_first:
             stage = a_stage_of(n)
             place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
@@ -266,8 +268,8 @@ def make(config):
 
     @inlined
     def issue_s(base, acc_s, k_desc, n, none):
-        """S^T of the n-th query tile, once it has come; with `none` K V^T instead, which is dropped: so consumers need
-        no branch where no tile comes behind the n-th."""
+        """S^T of the n-th query tile, once it has arrived. With `none` K V^T instead, which is dropped: so consumers
+        need no branch if no tile follows."""
         stage = a_stage_of(n)
         wait(base + at.a_full + 8 * stage, a_phase_of(n))
         place = base + (plan.own_b if none else plan.stream_a + stage * a_bytes)
@@ -276,7 +278,7 @@ def make(config):
 
     @inlined
     def issue_dp(base, acc_dp, v_desc, n):
-        """dP^T of the n-th query tile; its dO has come."""
+        """dP^T of the n-th query tile, whose dO has arrived."""
         stage = b_stage_of(n)
         multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + stage * b_bytes), to_delta)
         commit()
@@ -297,19 +299,19 @@ def make(config):
 
     @inlined
     def release_q(base, n):
-        """A thread is done with the n-th Q, lse and delta."""
-        # lse and delta were read by ordinary loads, and the next ones come by a copy. Every lane arrives: it read them.
+        """A thread has finished with the n-th Q, lse and delta."""
+        # Ordinary loads read lse and delta, and a bulk copy overwrites them. So every lane that has read them arrives.
         fence_async()
         arrive(base + at.a_empty + 8 * a_stage_of(n))
 
     @inlined
     def release_do(base, n, elected):
-        """A warp is done with the n-th dO."""
+        """A warp has finished with the n-th dO."""
         arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
 
     @inlined
     def rows_of_lane():
-        """-> (the warp's first row in the key tile, lane), worked out anew: registers are dear."""
+        """-> (the warp's first row in the key tile, lane). Computed again on each call, to save registers."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
@@ -322,9 +324,9 @@ def make(config):
 
         @inlined
         def to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, masked):
-            """acc_s <- P^T; without dK, which needs it for dS, p_frag <- the same in 16 bits as well.
+            """acc_s <- P^T. Without dK, which needs it for dS, also p_frag <- the same in 16 bits.
 
-            Where the derivative varies acc_s stays: it is needed again.
+            If the score has a derivative that is not constant, acc_s keeps S, which is needed again.
             """
             if varies and of_dk:
                 return
@@ -355,7 +357,8 @@ def make(config):
     def to_score_gradients(
         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, masked
     ):
-        """ds_frag <- dS^T in 16 bits, p_frag <- P^T: not before, so that fewer registers are in use at a time."""
+        """ds_frag <- dS^T in 16 bits, p_frag <- P^T. P^T is rounded only here, so that fewer registers are live at a
+        time."""
         four = cuda.local.array(4, uint32)
         p = cuda.local.array(2, float32)
         ds = cuda.local.array(2, float32)
@@ -387,7 +390,7 @@ def make(config):
                         else:
                             p[x] = acc_s[i]
                             ds[x] = p[x] * (acc_dp[i] + minus_delta)
-                        # Beside kept weights mask_bits would take registers here, and P is 0 where they hide a score.
+                        # With dropout mask_bits would take too many registers here, and P is 0 where they hide a score.
                         if masked and (acc_s[i] == 0 if drops else not is_seen(mask_bits, r, n, x)):
                             ds[x] = float32(0)  # dP may be NaN there
                     if of_dv:
@@ -396,10 +399,10 @@ def make(config):
 
     @inlined
     def find_visible(own, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of query tile i count; distance: q_pos - k_pos. own: the base, for
+        """mask_bits <- which of the lane's scores of query tile i count; distance <- q_pos - k_pos. own: the base, for
         words of the key tile."""
         first_row, lane = rows_of_lane()
-        # seen from the keys, left and right change places
+        # seen from the keys, left and right are exchanged
         left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
         visible(i, first_row, lane, position(own), left, right, seqlen_q, mask_bits, distance)
 
@@ -415,12 +418,12 @@ def make(config):
 
     @inlined
     def term_of(base, member, arrays, strides):
-        """What the scores of the head share (kernels/score/fragments.py)."""
+        """The term that all scores of the head share (kernels/score/fragments.py)."""
         return row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
 
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
-        """acc (blocks, 4) as it lies in registers, to where add_parts finds it."""
+        """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
         four = cuda.local.array(4, uint32)
         tiles, thread = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), thread_index() - 128
         all_parts = int64(word(own, BATCH) * head_parts_of(sizes) + word(own, PART))
@@ -433,11 +436,11 @@ def make(config):
 
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
-        """dK and dV to the place of the warpgroup's own rows of K and V, and from there to global memory; or their
-        sums, if other blocks have others of the same group. own: as in find_visible; place: the base, moved to the
-        dS whose place they take.
+        """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
+        blocks have other heads of the group, writes their sums instead. own: as in find_visible; place: the base, moved
+        to the dS whose place they take.
 
-        Everyone who reads these rows must have done so.
+        All threads that read these rows must have done so.
         """
         if members_of_part:
             if of_dk:

@@ -1,6 +1,7 @@
-"""The producer of a backward's wgmma block: one thread, which fetches tiles by TMA as the consumers will need them.
+"""The producer of a wgmma backward block: one thread, which loads tiles by TMA in the order in which consumers need
+them.
 
-Consumers are told at `full` mbarriers that a tile has come, and say at `empty` ones that they are done with it.
+`full` mbarriers tell the consumers that a tile has arrived. At `empty` ones the consumers release it.
 """
 
 from numba import int32
@@ -15,7 +16,7 @@ Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, byte
 def make(config, own_maps, stream_maps):
     """-> (load_own, load_a, load_b), device functions.
 
-    own_maps, stream_maps: which of the kernel's maps the tiles a and b have; None: there is no such tile.
+    own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
     """
     plan, at = config.shared_plan(), config.barriers()
     own_rows, stream_rows = config.own_rows, config.stream_rows
@@ -30,7 +31,7 @@ def make(config, own_maps, stream_maps):
     def box_loader(rows, panels, map_at):
         @inlined
         def load(to, full, row, head, batch):
-            """A tile of `rows` rows from `row` on; rows that do not exist are zeros."""
+            """Loads a tile of `rows` rows that begins at `row`; rows that do not exist become zeros."""
             for panel in range(panels):
                 load_4d(to + panel * (rows * 128), maps_address() + map_at, full, panel * 64, row, head, batch)
 
@@ -53,7 +54,7 @@ def make(config, own_maps, stream_maps):
 
     @inlined
     def load_a(base, n, row, head, batch, extra_bytes):
-        """The n-th tile of stream_a; extra_bytes: that the caller adds on the same mbarrier. -> its stage."""
+        """Loads the n-th tile of stream_a. extra_bytes: what the caller loads on the same mbarrier. -> its stage."""
         stage = a_stage_of(n)
         wait(base + at.a_empty + 8 * stage, a_phase_of(n) ^ 1)
         full = base + at.a_full + 8 * stage
@@ -63,7 +64,7 @@ def make(config, own_maps, stream_maps):
 
     @inlined
     def load_b(base, n, row, head, batch):
-        """The n-th tile of stream_b."""
+        """Loads the n-th tile of stream_b."""
         stage = b_stage_of(n)
         wait(base + at.b_empty + 8 * stage, b_phase_of(n) ^ 1)
         full = base + at.b_full + 8 * stage

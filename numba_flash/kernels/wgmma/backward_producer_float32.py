@@ -1,9 +1,9 @@
-"""How tiles of wgmma's backward in float32 come to shared memory, in three parts (parts.py): those that a block walks
-over by its producer, a whole warpgroup, and those that it owns by its consumers.
+"""Loads tiles for the float32 backward on wgmma and splits them into three parts in shared memory (parts.py).
 
-With keys of its own a block walks over the tiles of queries, of each query head of the group in turn; with queries of
-its own it walks over the tiles of keys. Tiles a are of head_dim, Q and K, tiles b of head_dim_v, dO and V. The producer
-tells at `full` mbarriers that a tile is there, and consumers say at `empty` ones that they are done with it.
+The producer, a whole warpgroup, loads the tiles that a block loops over. The consumers load the block's own tiles. A
+block that owns keys loops over the query tiles, for each query head of the group. A block that owns queries loops over
+the key tiles. Tiles a have head_dim columns (Q and K), tiles b head_dim_v (dO and V). At `full` mbarriers the producer
+reports that a tile is there; at `empty` ones the consumers release it.
 """
 
 from collections.abc import Callable
@@ -17,50 +17,50 @@ from ..steps.tiles import row_base
 from . import backward_state, parts
 from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STOP
 
-LOADED_ROWS = 32  # of its own 64 that a consumer takes apart at a time
+LOADED_ROWS = 32  # rows of its own 64 that a consumer splits at a time
 
 
 class Step(NamedTuple):
-    """Where a block is in its walk."""
+    """A step of a block's loop over tiles."""
 
-    n: int  # tiles before this one
-    i: int  # which tile
-    member: int  # which head of the group
+    n: int  # number of steps before this one
+    i: int  # index of the tile
+    member: int  # index of the head in its group
 
 
 class Producer(NamedTuple):
-    """Device functions. Those of the walk are for a whole warp."""
+    """Device functions. Those of the loop are called by whole warps."""
 
-    steps_of: Callable[..., Any]  # (base) -> how many tiles the block walks over
+    steps_of: Callable[..., Any]  # (base) -> number of tiles that the block loops over
     first_step: Callable[..., Any]  # (base) -> Step
     step_behind: Callable[..., Any]  # (base, step) -> Step
-    produce: Callable[..., Any]  # (base, arrays, strides, sizes): what the producer does
+    produce: Callable[..., Any]  # (base, arrays, strides, sizes): the producer's work
     load_own_a: Callable[..., Any]  # (base, me, arrays, strides, sizes): K or Q by consumer me, 0 or 1
     load_own_b: Callable[..., Any]  # likewise, V or dO
 
 
 @inlined
 def elected():
-    """Whether the lane is the one that acts for its warp."""
+    """Whether this lane acts for its warp."""
     return special.thread_index() & int32(31) == 0
 
 
 @inlined
 def own_thread():
-    """Of the warpgroup."""
+    """Thread index in its warpgroup."""
     return special.thread_index() & int32(127)
 
 
 @inlined
 def hand_over(full):
-    """What the warp wrote is there for wgmma."""
+    """Makes what the warp wrote visible to wgmma, and reports it at `full`."""
     fence.proxy_async()
     bar.warp_sync()
     mbarrier.arrive_if(full, elected())
 
 
 def walk(config):
-    """-> (steps_of, first_step, step_behind), as of Producer."""
+    """-> (steps_of, first_step, step_behind), as in Producer."""
     _, _, word, _ = backward_state.words(config)
 
     @inlined
@@ -85,7 +85,7 @@ def walk(config):
 def sources(config):
     """-> (source_of, own_source_of), device functions -> (address of a tile's first row, how many of its rows exist).
 
-    The tile is that of a step of the walk, (base, step, array, of_array, sizes), or the block's own, without a step.
+    The tile is that of a step of the loop, (base, step, array, of_array, sizes), or the block's own, without a step.
     """
     of_keys, rows = config.of_keys, config.stream_rows
     _, _, word, _ = backward_state.words(config)
@@ -148,7 +148,7 @@ def make(config):
 
     @inlined
     def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, sizes):
-        """The parts of the rows of an own tile that exist; zeros past them."""
+        """Splits the rows of an own tile that exist into parts; writes zeros past them."""
         two = cuda.local.array(2, uint32)
         source, rows_left = own_source_of(base, array, of_array, sizes)
         for first_row in range(0, own_rows, LOADED_ROWS):

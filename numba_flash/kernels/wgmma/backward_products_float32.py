@@ -1,12 +1,12 @@
-"""Products of a consumer of wgmma's backward in float32, with the tiles of head_dim or of head_dim_v: numbers are in
-three parts (parts.py), and no sum in one accumulator is longer than 64.
+"""Products of a consumer of the float32 backward on wgmma: float32 operands are in three parts (parts.py), and no sum
+in one accumulator is longer than 64.
 
-Of the tile that the block owns and of one that it walks over,
+A consumer multiplies the block's own tile with a streamed tile, one that the block loops over:
 
-    scores  own . streamed^T, a product for each panel of 64 columns
-    sums    += scores . streamed, likewise; scores are in registers, in parts
+    scores  own . streamed^T, one product for each panel of 64 columns
+    sums    += scores . streamed, likewise; the scores are in registers, in parts
 
-Both read the same streamed tile: as rows for scores, as columns for sums.
+Both products read the same streamed tile: scores as rows, sums as columns.
 """
 
 import functools
@@ -19,31 +19,31 @@ from . import parts
 
 
 class Products(NamedTuple):
-    """Device functions of a warpgroup; own and streamed are where a tile begins in shared memory. What is issued is a
-    group of its own for each function."""
+    """Device functions of a warpgroup. own and streamed are shared addresses of tiles. Each function commits what it
+    issues as one group."""
 
     panels: int
     score_count: int  # float32 of a lane's scores
-    sum_count: int  # and of its sums
-    panel_counts: tuple[int, int]  # of these, of each panel
+    sum_count: int  # float32 of its sums
+    panel_counts: tuple[int, int]  # float32 of the sums of each panel
     frag_count: int  # uint32 of scores in parts
     issue_scores: Callable[..., Any]  # (acc, other, own, streamed); other: for the second panel
-    issue_first_scores: Callable[..., Any]  # (acc, own, streamed): those of the first panel
+    issue_first_scores: Callable[..., Any]  # (acc, own, streamed): of the first panel
     issue_second_scores: Callable[..., Any]  # (other, own, streamed): of the second, if there is one
     finish_scores: Callable[..., Any]  # (acc, other): waits; acc <- the scores
     issue_sums: Callable[..., Any]  # (first, second, frag, streamed); first, second: for each panel
     finish_sums: Callable[..., Any]  # (acc, first, second, frag): waits; acc += both
     finish_first_sums: Callable[..., Any]  # (acc, first): waits for the first panel; acc += first
-    finish_second_sums: Callable[..., Any]  # (acc, second, frag): for the second, if there is one; acc += second
+    finish_second_sums: Callable[..., Any]  # (acc, second, frag): waits for the second panel, if any; acc += second
 
 
 @functools.cache
 def make(config, columns):
-    """columns: of the tiles, in whole steps of 16, at most 128."""
+    """columns: of the tiles, a multiple of 16, at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
     own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
     own_part = own_panel * panels
-    # of streamed tiles: in a pair they come panel by panel, and the parts of a panel lie together
+    # Streamed tiles. In a pair of blocks they arrive panel by panel, and the parts of a panel lie together.
     part, step = (panel, config.PARTS * panel) if config.paired else (panel * panels, panel)
     score_count, frag_count = rows // 2, config.PARTS * rows // 4
     widths = tuple(min(64, columns - 64 * number) for number in range(panels))
@@ -121,11 +121,11 @@ def make(config, columns):
             pin_second(second)
             for x in range(second_count):
                 acc[first_count + x] += second[x]
-        pin_frag(frag)  # in their registers until here
+        pin_frag(frag)  # pins the operands in their registers until here
 
     @inlined
     def finish_sums(acc, first, second, frag):
-        """One panel is added while the next is computed."""
+        """Adds one panel while the next is computed."""
         finish_first_sums(acc, first)
         finish_second_sums(acc, second, frag)
 

@@ -1,7 +1,7 @@
-"""Which query tiles a key tile of wgmma's backward walks under a mask_mod: without those in which nothing is seen.
+"""Which query tiles a key tile of a wgmma backward loops over under a mask_mod: those in which some key is seen.
 
-The producer's threads and the consumers find them each by itself from the same words, so that they agree. Tiles of a
-head come from the last to the first, then those of the group's next head, whose own function may leave others.
+The producer's threads and the consumers each find them from the same words, so they agree. Tiles of a head come from
+the last to the first, then those of the group's next head, whose own mask_mod may leave out others.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, MEMBERS, STOP
 
 
 class QueryWalk(NamedTuple):
-    """Device functions. member: which head of the group; as many as there are when none is left."""
+    """Device functions. member: index of the head in its group; when no tile is left, the number of heads."""
 
-    present: bool  # else every tile is walked
+    present: bool  # otherwise the loop has every tile
     up_to: Callable[..., Any]  # (base, i, member, arrays, strides) -> (i, member) of the first tile from i on
     asks: Callable[..., Any]  # (base, i, member, arrays, strides) -> whether mask_mod decides there
 
 
 def make(config, whole_warp):
-    """whole_warp: all lanes of a warp call these functions together, and the compiler is to know that they agree."""
+    """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
     walk = tile_walk.make(config, whole_warp)
     row_of, last, asks_in = walk.row, walk.last, walk.asks
     state, load_b32 = config.shared_plan().state, ld_st.load_b32

@@ -1,4 +1,4 @@
-"""Which queries a block of a wgmma backward owns, and which keys it walks over: the words that its roles read."""
+"""The query tile that a block of a wgmma backward owns and the key tiles it loops over, as words for its roles."""
 
 from numba import int32
 
@@ -14,9 +14,9 @@ from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, K
 
 
 def make(config):
-    """-> set_up(base, arrays, strides, sizes), a device function of one thread."""
+    """-> set_up(base, arrays, strides, sizes), a device function for one thread."""
     tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
-    blocks = config.cluster  # that own the same queries
+    blocks = config.cluster  # number of blocks that own the same queries
     put, put_position, _, _ = backward_state.words(config)
     keys_and_start = positions.make(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_n).ranges
@@ -26,9 +26,10 @@ def make(config):
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see most."""
+        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see the most
+        keys."""
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        if has_states:  # those that see the most tiles
+        if has_states:  # the query tiles that see the most key tiles come first
             b, h, own = take(block, arrays, strides, sizes)
             return b, h, int32(own * tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
@@ -48,7 +49,7 @@ def make(config):
         top_first, top_end = row_keys(tile_pos, left, right, keys)
         bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
         begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+        if has_mask:  # leave out the key tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)
             end_query = min(first_query + tile_m, sizes.seqlen_q)

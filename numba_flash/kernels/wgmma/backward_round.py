@@ -1,11 +1,11 @@
-"""dQ from its sums in float32, which wgmma_backward_fused leaves as they lay in registers: times scale, in 16 bits.
-With config.dq_lines it adds up those of a query tile, the line of the first part first.
+"""dQ from the float32 sums of wgmma_backward_fused: scaled and rounded to 16 bits. With config.dq_lines a query tile
+has several sums, which are added up first, the line of the first part before the others.
 
-All threads wait for wgmma_backward_fused before they read anything that it left; it has waited for the kernel that
-wrote lse and delta.
+All threads wait for wgmma_backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
+and delta.
 
-Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. Each
-thread reads what was one thread's there. dq is contiguous.
+Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. The sums
+are in the layout of the registers: a thread reads what one thread wrote. dq is contiguous.
 """
 
 import numpy as np

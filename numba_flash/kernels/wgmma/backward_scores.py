@@ -26,7 +26,7 @@ from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS, POS_CUT, POS_FREE
 
 
 class Place(NamedTuple):
-    """Of the lane's first score: batch entry, head, query, key, and the position of query 0."""
+    """The lane's first score: batch entry, head, query, key, and the position of query 0."""
 
     b: int
     h: int
@@ -36,17 +36,17 @@ class Place(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a lane keeps of a tile."""
+    """What a lane keeps of the scores of a tile."""
 
-    bits: Any  # which of its scores count
+    bits: Any  # which scores count
     shown: Any  # which the mask shows
     kept: Any  # which weights count (kernels/score/counts.py)
     loaded: Any  # bias (kernels/score/reads.py)
 
 
 class TileScores(NamedTuple):
-    """Device functions, and how many words of Own there are. lse, minus_delta: the shared address of both for the
-    tile's columns, with of_keys; else the lane's of its two rows. bias: the shared address of the tile's, in boxes."""
+    """Device functions, and the numbers of words of Own. lse, minus_delta: with of_keys, the shared address of both for
+    the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes."""
 
     words: tuple[int, int, int, int]
     prepare: Callable[..., Any]
@@ -56,10 +56,10 @@ class TileScores(NamedTuple):
 
 def make(config, of_keys):
     columns = config.stream_rows
-    pairs, way = columns // 16, 1 if of_keys else -1  # way: columns of queries lead ahead
+    pairs, way = columns // 16, 1 if of_keys else -1  # way: 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
-    # P has to be kept in 16 bits where dS is not P * (dP - delta), and may be as soon as it is there without dS.
+    # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
@@ -81,7 +81,7 @@ def make(config, of_keys):
 
     @inlined
     def rows_of_lane():
-        """-> (the warp's first row in the block's own tile, lane), worked out anew: registers are dear."""
+        """-> (the warp's first row in the block's own tile, lane). Computed again on each call, to save registers."""
         thread = thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
@@ -104,8 +104,8 @@ def make(config, of_keys):
 
     @inlined
     def prepare(base, i, member, own, distance, masked, asks, arrays, strides, sizes):
-        """own, distance <- all of tile i that needs no score. masked: some rows do not see all of it, or a mask
-        hides some; asks: mask_mod removes some of it. -> whether all scores of the warp count."""
+        """own, distance <- all of tile i that needs no score. masked: some rows do not see all of it, or a mask hides
+        some of it; asks: mask_mod removes some of it. -> whether all scores of the warp count."""
         first_row, lane = rows_of_lane()
         own_first = word(base, FIRST_ROW)
         if reads:
@@ -114,7 +114,7 @@ def make(config, of_keys):
             if masked:
                 load_bits(own.shown, i, origin, first_row, lane, arrays, strides, sizes)
         keys = word(base, KEYS)
-        if of_keys:  # seen from the keys, left and right change places
+        if of_keys:  # seen from the keys, left and right are exchanged
             left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
         else:
             left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
@@ -135,7 +135,7 @@ def make(config, of_keys):
                 kept_of_queries(own.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
         if masked:
             hide(own.bits, own.shown, TRUE)
-        if asked:  # functions are not asked about a row that does not exist
+        if asked:  # no function is called for a row that does not exist
             for r in range(2):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
                     own.bits[r] = uint32(0)
@@ -143,7 +143,7 @@ def make(config, of_keys):
             if asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(own.bits, b, h, query, q_start, key, arrays, strides)
-        # Bits past the tile may be set, too.
+        # Bits past the tile may also be set.
         return any_lane(~(own.bits[0] & own.bits[1]) & every_bit) == 0
 
     @inlined
@@ -152,7 +152,7 @@ def make(config, of_keys):
 
     @inlined
     def if_kept(number, own, r, n, x):
-        """0 where the weight does not count."""
+        """`number`, or 0 if the weight does not count."""
         if drops:
             number = number if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
         return number
@@ -162,9 +162,9 @@ def make(config, of_keys):
         pass
 
     def and_pair(before: Any, pair: int, inside: bool) -> Any:
-        """Behind other pairs of 8 columns this one: each is a function of its own, because the compiler unrolls no loop
-        over all that a long function would make, and then the scores would lie in memory. inside: all scores count,
-        and without a jump around each, one is computed beside the others."""
+        """-> a function for this pair of 8 columns, which first calls that for the pairs before. Each pair is a
+        function of its own: in one long function the compiler would not unroll the loop, and the scores would lie in
+        memory. inside: all scores count; no branch surrounds a score, so the pairs are computed side by side."""
 
         @inlined
         def of_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
@@ -178,7 +178,8 @@ def make(config, of_keys):
                 load_boxed(biased, bias, pair)
             for half in range(2):
                 n = 2 * pair + half
-                # Rows inside: the other way round the compiler would keep the positions of all columns.
+                # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all
+                # columns.
                 for x in range(2):
                     column = int32(n * 8 + x)
                     for r in range(2):
@@ -215,8 +216,8 @@ def make(config, of_keys):
 
     @inlined
     def to_weights(base, i, member, acc_s, p_frag, lse, bias, own, term, distance, every, arrays, strides, score):
-        """acc_s <- P times the derivative of the score; p_frag <- P where it counts, unless that is left to
-        to_gradients so that fewer registers are in use beside dP. every: all scores of the warp count."""
+        """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
+        instead, so that fewer registers are live beside dP. every: all scores of the warp count."""
         place = place_of(base, i, member)
         if of_keys:
             lse = lse + ((thread_index() & int32(3)) << 4)

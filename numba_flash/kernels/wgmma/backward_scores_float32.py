@@ -1,16 +1,16 @@
-"""What the two consumers of wgmma's backward in float32 do with a tile of the walk, alike in dK and dV and in dQ.
+"""How the two consumers of the float32 backward on wgmma share a tile, in dK and dV and in dQ alike.
 
-They share all 64 rows of the block, because sums of both gradients and scores in parts are more than the registers of
-one. The first computes S and P, and hands P times the derivative of the score over to the second through shared memory:
-the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile a, Q or K, to
-dK or dQ. In dK and dV the first has sums, too: those of dV.
+Both consumers process all 64 rows of the block, because the sums of both gradients and scores in parts do not fit in
+the registers of one. The first computes S and P, and hands P times the derivative of the score to the second through
+shared memory: the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile
+a (Q or K) to dK or dQ. For dK and dV the first has sums, too: those of dV.
 
-Products of one consumer run beside what the other does between its own. They take turns with the tensor cores,
+Products of one consumer run while the other works between its own. They take turns at the tensor cores:
 
     first   S(0)       dV(0)       S(1)       dV(1) ...      and for dQ   S(0)       S(1)         S(2) ...
     second       dP(0)       dK(0)      dP(1)       ...                        dP(0)      dQ(0) dP(1) ...
 
-so that P is worked out beside dP, and dS beside dV, or beside the next S.
+So P is computed during dP, and dS during dV or the next S.
 """
 
 import math
@@ -29,28 +29,28 @@ from . import backward_products_float32, backward_state, backward_tiles_float32,
 from .backward_producer_float32 import elected, own_thread
 from .backward_state import BATCH, CUT, FIRST_ROW, FREE, HEAD, KEYS
 
-FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python's own: see inlined.py
-WEIGHTS_STEP = 128 * 16  # bytes of four weights of each thread of a consumer
+FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see inlined.py
+WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
 
 
 class Held(NamedTuple):
     """The registers of the first consumer's scores."""
 
     acc_s: Any  # float32 (stream_rows / 8, 4)
-    other: Any  # likewise, of the second panel
+    other: Any  # likewise, for the second panel
     mask_bits: Any
     distance: Any  # float32 (2,)
     loaded: Any  # (2, stream_rows / 8, 2), of bias
-    shown_bits: Any  # by the mask that was given
+    shown_bits: Any  # of the caller's mask
 
 
 class Scores(NamedTuple):
-    """Device functions of a consumer, and how many registers they take."""
+    """Device functions of a consumer, and the numbers of registers they need."""
 
-    words: tuple[int, ...]  # of each part of Held
+    words: tuple[int, ...]  # of each field of Held
     bias_type: Any  # of Held.loaded
     frag_count: int  # uint32 of scores in parts
-    counts_a: tuple[int, ...]  # float32 of sums of head_dim, dK or dQ, and of each of its panels
+    counts_a: tuple[int, ...]  # float32 of the sums of head_dim, dK or dQ, and of each panel of them
     counts_b: tuple[int, ...]  # likewise of head_dim_v, dV
     my_turn: Callable[..., Any]  # (me)
     next_turn: Callable[..., Any]  # (me)
@@ -64,7 +64,7 @@ class Scores(NamedTuple):
 
 @inlined
 def rows_of_lane():
-    """-> (the warp's first row in the own tile, lane), worked out anew: registers are dear."""
+    """-> (the warp's first row in the own tile, lane). Computed again on each call, to save registers."""
     thread = own_thread()
     return (thread >> int32(5)) * 16, thread & int32(31)
 
@@ -100,7 +100,7 @@ def make(config):
 
     @inlined
     def weights_at(base):
-        """Where the thread's weights of a tile begin; its next four are WEIGHTS_STEP behind."""
+        """Shared address of the thread's weights of a tile. Its next four are WEIGHTS_STEP bytes after these."""
         return int32(base + plan.weights + own_thread() * 16)
 
     @inlined
@@ -112,9 +112,9 @@ def make(config):
 
     @inlined
     def find_visible(base, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of tile i count; distance: q_pos - k_pos."""
+        """mask_bits <- which of the lane's scores of tile i count; distance <- q_pos - k_pos."""
         first_row, lane = rows_of_lane()
-        if of_keys:  # seen from the keys, left and right change places
+        if of_keys:  # seen from the keys, left and right are exchanged
             left, right, end = sizes.right, sizes.left, sizes.seqlen_q
         else:
             left, right, end = sizes.left, sizes.right, int64(word(base, KEYS))
@@ -122,7 +122,7 @@ def make(config):
 
     @inlined
     def load_for_scores(base, step, held, arrays, strides, sizes):
-        """What is read for each of the lane's scores of a tile."""
+        """Loads what each of the lane's scores of a tile needs."""
         first_row, lane = rows_of_lane()
         head = int32(word(base, HEAD) + step.member)
         origin = origin_of(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
@@ -130,7 +130,8 @@ def make(config):
 
     @inlined
     def lse_of(lse, n, r, x):
-        """Of a column as the forward left it, where a query without keys has -inf; of a row as lse_delta gives it."""
+        """lse of a column as the forward wrote it, -inf for a query without keys; lse of a row as lse_delta gives
+        it."""
         if of_keys:
             found = lse[2 * n + x] * unit
             return inf if found == minus_inf else found
@@ -138,7 +139,7 @@ def make(config):
 
     @inlined
     def weigh(weights, held, lse, term, score, masked):
-        """acc_s <- P, and to the second consumer goes P times the derivative of the score. masked, a constant: some
+        """acc_s <- P; weights <- P times the derivative of the score, for the second consumer. masked, a constant: some
         row does not see some column."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks):
@@ -159,8 +160,8 @@ def make(config):
 
     @inlined
     def to_weights(base, step, weights, held, lse, arrays, strides, sizes, score):
-        """By the first consumer: S of a tile, and P in its place. lse: of the lane's columns, or of its rows, whichever
-        are queries."""
+        """The first consumer: S of a tile, and P in its place. lse: of the lane's columns or of its rows, whichever are
+        queries."""
         n, i = step.n, step.i
         masked = i >= word(base, CUT) or i < word(base, FREE)
         term = float32(0)
@@ -187,7 +188,7 @@ def make(config):
 
     @inlined
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
-        """By the second consumer: dP of a tile, and dS in its place. delta: as lse."""
+        """The second consumer: dP of a tile, and dS in its place. delta: as lse."""
         four = cuda.local.array(4, uint32)
         n = step.n
         await_b(base, n)
@@ -202,17 +203,17 @@ def make(config):
                 for x in range(2):
                     at_x, p = 4 * block + 2 * r + x, four[2 * r + x].view(np.float32)
                     ds = p * (acc_dp[at_x] - delta[2 * block + x if of_keys else r])
-                    acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0 dP may be NaN
+                    acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0, dP may be NaN
         bar.warp_sync()
         give_weights_place(base)
 
     def adder(me, issue, finish, of_a):
-        """-> add, a device function of consumer me: acc += scores times the tile a, or b, of this step."""
+        """-> add, a device function of consumer me: acc += scores times the tile a or b of this step."""
 
         @inlined
         def add(base, step, scores, acc, frag, even, odd):
             to_parts(scores, frag)
-            if not of_a:  # for a the first consumer has waited, before its weights
+            if not of_a:  # for a the first consumer has waited before its weights
                 await_b(base, step.n)
             if both_sum:
                 my_turn(me)

@@ -1,8 +1,8 @@
-"""dQ where a block has all keys of a head: its parts stay in shared memory, and their sum goes out times scale, in 16
-bits. With one tile of keys a part is all of dQ.
+"""dQ if one block has all keys of a head: parts of dQ stay in shared memory. Their sum is scaled and rounded to 16
+bits.
 
-Rows that are not finite are computed again at the end of the block, which has registers for it by then. They are found
-by what was written.
+With one key tile a part is all of dQ. Rows that are not finite are found in what was written. They are computed again
+at the end of the block, when registers are free.
 """
 
 import numpy as np
@@ -37,20 +37,20 @@ def make(config):
 
     @inlined
     def tile_of(own, n):
-        """-> (head, first query) of the n-th tile: those of all members stand side by side, from the first on."""
+        """-> (head, first query) of the n-th tile. Each query tile comes for all members before the next."""
         members = word(own, MEMBERS)
         i = divide(n, members)
         return int32(word(own, HEAD) + n - i * members), int32(i * tile_m)
 
     @inlined
     def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
-        """acc_dq (8, 4), 64 columns of 64 queries of the n-th tile; place: where the warpgroup puts rows together."""
+        """Writes acc_dq (8, 4): 64 columns of 64 queries of the n-th tile. place: where the warpgroup stages rows."""
         thread = thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
         queries_left = int32(min(sizes.seqlen_q - first_query, 64))
-        warp_sync()  # all lanes have read what is there
+        warp_sync()  # all lanes have read the last rows
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
         to, row = row_base(strides.dq, word(own, BATCH), h, first_query) + first_column, strides.dq[2]
         columns_left = int32(head_dim - first_column)
@@ -60,14 +60,14 @@ def make(config):
 
     @inlined
     def leave(base, own, acc_dq, me, n, arrays, strides, sizes, score):
-        """A consumer warpgroup: acc_dq (8, 4), a key tile's part of 64 columns of 64 queries of the n-th tile. The last
-        key tile comes first, as it does where blocks share a head. own: the base, for words of the key tile."""
+        """A consumer warpgroup adds acc_dq (8, 4), a key tile's part of 64 columns of 64 queries of the n-th tile. The
+        last key tile comes first, as it does if blocks share a head. own: the base, for words of the key tile."""
         if key_tiles == 1:
             write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return
         four = cuda.local.array(4, uint32)
         thread = thread_index() & int32(127)
-        # A warp has a quarter of the place for itself, in which each thread finds its own numbers side by side.
+        # Each warp has a quarter of the place, in which the numbers of a thread lie side by side.
         warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes
         mine, first_key = place + warp * warp_bytes + (thread & int32(31)) * 16, word(own, FIRST_ROW)
         if first_key < (key_tiles - 1) * tile_n:
@@ -85,7 +85,7 @@ def make(config):
 
     @inlined
     def is_nonfinite(b, h, query, lane, arrays, strides, sizes):
-        """Whether a row of dQ has NaN or Inf, by a warp."""
+        """Whether a row of dQ has NaN or Inf. Called by a warp."""
         found = uint32(0)
         if query < sizes.seqlen_q:
             at = row_base(strides.dq, b, h, query)
@@ -97,7 +97,7 @@ def make(config):
 
     @inlined
     def repair(own, steps, arrays, strides, sizes, score):
-        """All consumers, when all of dQ is written and a barrier of theirs has passed."""
+        """Called by all consumers, after they have written all of dQ and passed a barrier."""
         if word(own, STRUCK) != 0:
             thread = thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)

@@ -1,6 +1,6 @@
-"""What the roles of a backward's wgmma block share: its mbarriers, and what was worked out about its work, in words.
+"""What the roles of a wgmma backward block share: its mbarriers, and the block's state, words that describe its work.
 
-Places are bytes from the block's base in shared memory.
+Places are in bytes from the block's base in shared memory.
 """
 
 import functools
@@ -10,20 +10,20 @@ from numba import int32, int64, uint32
 from ...ptx import ld_st, mbarrier, shfl
 from ..steps.inlined import inlined
 
-# The words of the block's state.
+# Words of the block's state.
 BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of a query tile begin (kernels/score/tile_walk.py)
-# Of a block that owns keys, whose query heads are HEAD and the MEMBERS - 1 behind it:
+# For a block that owns keys, whose query heads are HEAD to HEAD + MEMBERS - 1:
 STEP = 52  # to the next query tile
-PART = 56  # which of all parts of all groups it has (config.members)
+PART = 56  # the index of its part among the parts of all groups (config.members)
 STRUCK = 60  # whether some row of dQ is not finite (config.key_tiles)
-# With a mask FREE and CUT as positions alone say, in place of words that no kernel has that takes one:
+# With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses:
 POS_FREE, POS_CUT = STEP, STRUCK
 
 
 @functools.cache
 def ring(stages):
-    """-> (stage_of, phase_of), device functions: the n-th tile's stage in a ring, and the parity of its phase."""
+    """-> (stage_of, phase_of), device functions: the stage of the n-th tile in a ring, and the parity of its phase."""
 
     @inlined
     def stage_of(n):
@@ -42,15 +42,15 @@ def make(config):
     at, init = config.barriers(), mbarrier.init
     stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
     exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
-    # Of a state: the consumers, the thread that fetches dO, and those that add dQ.
+    # Arrivals that release a state: the consumers, the thread that loads dO, and those that add dQ.
     stays, states = config.stays, config.states
     state_readers = 32 * consumer_warps + 1 + (consumers if dq_stages else 0)
-    beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile, and not wgmma alone
+    beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile themselves, apart from wgmma
     a_readers = 32 * consumer_warps if beside else consumer_warps
 
     @inlined
     def set_up(base):
-        """The mbarriers, by one thread, before a fence and a barrier of the block."""
+        """One thread initialises the mbarriers, before a fence and a barrier of the block."""
         init(base + at.own_full, 1)
         if stays:
             init(base + at.own_empty, consumer_warps)
@@ -80,7 +80,7 @@ def words(config):
 
     @inlined
     def put(base, which, value):
-        """By one thread, before a barrier of the block."""
+        """Called by one thread, before a barrier of the block."""
         store_b32(base + state + which, uint32(int64(value) & int64(0xFFFFFFFF)))
 
     @inlined
@@ -90,13 +90,13 @@ def words(config):
 
     @inlined
     def word(base, which):
-        """By a whole warp. As one lane's it is known to be the same in all lanes, and so is what hangs on it: ptxas
-        keeps descriptors and counts in uniform registers only where it knows that a warp stays together."""
+        """Called by a whole warp. The word is broadcast from one lane, so ptxas knows that it is uniform, and with it
+        what depends on it. Only then does it keep descriptors and counts in uniform registers."""
         return int32(idx_b32(load_b32(int32(base + state + which)), 0))
 
     @inlined
     def position(base):
-        """64 bits, since an offset may lie anywhere. By a whole warp."""
+        """64 bits, because an offset may be any number. Called by a whole warp."""
         return int64(word(base, POS_HIGH)) << int64(32) | int64(uint32(word(base, POS_LOW)))
 
     return put, put_position, word, position

@@ -1,6 +1,5 @@
-"""Products of wgmma's backward in float32 with the tiles of a step of the walk, and when those may be read and are done
-with: rings of tiles, of a and of b. A pair of blocks has paired_tiles.py instead.
-"""
+"""Products of the float32 backward on wgmma with the tiles of a step, from two rings of tiles, a and b. They wait until
+a tile may be read and release it afterwards. A pair of blocks uses paired_tiles.py instead."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,13 +14,13 @@ from .backward_producer_float32 import elected
 
 class Tiles(NamedTuple):
     """Device functions. base: the block's shared memory; n: the step, from 0 on; acc, other, even, odd and frag as in
-    backward_products_float32.py. What is finished has been waited for, and its tile is given back if nobody else needs
+    backward_products_float32.py. A `finish` function waits for its product and releases the tile if nobody else needs
     it."""
 
-    set_up: Callable[..., Any]  # (base): the mbarriers, by one thread
-    start: Callable[..., Any]  # (): of all threads, behind what one thread has set up
-    leave: Callable[..., Any]  # (base, found) -> rows that the warp computes again; `found`: not finite; of all threads
-    await_a: Callable[..., Any]  # (base, n): until products with the tile of a may be issued
+    set_up: Callable[..., Any]  # (base): one thread initialises the mbarriers
+    start: Callable[..., Any]  # (): all threads, after what one thread has set up
+    leave: Callable[..., Any]  # (base, found) -> rows that the warp computes again; `found`: not finite; all threads
+    await_a: Callable[..., Any]  # (base, n): waits until products with tile a may be issued
     issue_s: Callable[..., Any]  # (acc, other, base, n)
     finish_s: Callable[..., Any]  # (acc, other, base, n)
     await_b: Callable[..., Any]
@@ -31,8 +30,8 @@ class Tiles(NamedTuple):
     finish_a_sums: Callable[..., Any]  # (acc, even, odd, frag, base, n)
     issue_b_sums: Callable[..., Any]
     finish_b_sums: Callable[..., Any]
-    await_weights_place: Callable[..., Any]  # (base, n): by the first consumer, before it hands weights over
-    give_weights_place: Callable[..., Any]  # (base): by the second, once a warp has read them
+    await_weights_place: Callable[..., Any]  # (base, n): the first consumer waits before it hands over weights
+    give_weights_place: Callable[..., Any]  # (base): the second consumer, once a warp has read them
 
 
 def make(config):
@@ -45,7 +44,7 @@ def make(config):
 
     @inlined
     def set_up(base):
-        """A warp arrives once, be it of the producer or of a consumer."""
+        """A warp arrives once, whether it belongs to the producer or to a consumer."""
         for stage in range(stages_a):
             mbarrier.init(base + at.a_full + 8 * stage, 4)
             mbarrier.init(base + at.a_empty + 8 * stage, 4 + 4 * has_second)

@@ -1,6 +1,6 @@
-"""What the roles of a wgmma block share: where mbarriers and work tiles are, and which place of a ring is used when.
+"""What the roles of a wgmma block share: the places of mbarriers and work tiles, and the order in which rings are used.
 
-Places are bytes from the block's base in shared memory.
+Places are in bytes from the block's base in shared memory.
 """
 
 import functools
@@ -10,16 +10,16 @@ from numba import int32, uint32
 from ...ptx import mbarrier
 from ..steps.inlined import inlined
 
-# A work tile is what the scheduler worked out about a query tile, in words; a block has four of them in a ring.
+# A work tile describes a query tile in words. The scheduler writes it; a block has a ring of four.
 WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH, STATES = (4 * i for i in range(13))
-POS_FREE, POS_CUT = 52, 56  # with a mask: FREE and CUT as positions alone say
+POS_FREE, POS_CUT = 52, 56  # with a mask: FREE and CUT by positions alone
 WORK_TILES = 4
 
 
 @functools.cache
 def ring(count):
-    """-> (place_of, phase_of), device functions: where in a ring of so many places the n-th use is, and the parity of
-    the phase in which that is filled."""
+    """-> (place_of, phase_of), device functions: the place of the n-th use in a ring of `count` places, and the parity
+    of the phase in which that place is filled."""
 
     @inlined
     def place_of(n):
@@ -33,11 +33,11 @@ def ring(count):
 
 
 def make(config):
-    """-> (where the mbarriers are, work_tile_of), the last one a device function.
+    """-> (the places of the mbarriers, work_tile_of), the last one a device function.
 
     mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL,
-    BIAS_EMPTY. K and V have one of either kind for each stage, Q two and work tiles four, a bias one for each consumer
-    and stage.
+    BIAS_EMPTY. Full and empty ones exist once for each stage of K and V, twice for Q, four times for work tiles, and
+    for a bias once for each consumer and stage.
     """
     stages = config.stages
     barriers_at = config.shared_offsets()[-2]
@@ -49,15 +49,15 @@ def make(config):
 
     @inlined
     def work_tile_of(base, i):
-        """Where the i-th query tile of the block is described."""
+        """Where the work tile of the block's i-th query tile is."""
         return base + work_tiles_at + 64 * place_of(i)
 
     return (*singles, *rings, *of_bias), work_tile_of
 
 
 def starter(config, fillers):
-    """-> set_up(base), a device function: the mbarriers, by one thread, before a fence and a barrier. fillers: how many
-    arrivals say that K or V has come."""
+    """-> set_up(base), a device function: one thread initialises the mbarriers, before a fence and a barrier. fillers:
+    number of arrivals that fill K or V."""
     places, _ = make(config)
     Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
     init, consumers, blocks, stages = mbarrier.init, config.consumers, config.cluster, config.stages

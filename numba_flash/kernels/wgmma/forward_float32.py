@@ -1,16 +1,17 @@
-"""FlashAttention-2 in float32 on Hopper's tensor cores (sm_90a): wgmma with products of parts.
+"""FlashAttention-2 in float32 on Hopper's tensor cores (sm_90a): each product is a sum of wgmma products of bfloat16
+parts.
 
-Read forward.py first: the same roles, rows of a lane and work tiles, and parts.py: what is multiplied. wgmma takes no
-float32, so the producer is a whole warpgroup here. It reads K and V from global memory, takes each number apart, and
-writes three parts of 16 bits to shared memory. Consumers do the same with their Q at the beginning of a query tile, and
-with P in registers.
+Read forward.py first, which has the same roles, rows of a lane and work tiles, and parts.py for the products. wgmma has
+no float32 operands, so the producer is a whole warpgroup here. It reads K and V from global memory, splits each number,
+and writes three parts of 16 bits to shared memory. Consumers split their Q at the beginning of a query tile, and P in
+registers.
 
-Tiles in parts are large, and most have one place in shared memory. So two consumers take turns product by product: S of
-the first, S of the second, P . V of the first, P . V of the second. While the second's S is computed the first has its
-softmax. While both compute P . V the producer fills the place of K, and while both compute S that of V. It has read its
-next tile into registers by then.
+Tiles in parts are large, so most have only one place in shared memory. Two consumers take turns product by product: S
+of the first, S of the second, P . V of the first, P . V of the second. The first computes its softmax during S of the
+second. While both compute P . V, the producer fills the place of K; while both compute S, that of V. By then it has
+read its next tile into registers.
 
-Launch: grid (blocks that stay), block (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k and
+Launch: grid (persistent blocks), block (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k and
 v begin at multiples of 16 bytes and are contiguous along dim.
 """
 
@@ -32,12 +33,12 @@ from . import barriers, parts, query_tiles, rows_float32, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .work_tile import counting, position, rows_of_lane, tile_of, word
 
-Q_ROWS = 32  # of a consumer's 64 that it takes apart at a time
-FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
+Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
 
 
 class Sizes(NamedTuple):
-    """What the next query tile is found by."""
+    """The sizes that determine the next query tile."""
 
     batch: int
     heads: int
@@ -50,8 +51,8 @@ class Sizes(NamedTuple):
 
 
 def multipliers(config):
-    """-> (what multiplies Q by K for each panel of columns of head_dim, what P by V for all panels of V), as functions
-    (acc, a, b) of wgmma."""
+    """-> (products of Q and K, one for each panel of columns of head_dim; the product of P and V for all panels of V),
+    as functions (acc, a, b) of wgmma."""
     tile_m, tile_n, columns = config.tile_m, config.tile_n, config.head_dim_padded
     panels = -(-columns // 64)
     q_part, k_part, v_part = tile_m * 128 * panels, tile_n * 128 * panels, tile_n * 128 * config.v_panels
@@ -79,7 +80,7 @@ def make(config):
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
     k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
-    panel_count = v_columns // 2  # of O, registers
+    panel_count = v_columns // 2  # registers of a panel of O
     o_blocks = config.head_dim_v_padded // 8
     turns, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
 
@@ -124,8 +125,8 @@ def make(config):
 
     @inlined
     def anew(sizes):
-        """The same numbers, of which the compiler knows nothing: what the next query tile is found by is not worked out
-        ahead of the loops, in registers that the tiles need."""
+        """The same sizes, but unknown to the compiler. Otherwise it would compute numbers for the next query tile ahead
+        of the loops and keep them in registers that the tiles need."""
         zero = int64(special.opaque(int32(0)))
         return Sizes(
             sizes.batch + zero, sizes.heads + zero, sizes.heads_kv + zero, sizes.seqlen_q + zero, sizes.seqlen_k + zero,
@@ -134,7 +135,7 @@ def make(config):
 
     @inlined
     def fetch(raw, fetch_rows, array, of_array, work_tile, j):
-        """raw <- rows of key tile j, those of valid keys; zeros past them."""
+        """raw <- the rows of key tile j that are valid keys; zeros past them."""
         b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
         first = int32(j * tile_n)
         source = memory.address(array, row_base(of_array, b, h_kv, int64(first)))
@@ -143,22 +144,23 @@ def make(config):
 
     @inlined
     def elected():
-        """Whether the lane is the one that acts for its warp."""
+        """Whether this lane acts for its warp."""
         return special.thread_index() & int32(31) == 0
 
     @inlined
     def hand_over(full):
-        """What the warp wrote is there for wgmma."""
+        """Makes what the warp wrote visible to wgmma, and reports it at `full`."""
         fence.proxy_async()
         bar.warp_sync()
         mbarrier.arrive_if(full, elected())
 
     @inlined
     def produce(base, counter, arrays, strides, sizes):
-        """The producer warpgroup: take query tiles, and make the parts of K and V as the consumers will need them."""
+        """The producer warpgroup: takes query tiles, and writes the parts of K and V in the order in which consumers
+        need them."""
         raw = cuda.local.array(raw_words, uint32)
         two = cuda.local.array(2, uint32)
-        n, i, t = int32(0), int32(0), int64(special.block_index())  # tiles of K and V, and query tiles, so far
+        n, i, t = int32(0), int32(0), int64(special.block_index())  # number of K and V tiles and query tiles so far
         thread = special.thread_index()
         if thread == 0:
             publish_tile(base, i, t, arrays, strides, sizes)
@@ -206,13 +208,13 @@ def make(config):
 
     @inlined
     def load_q(base, me, work_tile, arrays, strides, sizes):
-        """The parts of the warpgroup's 64 rows of Q."""
+        """Splits the warpgroup's 64 rows of Q into parts."""
         raw = cuda.local.array(q_words, uint32)
         two = cuda.local.array(2, uint32)
         thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         source = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, int64(tile.first_query)))
-        warpgroup_sync(me)  # all of it are done with those before
+        warpgroup_sync(me)  # the whole warpgroup has finished with the last ones
         for first_row in range(me * 64, me * 64 + 64, Q_ROWS):
             fetch_q(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
             store_q(raw, int32(base + first_row * 128), two, thread)
@@ -228,7 +230,7 @@ def make(config):
 
     @inlined
     def issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3):
-        """A product for each panel of columns."""
+        """One product for each panel of columns."""
         multiply_0(acc_s, q_desc, k_desc)
         if k_panels > 1:
             multiply_1(part_1, q_desc, k_desc)
@@ -247,7 +249,7 @@ def make(config):
 
     @inlined
     def scores(base, me, n, acc_s):
-        """S of the block's n-th tile of keys."""
+        """S of the block's n-th key tile."""
         part_1 = cuda.local.array(s_count, float32)
         part_2 = cuda.local.array(s_count, float32)
         part_3 = cuda.local.array(s_count, float32)
@@ -271,8 +273,8 @@ def make(config):
         mbarrier.arrive_if(base + K_EMPTY + 8 * stage, elected())
 
     def panel_adder(panel):
-        """-> add_panel(acc_o, acc), a device function: acc_o += that panel of P . V, when it is computed. Only the one
-        behind it may be computed still."""
+        """-> add_panel(acc_o, acc), a device function: waits for that panel of P . V and adds it to acc_o. Only the
+        next panel may still be computing."""
         wait = wait_but_one if panel < v_panels - 1 else wait_all
         first = panel * panel_count
         pin_o = wgmma.pin(panel_count, first)
@@ -303,7 +305,7 @@ def make(config):
 
     @inlined
     def outputs(base, me, n, acc_o, p_frag):
-        """acc_o += P . V of the n-th tile of keys: one panel is added while the next is computed."""
+        """acc_o += P . V of the n-th key tile: one panel is added while the next is computed."""
         even, odd = cuda.local.array(panel_count, float32), cuda.local.array(panel_count, float32)
         stage = stage_of(n)
         mbarrier.wait(base + V_FULL + 8 * stage, phase_of(n))
@@ -317,13 +319,13 @@ def make(config):
         issue_panel(FOURTH, me, odd, p_frag, v_desc)
         add_2(acc_o, even)
         add_3(acc_o, odd)
-        pin_p(p_frag)  # in their registers until here
+        pin_p(p_frag)  # pins the operands in their registers until here
         mbarrier.arrive_if(base + V_EMPTY + 8 * stage, elected())
 
     @inlined
     def step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, masked):
-        """One key tile, the n-th that the block walks: S, softmax, O. asks: mask_mod removes some of it. masked, a
-        constant: some row does not see some key."""
+        """One key tile, the block's n-th: S, softmax, O. asks: mask_mod removes some of it. masked, a constant: some
+        row does not see some key."""
         acc_s, acc_o, p_frag, loaded = registers
         m, l, alpha, terms, distance, mask_bits, shown_bits = row
         if reads:
@@ -352,7 +354,7 @@ def make(config):
 
     @inlined
     def write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score):
-        """O and lse of the warp's rows."""
+        """Writes O and lse of the warp's rows."""
         m, l, alpha, _, distance, _, _ = row
         tile = tile_of(work_tile)
         first_row, lane = rows_of_lane()
@@ -384,12 +386,12 @@ def make(config):
             cuda.local.array(2, float32),  # terms
             cuda.local.array(2, float32),  # distance
             cuda.local.array(mask_words, uint32),  # mask_bits
-            cuda.local.array(bits_words, uint32),  # shown_bits, by the mask that was given
+            cuda.local.array(bits_words, uint32),  # shown_bits, of the caller's mask
         )
         acc_o, terms, mask_bits = registers[1], row[3], row[5]
-        n, i = int32(0), int32(0)  # key tiles, and query tiles, so far
+        n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
         if me == consumers - 1:
-            next_turn(me)  # the first turn is the first consumer's, as if the last had given it on
+            next_turn(me)  # the first consumer has the first turn, as if the last had passed it on
         mbarrier.wait(base + TILE_FULL, 0)
         work_tile = int32(work_tile_of(base, i))
         while word(work_tile + WORK) != 0:
@@ -409,8 +411,8 @@ def make(config):
             for x in range(mask_words):
                 mask_bits[x] = uint32(0)
             while j >= begin:
-                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
-                # window, some of the first kind again.
+                # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
+                # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
                     asks = asks_in(states, j, arrays, strides)
                     step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, TRUE)
@@ -427,14 +429,14 @@ def make(config):
             mbarrier.wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
             work_tile = int32(work_tile_of(base, i))
         if me == 0:
-            my_turn(me)  # takes the turn that was given on when there was nothing left to do
+            my_turn(me)  # takes the turn that was passed on after the last tile
 
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:
             set_up(base)
             fence.mbarrier_init()

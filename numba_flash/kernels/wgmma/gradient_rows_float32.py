@@ -1,4 +1,4 @@
-"""Rows of a gradient in float32, straight from wgmma's accumulators to global memory."""
+"""Writes rows of a float32 gradient from wgmma's accumulators straight to global memory."""
 
 import functools
 
@@ -10,14 +10,14 @@ from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 from . import rows_float32
 
-FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python's own: see inlined.py
+FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python ints: see inlined.py
 
 
 @functools.cache
 def make(columns, padded, of_row=None):
-    """-> store, a device function, for a gradient of `columns` columns, of which a lane's sums are (padded / 8, 4).
+    """-> store, a device function, for a gradient of `columns` columns. A lane has its sums as (padded / 8, 4).
 
-    of_row: columns of a whole row, where these are only a part.
+    of_row: number of columns of a whole row, if these are only a part.
     """
     blocks = padded // 8
     write_row = rows_float32.row_writer(blocks, columns, (of_row or columns) % 2 == 0)
@@ -41,9 +41,10 @@ def make(columns, padded, of_row=None):
 
     @inlined
     def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
-        """A warp's 16 rows, the first of which begins at element `base`, times factor; zeros from rows_that_count on.
+        """Writes factor times a warp's 16 rows, and zeros from row rows_that_count on. The first row begins at element
+        `base`.
 
-        -> a bit for each of its rows that is not finite, and is not stored; the same in all lanes.
+        -> a bit for each row that is not finite and so is not stored; the same in all lanes.
         """
         found = store_row(FIRST, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         found |= store_row(SECOND, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
@@ -56,7 +57,7 @@ def make(columns, padded, of_row=None):
 
 @functools.cache
 def of_block(config, head_dim, padded):
-    """-> store, as above, for the columns of a gradient of head_dim that a block has: all, or in a pair its half.
+    """-> store, as above, for the columns of a gradient of head_dim that a block has: all, or half of them in a pair.
 
     padded: of the first block's half; base: of the whole row.
     """

@@ -1,7 +1,7 @@
-"""How tiles come to the shared memory of a block of a pair (paired_tiles.py): as in backward_producer_float32.py, but
-only the block's half of the columns, and panel by panel.
+"""Loads tiles for a block of a pair (paired_tiles.py). It is like backward_producer_float32.py, but loads only the
+block's half of the columns, panel by panel.
 
-A panel comes to where the other kind of tile had its panel a step before.
+A panel takes the place of the other kind of tile's panel of the step before.
 """
 
 from numba import cuda, int32, int64, uint32
@@ -13,10 +13,10 @@ from .backward_producer_float32 import Producer, hand_over, own_thread, sources,
 
 
 def of_panel(rows, head_dim, half, panel, part_bytes):
-    """-> (how many uint32 a thread needs, fetch, store), as of parts.loader, of one panel of 64 columns.
+    """-> (number of uint32 that a thread needs, fetch, store), as in parts.loader, for one panel of 64 columns.
 
-    head_dim: of the whole tile; half: columns of the first block. The second may have fewer, or none: what it lacks is
-    zero.
+    head_dim: of the whole tile; half: columns of the first block. The second block may have fewer, or none; missing
+    ones are zeros.
     """
     first, second = (min(max(columns - 64 * panel, 0), 64) for columns in (min(half, head_dim), head_dim - half))
     words, fetch_first, store = parts.loader(rows, first or 64, 64, 0, part_bytes)
@@ -43,7 +43,7 @@ def make(config):
     place_of_a, place_of_b, empty_of_a = paired_tiles.places(config)
     of_a = config.stream_rows, config.head_dim, config.head_dim_padded
     of_b = config.stream_rows, config.head_dim_v, config.head_dim_v_padded
-    stream_part = config.stream_rows * 128  # the parts of a panel lie behind each other
+    stream_part = config.stream_rows * 128  # the parts of a panel are contiguous
     two_a, two_b = config.head_dim_padded > 64, config.head_dim_v_padded > 64
     raw_words, fetch_a, store_a = of_panel(*of_a, 0, stream_part)
     _, fetch_b, store_b = of_panel(*of_b, 0, stream_part)
@@ -84,7 +84,7 @@ def make(config):
             step = step_behind(base, step)
 
     def loader(head_dim, half, own, of_own):
-        """-> load, a device function. The panels of each part of an own tile lie behind each other."""
+        """-> load, a device function. The panels of each part of an own tile are contiguous."""
         rows, panels = config.own_rows, -(-half // 64)
         words, fetch, store = of_panel(rows, head_dim, half, 0, panels * rows * 128)
         _, fetch_second, store_second = of_panel(rows, head_dim, half, 1, panels * rows * 128)

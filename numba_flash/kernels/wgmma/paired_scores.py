@@ -1,7 +1,7 @@
-"""Scores of a tile whose columns two blocks share: each multiplies its half, and both add what the other has.
+"""Scores of a tile whose columns two blocks share: each block multiplies its half, and adds the other block's.
 
-A thread hands its numbers to the same thread of the other block, into its shared memory. The sum of both halves is the
-same in both blocks, because a + b is b + a.
+A thread writes its numbers to the shared memory of the other block, for the same thread there. Both blocks get the same
+sum, because a + b is b + a.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from .backward_producer_float32 import elected, own_thread
 
 
 class Exchange(NamedTuple):
-    """Device functions of a consumer warpgroup, for one of both kinds of scores. n: the step, from 0 on."""
+    """Device functions of a consumer warpgroup, for one of the two kinds of scores. n: the step, from 0 on."""
 
     give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
-    take: Callable[..., Any]  # (acc, base, n): acc += what the other block has
-    give_back: Callable[..., Any]  # (base): by whoever read the place last; the other block may fill it again
+    take: Callable[..., Any]  # (acc, base, n): acc += the other block's numbers
+    give_back: Callable[..., Any]  # (base): by the last reader of the place; the other block may fill it again
 
 
 def make(config, scores_at, full, empty):
-    """Where the other block's scores come to, and two mbarriers: they have come; the other block has read what this one
-    gave. A warp arrives once."""
+    """scores_at: where the other block's scores arrive. Two mbarriers: full, they have arrived; empty, the other block
+    has read what this one gave. A warp arrives once."""
     blocks = config.stream_rows // 8
 
     @inlined
     def place_of(base):
-        """The thread's first four numbers."""
+        """The place of the thread's first four numbers."""
         return int32(base + scores_at + own_thread() * 16)
 
     @inlined

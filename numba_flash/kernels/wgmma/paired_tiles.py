@@ -1,22 +1,22 @@
-"""Products with the tiles of a step where a cluster of two blocks, a pair, owns 64 rows: gradients in float32 with
-head_dim above 128.
+"""Products with the tiles of a step if a cluster of two blocks, a pair, owns 64 rows: float32 gradients with head_dim
+above 128.
 
-A consumer has 128 columns of a gradient in registers, and shared memory has no place for wider tiles. So each block has
-half of the columns of every tile, own or walked over. It computes half of the sum of each score,
+A consumer has registers for 128 columns of a gradient, and shared memory has no room for wider tiles. So each block has
+half of the columns of every tile, own or streamed. It computes half of the sum of each score,
 
     S = Q K^T = Q' K'^T + Q" K"^T        dP = dO V^T = dO' V'^T + dO" V"^T
 
-hands it to the other block, and adds up both (paired_scores.py). Then both have P and dS, and each computes its own
-columns of dV and dK, or of dQ. No product is computed twice, only P and dS.
+sends it to the other block, and adds up both halves (paired_scores.py). Then both blocks have P and dS, and each
+computes its own columns of dV and dK, or of dQ. No product is computed twice, only P and dS.
 
-Tiles of the walk are of 64 rows: with fewer, a product of scores takes longer to read its tiles from shared memory than
-to multiply. There are two places for them, each of two panels of 64 columns. One has a tile of a (Q, or K), the other
-one of b (dO, or V), and the next tile of a comes to the place of b, panel by panel, when nobody needs b any more:
+Streamed tiles have 64 rows: with fewer, a product of scores takes longer to read its tiles from shared memory than to
+multiply. There are two places for them, each of two panels of 64 columns. One holds a tile a (Q or K), the other a tile
+b (dO or V). The next tile a is loaded to the place of b, panel by panel, when nobody needs b any more:
 
     tensor cores   S(n)  dP(n)  dV(n)  dK(n)             S(n+1)            dP(n+1) ...
-    comes                              a(n+1) for b(n)   b(n+1) for a(n)
+    loads                              a(n+1) for b(n)   b(n+1) for a(n)
 
-The next tile of a thus comes while the last one is still read, so who has read it is counted in two mbarriers in turn.
+So the next tile a arrives while the last one is still read. Two mbarriers count its readers, in alternation.
 """
 
 from numba import int32, uint32
@@ -29,8 +29,8 @@ from .backward_tiles_float32 import Tiles
 
 
 def places(config):
-    """-> (place_of_a, place_of_b, empty_of_a), device functions of (base, n): where the tiles of step n are, and the
-    mbarriers that count who has read the one of a."""
+    """-> (place_of_a, place_of_b, empty_of_a), device functions of (base, n): the places of the tiles of step n, and
+    the mbarriers that count the readers of a."""
     streamed, place_bytes = config.shared_plan().stream, config.panels * config.panel_bytes
     a_empty, panels = config.barriers().a_empty, config.panels
 
@@ -63,7 +63,7 @@ def make(config):
 
     @inlined
     def set_up(base):
-        """A warp arrives once, be it of the producer or of a consumer, here or in the other block."""
+        """A warp arrives once, whether it belongs to the producer or to a consumer, here or in the other block."""
         for panel in range(panels):
             mbarrier.init(base + at.a_full + 8 * panel, 4)
             mbarrier.init(base + at.b_full + 8 * panel, 4)
@@ -83,8 +83,8 @@ def make(config):
 
     @inlined
     def leave(base, found):
-        """Behind it neither block needs the other, and all that both wrote is there. A row that is not finite in one of
-        them is computed again as a whole, by the first."""
+        """Afterwards neither block needs the other, and all that both wrote is visible. If a row is not finite in
+        either block, the first block computes the whole row again."""
         note = int32(base + plan.struck + (special.thread_index() >> int32(5)) * 4)
         first = cluster.rank() == 0
         if not first and elected():
@@ -98,7 +98,7 @@ def make(config):
 
     @inlined
     def give_back(empty, first):
-        """The panels from `first` on have been read; also those that only the other kind of tile has."""
+        """Releases the panels from `first` on, including those that only the other kind of tile has."""
         for panel in range(first, panels):
             mbarrier.arrive_if(empty + 8 * panel, elected())
 
@@ -109,7 +109,7 @@ def make(config):
 
         @inlined
         def wait(base, n):
-            """For the first panel."""
+            """Waits for the first panel."""
             mbarrier.wait(base + full, n & 1)
 
         @inlined
@@ -123,7 +123,7 @@ def make(config):
 
         @inlined
         def issue_of_sums(even, odd, frag, base, n):
-            if two_panels and not is_a:  # for a the first consumer has waited, before its weights
+            if two_panels and not is_a:  # for a the first consumer has waited before its weights
                 mbarrier.wait(base + full + 8, n & 1)
             issue_sums(even, odd, frag, place_of(base, n))
 
@@ -147,7 +147,7 @@ def make(config):
 
     @inlined
     def finish_dp(acc, other, base, n):
-        if two_b:  # the next tile of a may come beside the second panel
+        if two_b:  # the next tile a may be loaded beside the second panel
             wait_but_one()
             mbarrier.arrive_if(empty_of_b(base, n), elected())
         finish_half_dp(acc, other)
@@ -158,7 +158,7 @@ def make(config):
 
     @inlined
     def await_weights_place(base, n):
-        """It is that of the other block's half of S, which the same thread has read."""
+        """The place is that of the other block's half of S, which the same thread has read."""
 
     scores_a, sums_a = of_kind(a, at.a_full, plan.own_a, place_of_a, empty_of_a, True)
     scores_b, sums_b = of_kind(b, at.b_full, plan.own_b, place_of_b, empty_of_b, False)

@@ -1,20 +1,20 @@
-"""float32 as three parts in bfloat16, for tensor cores that take 16 bits: as exact as float32 arithmetic.
+"""float32 as three bfloat16 parts, for tensor cores with 16-bit operands: as exact as float32 arithmetic.
 
-bfloat16 has 8 significant bits of float32's 24, and all of its exponents. So a number is the sum of three, each the
-rest that the ones before it left, rounded to nearest, and
+bfloat16 has 8 of float32's 24 significant bits, and the same exponents. So a number is the sum of three parts. Each is
+what the parts before it left over, rounded to nearest:
 
     a . b = a2 . b0 + a1 . b1 + a0 . b2 + a1 . b0 + a0 . b1 + a0 . b0
 
-Three products are left out, which together are at most 2^-24 of a * b, and as likely of one sign as of the other.
-Three products of two parts in tf32 (kernels/mma/products_float32.py) take as long, but each number 8 bytes instead of
-6, and V would have to be transposed, because wgmma takes V as it lies in 16 bits only.
+Three products are left out. Together they are at most 2^-24 of a * b, and as likely positive as negative. Three
+products of two tf32 parts (kernels/mma/products_float32.py) take as long, but each number takes 8 bytes instead of 6,
+and V would have to be transposed, because wgmma reads V as it lies in memory only in 16 bits.
 
-A tensor core cuts off what its sum has no place for, always towards zero, so a long sum in one accumulator drifts
-(Ootomo and Yokota, 2022). Here at most 64 columns, or 64 keys, are a sum of their own, small products first, and these
-sums are added up by ordinary additions, which round to nearest.
+A tensor core truncates what does not fit its sum, always towards zero, so a long sum in one accumulator drifts (Ootomo
+and Yokota, 2022). Here a sum in an accumulator has at most 64 columns, or 64 keys, the small products first. Ordinary
+additions, which round to nearest, add up these sums.
 
-Inf, and what bfloat16 rounds up to it, has no other parts: Inf - Inf is NaN. Then O is NaN, and the row is computed
-again without tensor cores (kernels/steps/recompute_whole_rows.py).
+Inf, and what bfloat16 rounds up to Inf, cannot be split: Inf - Inf is NaN. Then O is NaN, and the row is computed again
+without tensor cores (kernels/steps/recompute_whole_rows.py).
 """
 
 import numpy as np
@@ -24,19 +24,19 @@ from ...ptx import cvt, ld_st, memory
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 
-# Which parts are multiplied, the smallest products first.
+# Pairs of parts that are multiplied, the smallest products first.
 PRODUCTS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
 
 
 @inlined
 def rest_of_low(x, two):
-    """x without the bfloat16 in bits 0 to 15."""
+    """x minus the bfloat16 in bits 0 to 15 of `two`."""
     return float32(x - uint32(two << uint32(16)).view(np.float32))
 
 
 @inlined
 def rest_of_high(x, two):
-    """x without the bfloat16 in bits 16 to 31."""
+    """x minus the bfloat16 in bits 16 to 31 of `two`."""
     return float32(x - uint32(two & uint32(0xFFFF0000)).view(np.float32))
 
 
@@ -50,7 +50,8 @@ def split_two(low, high):
 
 
 def to_operand(tile_n):
-    """-> to_p(acc_s, p_frag), a device function: p_frag (3, tile_n / 8, 2) <- acc_s in parts, the A operand of P V."""
+    """-> to_p(acc_s, p_frag), a device function: p_frag (3, tile_n / 8, 2) <- the parts of acc_s, the A operand of P
+    V."""
     count = tile_n // 4
 
     @inlined
@@ -62,16 +63,16 @@ def to_operand(tile_n):
 
 
 def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
-    """-> (how many uint32 a thread needs, fetch, store): float32 rows of global memory to parts in shared memory, by
-    the 128 threads of a warpgroup.
+    """-> (number of uint32 that a thread needs, fetch, store): the 128 threads of a warpgroup load float32 rows from
+    global memory and write their parts to shared memory.
 
     A part has panels of panel_columns columns, panel_bytes apart, in swizzled rows of 128 bytes (ptx/fragments.py).
-    Zeros where a row or a column does not exist: nothing is read there, so that NaN in the padding of a cache cannot
-    come in. group: rows are that many heads of one query, head_bytes apart.
+    Rows and columns that do not exist become zeros and are not read, so NaN in the padding of a cache cannot get in.
+    group: rows are that many heads of one query, head_bytes apart.
     """
-    # Sixteen threads have 4 neighbouring columns each of a panel's row, and of every eighth row below it. So in shared
-    # memory all addresses are constants away from one, and in global memory one addition finds the next row: offsets of
-    # their own would be computed ahead of the loop over tiles and cost two registers each.
+    # Each of 16 threads has 4 neighbouring columns of a panel's row, and of every eighth row below it. So in shared
+    # memory all addresses are a constant away from one, and in global memory one addition gives the next row. Separate
+    # offsets would be computed ahead of the loop over tiles and cost two registers each.
     panels, steps = -(-columns // panel_columns), rows // 8
     load_v4, load_b32, store_v2 = memory.load_v4_if, memory.load_b32_if, ld_st.store_v2
 
@@ -82,14 +83,14 @@ def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
 
     @inlined
     def fetch_four(panel, raw, at, place, here, thread):
-        """4 columns of a panel's row, which begins at `place`, if the row is there."""
+        """Reads 4 columns of a panel's row, which begins at `place`, if the row exists."""
         within = int32((thread & 15) << 2)
         column = int32(panel * panel_columns + within)
         here = here and (panel_columns == 64 or within < panel_columns)
         place += int64(within * 4) + panel * panel_columns * 4
         if columns % 4 == 0:
             load_v4(raw, at, place, uint32(1) if here and column < columns else uint32(0))
-        else:  # the last ones of a row are not all there, and what lies behind them may be NaN
+        else:  # the last columns of a row may be missing, and NaN may follow them
             for i in range(4):
                 raw[at + i] = load_b32(place + 4 * i, uint32(1) if here and column + i < columns else uint32(0))
 
@@ -106,8 +107,8 @@ def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
         two[0], two[1] = one[2], other[2]
         store_v2(to + 2 * part_bytes, two, 0)
 
-    # Each four is a function of its own, because the compiler does not unroll a loop over all of them, and then `raw`
-    # would lie in memory.
+    # Each four is a function of its own: the compiler does not unroll a loop over all of them, and `raw` would lie in
+    # memory.
     def fetching(before, step, panel, at):
         @inlined
         def fetch(raw, source, row_bytes, head_bytes, first_row, rows_left, thread):
@@ -132,12 +133,13 @@ def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
 
     @inlined
     def fetch(raw, source, row_bytes, head_bytes, first_row, rows_left, thread):
-        """raw <- rows from first_row on of those that begin at `source`; rows_left: how many queries there are."""
+        """raw <- the rows from first_row on. `source` is the address of row 0; rows_left: number of queries that
+        exist."""
         return source
 
     @inlined
     def store(raw, target, two, thread):
-        """raw to the parts at `target`."""
+        """Writes the parts of raw to `target`."""
 
     for step in range(steps):
         for panel in range(panels):

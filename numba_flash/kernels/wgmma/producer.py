@@ -1,7 +1,8 @@
 """The threads that supply the consumers of a wgmma block: the scheduler (query tiles and Q), the producer (K and V),
 and a third one for a bias that TMA loads.
 
-Each role is one thread. TMA loads the tiles. Full mbarriers tell the consumers, who release places at empty ones.
+Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
+release it.
 """
 
 from numba import int32, int64
@@ -16,11 +17,12 @@ from .query_tiles import field_of
 
 
 def make(config):
-    """-> (set_up, schedule, produce, produce_bias), device functions: the mbarriers, and the roles."""
+    """-> (set_up, schedule, produce, produce_bias), device functions: initialisation of the mbarriers, and the
+    roles."""
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
     group, blocks = config.group_size, config.cluster
-    part_rows = tile_n // blocks  # rows of a tile that a block fetches
+    part_rows = tile_n // blocks  # rows of a tile that one block loads
     _, k_at, v_at, bias_at, *_ = config.shared_offsets()
     bias_bytes, bias_stages = config.bias_bytes, max(config.bias_stages, 1)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
@@ -44,7 +46,7 @@ def make(config):
 
     @inlined
     def load_q(base, i, h, first_query, b):
-        """Q of the i-th query tile."""
+        """Loads Q of the i-th query tile."""
         buffer = buffer_of(i)
         full = base + Q_FULL + 8 * buffer
         wait(base + Q_EMPTY + 8 * buffer, q_phase_of(i) ^ 1)
@@ -55,23 +57,23 @@ def make(config):
 
     @inlined
     def prefetch_q(h, first_query, b):
-        """Q of a query tile as far as L2, because there is no room for it yet."""
+        """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
         for panel in range(k_panels):
             prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
     def ring_loader(full_at, empty_at, tiles_at, tile_bytes, panels, map_at):
-        """-> load, for the ring of K's or V's tiles; map_at: where its tensor map is among the kernel's."""
+        """-> load, for the ring of K or V tiles; map_at: where its tensor map is among the kernel's."""
 
         @inlined
         def load(base, n, j, h_kv, b):
-            """Tile j of a head, the n-th that the block fetches."""
+            """Loads tile j of a head, the block's n-th."""
             stage = stage_of(n)
             full = base + full_at + 8 * stage
             wait(base + empty_at + 8 * stage, phase_of(n) ^ 1)
             expect(full, tile_bytes)
             for panel in range(panels):
                 to = base + tiles_at + stage * tile_bytes + panel * kv_panel
-                if blocks > 1:  # a part of the rows, for all blocks of the cluster; these fetch the others
+                if blocks > 1:  # a part of the rows, for all blocks of the cluster; they load the others
                     row = rank() * part_rows
                     every = (1 << blocks) - 1
                     multicast_4d(
@@ -87,8 +89,8 @@ def make(config):
 
     @inlined
     def claim(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: publish it and fetch its Q. Where there is none, consumers issue the S of
-        the first one of all and drop it."""
+        """Query tile t is the block's i-th: publish it and load its Q. If no tile is left, consumers issue S of the
+        first query tile and drop it."""
         b, h, first_query = publish_tile(base, i, t, arrays, strides, sizes)
         if q_buffers == 1:
             prefetch_q(h, first_query, b)
@@ -96,8 +98,8 @@ def make(config):
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
-        """The scheduler's one thread: hand out the query tiles and fetch Q, while the producer goes on with K and V."""
-        i = int32(0)  # query tiles so far
+        """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer."""
+        i = int32(0)  # number of query tiles so far
         t = int64(block_index())
         if blocks > 1:
             t = int64(divide(block_index(), blocks))
@@ -113,9 +115,9 @@ def make(config):
 
     @inlined
     def produce(base, arrays, strides):
-        """The producer's one thread: fetch K and V as the consumers will need them."""
-        n = int32(0)  # tiles of K and V so far
-        i = int32(0)  # query tiles so far
+        """The producer, one thread: loads K and V in the order in which the consumers need them."""
+        n = int32(0)  # number of K and V tiles so far
+        i = int32(0)  # number of query tiles so far
         work_tile = work_tile_of(base, i)
         wait(base + TILE_FULL, 0)
         load_k(base, n, int32(field_of(work_tile + STOP) - 1), field_of(work_tile + H_KV), field_of(work_tile + B))
@@ -126,8 +128,8 @@ def make(config):
             if has_states:
                 states, alone = field_of(work_tile + STATES), j == begin
             while j >= begin:
-                # Not sooner, or the block sits on a query tile while others are idle; not later, because its Q and its
-                # first K take a while.
+                # Ask for the next query tile now: earlier, the block would hold a query tile while others are idle;
+                # later, its Q and its first K would arrive too late.
                 if has_states:
                     behind_j = behind(states, j, begin, arrays, strides)
                     arrive_if(base + ASKED, alone or behind_j == begin)
@@ -137,7 +139,7 @@ def make(config):
                 if j == begin:
                     wait(base + TILE_FULL + 8 * tile_place_of(i + 1), tile_phase_of(i + 1))
                     source, next_j = next_tile, int32(field_of(next_tile + STOP) - 1)
-                # The next K, if need be of the next query tile, before this V: in the order of the products.
+                # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
                 load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
                 load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
                 n = int32(n + 1)
@@ -147,9 +149,9 @@ def make(config):
 
     @inlined
     def produce_bias(base, arrays, strides):
-        """One thread: of each tile of keys the bias, for one consumer after the other."""
-        n = int32(0)  # tiles of keys so far
-        i = int32(0)  # query tiles so far
+        """One thread: loads the bias of each key tile, for one consumer after the other."""
+        n = int32(0)  # number of key tiles so far
+        i = int32(0)  # number of query tiles so far
         wait(base + TILE_FULL, 0)
         work_tile = work_tile_of(base, i)
         while field_of(work_tile + WORK) != 0:

@@ -1,7 +1,8 @@
-"""The query tiles that a wgmma block takes, and their description for all roles of the block: a work tile.
+"""How a wgmma block takes query tiles, and the work tiles that describe them to all roles of the block.
 
-One block per multiprocessor stays for the whole launch and takes query tiles by a counter in global memory. Tiles that
-see the most keys come first, and a few heads at a time, so that their K and V stay in L2.
+The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
+global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
+these heads stay in L2.
 """
 
 import functools
@@ -38,13 +39,13 @@ from .barriers import (
 
 @inlined
 def field_of(place):
-    """A word of a work tile, for one thread."""
+    """Reads a word of a work tile, for one thread."""
     return int32(ld_st.load_b32(int32(place)))
 
 
 @functools.cache
 def make(config):
-    """-> (publish_tile, following, set_back), device functions of one thread."""
+    """-> (publish_tile, following, set_back), device functions for one thread."""
     tile_n, group, queries, blocks = config.tile_n, config.group_size, config.queries, config.cluster
     cluster_queries = queries * blocks
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
@@ -62,9 +63,9 @@ def make(config):
 
     @inlined
     def tile_of(t, arrays, strides, sizes):
-        """-> (b, h, first_query) of query tile t, or of a cluster's t-th tiles (b = batch: none).
+        """-> (b, h, first_query) of query tile t, or of the t-th tiles of a cluster (b = batch: none).
 
-        Some heads at a time, last queries first, or under a mask_mod those that see the most tiles.
+        Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
         """
         if has_states:
             b, head, own = take(t, arrays, strides, sizes)
@@ -83,8 +84,9 @@ def make(config):
     def tiles_of(first_query, tile_pos, keys, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
-        Where it sees none, one past the end of K and V, which reads as zeros: so every query tile has keys to walk.
-        Where rows do not exist, no tile is one that all see: functions are not asked about those.
+        If it sees none, the result is one tile past the end of K and V, which reads as zeros: so every query tile has a
+        key tile. If some rows do not exist, no tile counts as seen by all rows: functions are not called for missing
+        rows.
         """
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
         top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
@@ -108,10 +110,11 @@ def make(config):
 
     @inlined
     def ask_mask(work_tile, arrays, strides, sizes):
-        """Without the tiles in which the mask shows nothing, before the first key that it shows and behind the last.
-        FREE and CUT <- the tiles between in which neither the mask nor positions hide a key.
+        """Drops the tiles before the first and after the last in which the mask shows a key. FREE and CUT <- the tiles
+        between in which neither the mask nor positions hide a key.
 
-        Reads the work tile and writes it again, because the scheduler has few registers."""
+        Reads the work tile and writes it again, because the scheduler has few registers.
+        """
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
         ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
@@ -125,7 +128,8 @@ def make(config):
 
     @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
-        """Without the tiles at its ends in which a mask_mod shows nothing; STATES <- what says which are between."""
+        """Drops the tiles at both ends in which a mask_mod shows nothing; STATES <- where the states of the tiles
+        between are."""
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         states = states_row(b, h, first_query, arrays, strides)
         begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
@@ -135,7 +139,7 @@ def make(config):
 
     @inlined
     def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
-        """To the producer and the consumers."""
+        """Writes the work tile for the producer and the consumers."""
         at = work_tile_of(base, i)
         wait(base + TILE_EMPTY + 8 * tile_place_of(i), tile_phase_of(i) ^ 1)
         store_shared(at + WORK, uint32(work))
@@ -162,7 +166,7 @@ def make(config):
     def publish_tile(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th. -> its b, h and first_query.
 
-        Where there is none, the first one of all stands for it, for who needs no branch then.
+        If no tile is left, the first query tile replaces it, so that roles need no branch.
         """
         b, h, first_query = tile_of(t, arrays, strides, sizes)
         work = b < sizes.batch
@@ -175,15 +179,15 @@ def make(config):
         begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
-        if has_mask or has_states:  # not kept in registers until here
+        if has_mask or has_states:  # read again, not kept in registers until here
             work_tile = work_tile_of(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         return b, h, first_query
 
     @inlined
     def following(t, counter):
-        """The block's next query tile behind t."""
-        if blocks > 1:  # its blocks must take the same, and all tiles take as long: so no counter is asked
+        """The block's next query tile after t."""
+        if blocks > 1:  # all blocks of a cluster take the same t and all tiles take equally long: no counter
             t = t + divide(block_count(), blocks)
         else:
             t = int32(atomic_add(counter, uint32(1))) + block_count()
@@ -191,7 +195,7 @@ def make(config):
 
     @inlined
     def set_back(counter):
-        """By each block that found no tile left; the last one sets the counter back for the next launch."""
+        """Called by each block that found no tile left; the last one resets the counter for the next launch."""
         if blocks == 1:
             if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
                 exchange(counter, uint32(0))

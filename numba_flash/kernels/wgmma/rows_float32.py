@@ -1,4 +1,5 @@
-"""Rows of a tile in float32, straight from wgmma's accumulators: four lanes have 32 neighbouring bytes of a row."""
+"""Writes float32 rows of a tile from wgmma's accumulators to global memory: four lanes write 32 contiguous bytes of a
+row."""
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
@@ -13,7 +14,7 @@ from ..steps.tiles import row_base
 
 
 def row_writer(blocks, columns, vectorized):
-    """-> write_row, a device function, for rows of `columns` columns, of which a lane has (blocks, 4) numbers.
+    """-> write_row, a device function, for rows of `columns` columns. A lane has their numbers as (blocks, 4).
 
     vectorized: two columns can be written at a time.
     """
@@ -21,7 +22,7 @@ def row_writer(blocks, columns, vectorized):
 
     @inlined
     def write_row(acc, r, lane, target, row_at, column_stride):
-        """The lane's row r, to the row that begins at element row_at of target."""
+        """Writes the lane's row r to the row that begins at element row_at of target."""
         two = cuda.local.array(2, uint32)
         first = int32(first_column_of(lane))
         to = memory.address(target, row_at + first * column_stride)
@@ -43,8 +44,8 @@ def row_writer(blocks, columns, vectorized):
 def make(config):
     """-> write_rows, a device function.
 
-    A warp writes its 16 rows from first_row on of a QueryTile, with their lse, but not O where a row of it is not
-    finite. Those it marks in row_states. -> whether the lane has a part of such a row.
+    A warp writes the 16 rows of a QueryTile from first_row on, with their lse. It does not write O of a row that is not
+    finite, but marks the row in row_states. -> whether the lane has a part of such a row.
     """
     group, blocks = config.group_size, config.head_dim_v_padded // 8
     row_state_bytes, write_lse = config.ROW_STATE_BYTES, config.write_lse
@@ -54,7 +55,7 @@ def make(config):
 
     @inlined
     def divide_row(acc_o, r, inverse):
-        """The lane's row r, by its sum. -> whether all of it, which four lanes have, is finite."""
+        """Divides the lane's row r by its sum. -> whether the whole row, which four lanes share, is finite."""
         even, odd = float32(0), float32(0)
         for n in range(blocks):
             acc_o[4 * n + 2 * r] *= inverse
@@ -84,7 +85,7 @@ def make(config):
     def write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes):
         some = finish_row(int32(0), acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         some |= finish_row(int32(1), acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
-        bar.warp_sync()  # the marks are read by the whole warp
+        bar.warp_sync()  # the whole warp reads the marks
         return some
 
     return write_rows

@@ -1,5 +1,4 @@
-"""What a consumer does with the scores of a tile of keys, beside their product: what they need, which of them count,
-and the caller's own functions."""
+"""What a consumer does with the scores of a key tile after their product: options, masks and the caller's functions."""
 
 from numba import cuda, int32, uint32
 
@@ -29,18 +28,18 @@ def make(config):
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count. Beside the products: it takes a while."""
+        """mask_bits <- which of the lane's scores of key tile j count. Run it during products: it takes a while."""
         first_row, lane = rows_of_lane()
         keys = word(work_tile + KEYS)
         visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
 
     @inlined
     def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
-        """The same without those that the mask hides, whose bits have been loaded. Only in some of the tiles that it is
-        read for do positions hide anything."""
+        """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
+        only in some of the tiles for which the mask is read."""
         if has_mask and word(work_tile + POS_FREE) <= j < word(work_tile + POS_CUT):
             if has_row_term:
-                find_visible(j, work_tile, sizes, mask_bits, distance)  # for the distance
+                find_visible(j, work_tile, sizes, mask_bits, distance)  # needed for the distance
             hide(mask_bits, bits, FALSE)
         else:
             find_visible(j, work_tile, sizes, mask_bits, distance)
@@ -48,16 +47,16 @@ def make(config):
 
     @inlined
     def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
-        """What the scores of key tile j need from global memory: asked for before their product is."""
+        """Issues loads of what the scores of key tile j need from global memory, before their product is issued."""
         first_row, lane = rows_of_lane()
         origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
         load_direct(loaded, j, origin, first_row, lane, strides, sizes, inside)
-        if not inside:  # there the mask hides nothing
+        if not inside:  # inside, the mask hides nothing
             load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
-        """loaded (2, tile_n / 8) <- the bias of the n-th tile of keys, once it has come by TMA."""
+        """loaded (2, tile_n / 8) <- the bias of the n-th key tile, once TMA has loaded it."""
         four = cuda.local.array(4, uint32)
         first_row, lane = rows_of_lane()
         at = int32(stage_of(n) * consumers + (first_row >> 6))
@@ -68,26 +67,26 @@ def make(config):
             for half in range(2):
                 for r in range(2):
                     loaded[r * blocks + 2 * pair + half] = four[2 * half + r]
-        fence_async()  # the next one comes by a copy
+        fence_async()  # the next bias is written by the async proxy
         arrive(base + BIAS_EMPTY + 8 * at)
 
     @inlined
     def finish_scores(base, acc_s, terms, distance, loaded, n, score):
-        """acc_s <- finished scores of the n-th tile of keys."""
+        """acc_s <- finished scores of the n-th key tile."""
         if boxed:
             load_bias(base, loaded, n)
         finish(acc_s, terms, distance, loaded, score)
 
     @inlined
     def hide_scores(acc_s, mask_bits):
-        """acc_s <- -inf where mask_bits has no bit. A mask hides nothing in many of the tiles that it is read for."""
+        """acc_s <- -inf where mask_bits has no bit. In many of the tiles for which a mask is read it hides nothing."""
         if not has_mask or some_hidden(mask_bits):
             mask_scores(acc_s, mask_bits)
 
     def applying(functions_on):
         @inlined
         def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
-            """The caller's own functions on the scores of key tile j. asks: mask_mod removes some of them."""
+            """Applies the caller's functions to the scores of key tile j. asks: mask_mod removes some of them."""
             first_row, lane = rows_of_lane()
             tile = tile_of(work_tile)
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))

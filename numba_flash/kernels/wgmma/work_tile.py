@@ -1,4 +1,4 @@
-"""What a consumer reads of a work tile, which the scheduler has written to shared memory (query_tiles.py)."""
+"""How a consumer reads a work tile, which the scheduler has written to shared memory (query_tiles.py)."""
 
 from numba import int32, int64, uint32
 
@@ -14,14 +14,14 @@ load_shared, idx_b32 = ld_st.load_b32, shfl.idx_b32
 
 @inlined
 def word(place):
-    """A word of a work tile. As one lane's it is known to be the same in all, and so is what hangs on it: ptxas keeps
-    descriptors and counts in uniform registers only where it knows that a warp stays together."""
+    """A word of a work tile. It is broadcast from one lane, so ptxas knows that it is uniform, and with it what depends
+    on it. Only then does it keep descriptors and counts in uniform registers."""
     return int32(idx_b32(load_shared(int32(place)), 0))
 
 
 @inlined
 def position(work_tile):
-    """Of the query tile's first query; 64 bits, since an offset may lie anywhere."""
+    """Position of the query tile's first query; 64 bits, because an offset may be any number."""
     return int64(word(work_tile + POS_HIGH)) << int64(32) | int64(uint32(word(work_tile + POS_LOW)))
 
 
@@ -33,14 +33,14 @@ def tile_of(work_tile):
 
 @inlined
 def rows_of_lane():
-    """-> (the warp's first row in the query tile, lane), worked out anew: registers are dear."""
+    """-> (the warp's first row in the query tile, lane). Computed again on each call, to save registers."""
     thread = special.thread_index() - 128
     return (thread >> int32(5)) * 16, thread & int32(31)
 
 
 def counting(config):
-    """-> (words, find_kept, drop_some, count_kept): which weights of a query tile count, and how many times. Words of
-    `kept`, and device functions."""
+    """-> (words, find_kept, drop_some, count_kept): which weights of a query tile count, and how often. The number of
+    words of `kept`, and device functions."""
     drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
     tile_n = config.tile_n
 
@@ -55,7 +55,7 @@ def counting(config):
 
     @inlined
     def drop_some(acc_s, kept):
-        """P <- 0 where it does not count."""
+        """P <- 0 if it does not count."""
         if drops:
             drop(acc_s, kept)
 
