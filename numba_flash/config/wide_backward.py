@@ -25,6 +25,7 @@ class WideBackwardConfig(Config):
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
+    natural: ClassVar[bool] = False  # whether registers of gradients have columns in their order
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -222,14 +223,17 @@ class WideCarriedConfig(WideFusedConfig):
 
     teams: with 2, each has half of the block's keys, and goes its own way; both give a part of dQ. blocks: with 2, a
     cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the next tile of Q
-    comes earlier.
+    comes earlier. one_place: P^T with dS^T, the part of dQ, and scores from the other block share one place, one behind
+    the other, so that tiles of more queries fit.
     """
 
     teams: int = 1
     blocks: int = 1  # type: ignore[misc]
     q_places: int = 2
+    one_place: bool = False
 
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
+    natural: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
     FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
     LOADERS: ClassVar[int] = 64  # threads that fetch tiles
@@ -244,6 +248,11 @@ class WideCarriedConfig(WideFusedConfig):
             raise ValueError(f"{self.own_rows} keys are no {self.teams} times {self.warp_rows}")
         if self.own_rows > 4 * self.warp_rows:
             raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
+        if self.one_place and (self.teams > 1 or self.column_groups > 2):
+            raise ValueError(
+                f"one_place is for 1 team and column_groups=2, not {self.teams} and {self.column_groups}: what comes "
+                "of scores lies where the same warp puts its half"
+            )
         super().__post_init__()
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
 
@@ -284,20 +293,24 @@ class WideCarriedConfig(WideFusedConfig):
     @property
     def pitch_dq(self) -> int:
         """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
-        return self.head_dim_padded + 2
+        return self.head_dim_padded + 8
 
     def shared_offsets(self) -> tuple[int, ...]:
         """Where V, the places of Q, dO, P^T, dS^T, lse with delta of the queries in each place, the block's state, the
-        part of dQ, mbarriers, what comes from the other block (kernels/mma/shared_scores.py), and the end are."""
+        part of dQ, mbarriers, those of scores from the other block (kernels/mma/shared_scores.py), these scores, and
+        the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
-        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * 8 + self.workers // 2)
+        scores_bars = (self.blocks - 1) * self.workers // 2
         places = self.q_places
-        return tuple(
-            itertools.accumulate(
-                (own, own, places * other, other, weights, weights, places * self.tile_m * 16, 48, part, 48, scores)
-            )
-        )
+        above = (own, own, places * other, other, weights)  # and behind it dS^T
+        rows = places * self.tile_m * 16
+        if self.one_place:
+            starts = list(itertools.accumulate((*above, max(weights, part - weights), rows, 64, 0, 48, scores_bars)))
+            p_at = starts[3]
+            return (*starts[:7], p_at, *starts[8:10], p_at, starts[10])
+        scores = (self.blocks - 1) * 2 * self.tile_n * self.tile_m * 8
+        return tuple(itertools.accumulate((*above, weights, rows, 64, part, 48, scores_bars, scores)))
 
 
 @dataclass(frozen=True)

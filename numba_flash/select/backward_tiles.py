@@ -90,6 +90,7 @@ class WideCarried(NamedTuple):
     teams: int = 1
     blocks: int = 1  # that share the columns
     q_places: int = 2
+    one_place: bool = False
     plain: bool = True
     gpu: str = MEASURED
 

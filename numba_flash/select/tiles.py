@@ -46,6 +46,7 @@ class MmaWide(NamedTuple):
     unread: bool = False  # not where something is read or asked for each score
     unrolled: bool = False
     sliced: bool = False
+    by_numbers: bool = False
     above: int = 0  # for head_dim of q and k and of v that are both above this
     gpu: str = MEASURED
 

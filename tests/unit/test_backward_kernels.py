@@ -1045,6 +1045,10 @@ def test_what_the_hopper_backward_refuses(options, words):
             lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 16, teams=2),
             "16 keys are no 2 times 16",
         ),
+        (
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 32, 64, teams=2, one_place=True),
+            "1 team and column_groups=2, not 2 and 2",
+        ),
     ],
 )
 def test_a_config_checks_itself(make, word):

@@ -7,8 +7,12 @@ that computes nothing, waits for the turn, lets a copy of each row add it (tma.a
 when all of it is there. The first part of a query tile is stored. One copy of an element is under way at a time, so
 additions to it have one order: key tile by key tile, and team by team.
 
-Rows of a part lie pitch_dq elements apart: with 16 bytes behind each, what lanes write at a time lies in different
+Rows of a part lie pitch_dq elements apart: with 64 bytes behind each, what lanes write at a time lies in different
 banks. Teams take turns with the one place that there is for a part.
+
+Where that is the place of P and dS (config.one_place), a part goes there when all warps have multiplied with dS. Then
+an mbarrier says that copies have read it. Of two blocks that share columns each says so to the other one: its scores
+come to that place first.
 """
 
 from collections.abc import Callable
@@ -16,10 +20,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float64, int32, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, special, tma
+from ...ptx import bar, cluster, fence, ld_st, mbarrier, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
-from ..steps.plain import first_row_of
+from ..steps.plain import first_column_of, first_row_of
 from . import backward_dq_parts, backward_wide, shared_weights
 
 # Named barriers of each team: all of dS is there; the place for a part is free; the part is there.
@@ -27,7 +31,7 @@ DS_FULL, EMPTY, FULL = 8, 10, 12
 
 
 class DqCarried(NamedTuple):
-    """Device functions. i: a query tile of head h."""
+    """Device functions. i: a query tile of head h; free: the mbarrier of the place for all, if it is one."""
 
     leave: Callable[..., Any]  # by the warps of a team
     carry: Callable[..., Any]  # by the carrier; first, last: nothing comes before it, or behind
@@ -39,6 +43,7 @@ def make(config):
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
     dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
+    one_place, done = config.one_place, (DS_FULL, config.team) if config.one_place else (EMPTY, both)
     made = backward_wide.dq_product(config)
     add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, True)
@@ -67,15 +72,14 @@ def make(config):
         for n in range(own_keys // 16):  # written out, so that what comes next is read while this is multiplied
             turned(operand, int32(place + n * (16 * pitch * 8)))
             add_16(acc, operand, other, int32(k_lane + n * 2048))
-        bar.sync(EMPTY + team, both)  # and the team is done with dS
-        row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + (lane & 3) * 4
+        bar.sync(done[0] + team, done[1])  # and the team is done with dS
+        row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + int32(first_column_of(lane))
         to = int32(dq_smem + (row * pitch_dq + column) * 8)
-        for n in range(panels):
-            for x in range(2):  # of two neighbouring columns
-                for r in range(2):
-                    for j in range(2):
-                        values[j] = acc[(2 * n + j) * 4 + 2 * r + x] * score.scale
-                    store_v2(to + (8 * r * pitch_dq + 16 * n + 2 * x) * 8, values, 0)
+        for n in range(columns // 8):
+            for r in range(2):
+                for x in range(2):
+                    values[x] = acc[n * 4 + 2 * r + x] * score.scale
+                store_v2(to + (8 * r * pitch_dq + 8 * n) * 8, values, 0)
         fence_async()
         bar.arrive(FULL + team, both)
 
@@ -97,9 +101,22 @@ def make(config):
         commit()
 
     @inlined
-    def carry(i, h, first, last, dq_smem, state, strides, sizes):
+    def say_free(team, last, free):
+        """All lanes' copies have read the place."""
+        bar.warp_sync()
+        if one_place:
+            elected = special.thread_index() & int32(31) == 0
+            if paired:
+                mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
+            else:
+                mbarrier.arrive_if(free, elected)
+        elif not last or team + 1 < teams:
+            bar.arrive(EMPTY + (team + 1) % teams, both)
+
+    @inlined
+    def carry(i, h, first, last, dq_smem, state, free, strides, sizes):
         """All parts of query tile i to global memory, when their turn has come, and the turn to the next key tile."""
-        if first:
+        if first and not one_place:
             bar.arrive(EMPTY, both)
         wait_turn(i, h, state, sizes)
         adds = parts_before(i, state) != uint32(0)
@@ -108,9 +125,7 @@ def make(config):
             fence_global()
             copy_part(i, h, adds or team > 0, dq_smem, state, strides, sizes)
             wait_read()
-            bar.warp_sync()
-            if not last or team + 1 < teams:
-                bar.arrive(EMPTY + (team + 1) % teams, both)
+            say_free(team, last, free)
             wait_added()
             fence_global()
             bar.warp_sync()

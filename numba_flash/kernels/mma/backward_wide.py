@@ -34,6 +34,9 @@ class View(NamedTuple):
     tile_state_entries: int = 0
     splits_columns: bool = False
     sliced: bool = False
+    by_numbers: bool = False
+    natural: bool = False  # columns of sums are in their order
+    swapped: bool = False  # of two neighbouring rows lanes 2 and 3 of four take the second one first
 
     def shared_offsets(self):
         return 0, 0, 0, 0, self.exchange_at, 0
@@ -70,14 +73,16 @@ def fused_products(config, groups):
     the columns that are summed up."""
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
     of_warps = groups, config.large_f64, config.unrolled
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0))
+    view = View(config.dtype, *rows, padded, padded // groups, *of_warps, 0)
+    return PRODUCTS[config.dtype].make(view._replace(by_numbers=True, swapped=True, natural=config.natural))
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
     of_warps = 1, config.large_f64, False
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, columns, columns, *of_warps, 0))
+    view = View(config.dtype, *rows, columns, columns, *of_warps, 0, natural=config.natural)
+    return PRODUCTS[config.dtype].make(view)
 
 
 def storer(config, columns, padded):
@@ -86,7 +91,7 @@ def storer(config, columns, padded):
     strips, blocks = warp_rows // 16, own_padded // 8
     real = numbers.of(config.compute_dtype).real
     bfly = numbers.of(config.compute_dtype).bfly
-    write_row = rows_wide.row_writer(config.dtype, blocks, columns * config.item_size % 16 == 0)
+    write_row = rows_wide.row_writer(config.dtype, blocks, columns * config.item_size % 16 == 0, config.natural)
     bfly_b32 = shfl.bfly_b32
 
     @inlined

@@ -11,8 +11,8 @@ part of dQ one behind the other, and so one makes P and dS while the other multi
 Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places. dO comes while dK and dQ
-are computed from the tile before.
+Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places; with one, while dQ is
+computed from the tile before. dO comes while dK and dQ are.
 
 Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
 (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
@@ -23,7 +23,7 @@ from numba import cuda, float64, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
-from ..steps import async_tiles, lse_delta
+from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -41,10 +41,13 @@ ALL = 5  # the named barrier of all warps that compute; backward_dq_carried.py a
 def make(config):
     tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_at, _ = config.shared_offsets()
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, scores_at, _ = (
+        config.shared_offsets()
+    )
     q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
     loaders, team = config.LOADERS, config.team
     q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
+    one_place, place_empty, end_at = config.one_place, do_empty + 8, state_at + 3 * block_state.SIZE
     q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
 
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
@@ -98,6 +101,11 @@ def make(config):
         return (t >> 1) & 1 if q_places > 1 else t & 1
 
     @inlined
+    def end_of(k_smem):
+        """How many tiles of queries all heads have; kept through the loop, it would cost a register."""
+        return int32(ld_st.load_b32(k_smem + int32(end_at)))
+
+    @inlined
     def load_queries(t, k_smem, thread, arrays, strides, sizes):
         """Start the copies of Q of the t-th tile of queries, with lse and delta."""
         walk = walk_of(k_smem + int32(state_at), sizes)
@@ -118,14 +126,18 @@ def make(config):
         load_other(k_smem + int32(do_at), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
 
     @inlined
-    def fetch(end, k_smem, thread, arrays, strides, sizes):
+    def fetch(k_smem, thread, arrays, strides, sizes):
         """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
         t = int32(0)
-        while t < end:
-            mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
-            load_queries(t, k_smem, thread, arrays, strides, sizes)
+        while t < end_of(k_smem):
+            if q_places > 1:
+                mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
+                load_queries(t, k_smem, thread, arrays, strides, sizes)
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
             load_do(t, k_smem, thread, arrays, strides, sizes)
+            if q_places == 1:  # then dO's place is the first that is free
+                mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
+                load_queries(t, k_smem, thread, arrays, strides, sizes)
             cp_async.commit_group()
             wait_all()
             mbarrier.arrive(k_smem + int32(q_full) + 8 * place_of(t))
@@ -138,17 +150,28 @@ def make(config):
         mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
 
     @inlined
+    def place_of_scores(k_smem):
+        """Where what comes of scores for the warp does; in one place, where the warp itself puts the half it gives."""
+        warp = special.thread_index() >> int32(5)
+        if one_place:
+            group, role = warp >> int32(1), warp & int32(1)
+            return k_smem + int32(p_at) + role * int32(ds_at - p_at) + group * int32(s_count * 256)
+        return k_smem + int32(scores_at) + warp * int32(s_count * 256)
+
+    @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         to_q, do_smem = int32(q_at + place_of(t) * q_bytes), k_smem + int32(do_at)
         mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
         find_scores(registers, k_smem, to_q, int32(do_at))
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)  # while the last products end
+        if one_place:
+            mbarrier.wait(k_smem + int32(place_empty), (t & 1) ^ 1)
         if paired:
-            add_other(registers.acc, t, k_smem + int32(scores_at))
+            add_other(registers.acc, t, place_of_scores(k_smem), k_smem + int32(scores_bars_at))
         give_half(registers, k_smem)
         meet()
-        walk = walk_of(k_smem + int32(state_at), sizes)
-        i, h = turn(t, walk, sizes)
         rows_smem, term = k_smem + int32(rows_at) + place_of(t) * rows_bytes, row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         meet()
@@ -160,12 +183,13 @@ def make(config):
         leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
 
     @inlined
-    def carry(end, k_smem, strides, sizes):
+    def carry(k_smem, strides, sizes):
         """What the carrier does: all of the block's parts of dQ, one behind the other."""
         state, t = k_smem + int32(state_at), int32(0)
-        while t < end:
+        while t < end_of(k_smem):
             i, h = turn(t, walk_of(state, sizes), sizes)
-            carry_dq(i, h, t == 0, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            free = k_smem + int32(place_empty)
+            carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(dq_at), state, free, strides, sizes)
             t = int32(t + 1)
 
     @inlined
@@ -176,6 +200,8 @@ def make(config):
             mbarrier.init(k_smem + int32(q_full + 8 * place), loaders)
             mbarrier.init(k_smem + int32(q_empty + 8 * place), workers // 32)
         mbarrier.init(k_smem + int32(do_empty), workers // 32)
+        if one_place:
+            mbarrier.init(k_smem + int32(place_empty), 1)
 
     @inlined
     def take_ticket(k_smem, state, arrays):
@@ -184,7 +210,7 @@ def make(config):
             begin(k_smem)
         if paired:
             if special.thread_index() == 0:
-                begin_scores(k_smem + int32(scores_at))
+                begin_scores(k_smem + int32(scores_bars_at))
                 fence.mbarrier_init()
                 if cluster.rank() == 0:
                     ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
@@ -215,14 +241,15 @@ def make(config):
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
             keep(walk, state, arrays, strides, sizes)
+            end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+            ld_st.store_b32(k_smem + int32(end_at), uint32(end))
         cuda.syncthreads()  # what was kept is there
-        end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
         if thread >= workers:
             give_registers()
             if thread < workers + loaders:
-                fetch(end, k_smem, thread - workers, arrays, strides, sizes)
+                fetch(k_smem, thread - workers, arrays, strides, sizes)
             elif thread < workers + loaders + 32:
-                carry(end, k_smem, strides, sizes)
+                carry(k_smem, strides, sizes)
             return
         take_registers()
         registers = Registers(
@@ -246,7 +273,7 @@ def make(config):
         wait_all()
         meet_all()  # K and V are there
         t = int32(0)
-        while t < end:
+        while t < end_of(k_smem):
             step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
 
