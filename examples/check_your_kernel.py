@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Check your own kernel
 #
-# You wrote attention yourself. Is it right? `testing.check_kernel` takes any function and gives it the problems that
-# our own kernels have to solve. Here is a kernel in ten lines, what the check says about it, and what it says when a
-# line is wrong. No GPU is needed.
+# Is your own attention function correct? `testing.check_kernel` takes any function and gives it the problems that our
+# own kernels have to solve. This notebook has a kernel of ten lines, the report about it, and the reports when a line
+# is wrong. No GPU is needed.
 
 # %%
 import contextlib
@@ -19,8 +19,8 @@ from numba_flash import testing
 # %% [markdown]
 # ## A kernel in ten lines
 #
-# It walks over the keys one by one. It carries on `m`, `l` and `acc`, by equation 9 of `docs/algorithm.md` with tiles
-# of one key. Query `i` sees the keys up to number `i + ahead`.
+# The kernel loops over the keys one by one. It updates `m`, `l` and `acc` by equation 9 of `docs/algorithm.md`, with
+# tiles of one key. Query `i` sees the keys up to number `i + ahead`.
 
 
 # %%
@@ -37,7 +37,7 @@ def attend(q, k, v, ahead, o):
 
 # %% [markdown]
 # `njit` compiles it for the CPU. The function around it has the arguments of `numba_flash.attention`. It takes `causal`
-# and no other option, one layout, and as many heads of K and V as of Q. It claims no more than that:
+# and no other option, one layout, and as many heads of K and V as of Q. The limits say so:
 
 
 # %%
@@ -56,11 +56,11 @@ assert report
 
 # %% [markdown]
 # Each line is a promise of the contract (`docs/contract.md`), with the number of problems that were tried. The bound on
-# the error is derived for each problem: `docs/numerics.md`.
+# the error is derived for each problem (`docs/numerics.md`).
 #
 # ## When a line is wrong
 #
-# The check is worth something only if it finds mistakes. Here are three, each in one line:
+# A check is useful only if it finds mistakes. Here are three mistakes, each in one line:
 
 
 # %%
@@ -95,5 +95,5 @@ assert broken
 # %% [markdown]
 # Random problems alone do not find the second mistake: their scores are small, and `exp` does not overflow.
 #
-# A kernel on a GPU is checked in the same way. `move` and `back` bring arrays there and back, such as `cupy.asarray`
-# and `cupy.asnumpy`. The page "testing your own kernel" has more: problems one by one, with hypothesis, and gradients.
+# A kernel on a GPU is checked in the same way. `move` and `back` copy arrays there and back, such as `cupy.asarray` and
+# `cupy.asnumpy`. The page "testing your own kernel" also shows single problems, hypothesis, and gradients.

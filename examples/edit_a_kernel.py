@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Step through a kernel, and change it
 #
-# The kernels are Python. In Numba's simulator a change runs at once. This notebook prints what one thread computes.
-# It breaks the kernel `v2` on purpose, and the tests find it. Then it changes the kernel in a way that leaves the
-# result as it is. No GPU is needed.
+# The kernels are Python. In Numba's simulator a change runs at once. This notebook prints what one thread computes. It
+# breaks the kernel `v2` on purpose, and the tests find the mistake. Then it changes the kernel in a way that does not
+# change the result. No GPU is needed.
 
 # %%
 import os
@@ -23,8 +23,8 @@ from numba_flash.kernels.simt import v2
 # %% [markdown]
 # ## Step
 #
-# At a terminal, `scripts/step v2 "alpha = math.exp"` gives you a prompt. Here nobody types, so `commands`
-# says what: go on to the second key tile, print the old and the new maximum, next line, what is `alpha`?
+# At a terminal, `scripts/step v2 "alpha = math.exp"` gives you a prompt. In a notebook, `commands` replaces typing:
+# continue to the second key tile, print the old and the new maximum, go to the next line, print `alpha`.
 
 # %%
 rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ assert "0.605574361314738" in session.getvalue()
 # %% [markdown]
 # ## Change
 #
-# An editor is the usual way. Here, a change is made to the source text for the time of a `with`.
+# Usually you change a kernel in an editor. Here, the source text is changed for the duration of a `with`.
 
 
 # %%
@@ -73,7 +73,7 @@ print("as it is:", wrong_cases(), "of 12 are wrong")
 assert wrong_cases() == 0
 
 # %% [markdown]
-# Without `alpha` (line 14 of listing 5), the sum of the tiles before keeps its old unit. Problems with one tile of keys
+# Without `alpha` (line 14 of listing 5), the sum of the earlier tiles is not rescaled. Problems with one tile of keys
 # are still right. Others are not:
 
 # %%
@@ -83,8 +83,8 @@ print("without alpha:", broken, "of 12 are wrong")
 assert broken > 0
 
 # %% [markdown]
-# Any common factor of `l` and `O` is divided out at the end. So a maximum that is too large by a little changes nothing
-# but rounding. This is what lazy rescaling rests on (`docs/algorithm.md`, equation 20):
+# Any common factor of `l` and `O` is divided out at the end. So a maximum that is slightly too large changes only the
+# rounding. Lazy rescaling rests on this (`docs/algorithm.md`, equation 20):
 
 # %%
 with edited(v2, "m_new = max(max_tmp, m)", "m_new = max(max_tmp + compute(0.5), m)"):

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Packing and padding
 #
-# A batch has sequences of different lengths, and an array has one length. There are two ways out. *Padding* fills each
-# sequence up to the longest. *Packing* puts all behind each other into one long sequence, and no token may look into
-# another's document. This notebook computes the same attention in both ways. The pictures show what the real kernel
-# `v2` looks at, and what that costs. No GPU is needed.
+# The sequences of a batch have different lengths, but an array has one length. There are two solutions. *Padding*
+# extends each sequence to the length of the longest. *Packing* joins all sequences into one long sequence, in which
+# each token sees only its own document. This notebook computes the same attention in both ways. The pictures show
+# which scores the real kernel `v2` computes, and how many. No GPU is needed.
 
 # %%
 import os
@@ -18,7 +18,7 @@ import numba_flash
 from numba_flash import debug, mods
 
 # %% [markdown]
-# Three documents with 6, 16 and 10 tokens. Each token sees those before it in its own document.
+# There are three documents with 6, 16 and 10 tokens. Each token sees itself and the earlier tokens of its own document.
 
 # %%
 lengths = np.array([6, 16, 10], np.int32)
@@ -28,10 +28,10 @@ alone = [numba_flash.attention(*document, causal=True, kernel="reference") for d
 
 
 # %% [markdown]
-# ## What a kernel looks at
+# ## What a kernel computes
 #
-# `look` asks `debug.trace` for each tile of 8 queries which tiles of 8 keys the kernel computed, and which scores in
-# them counted. `draw` shows it.
+# For each tile of 8 queries, `look` asks `debug.trace` which tiles of 8 keys the kernel computed, and which of their
+# scores counted. `draw` draws the result.
 
 
 # %%
@@ -62,11 +62,11 @@ def draw(name, pictures):
 # %% [markdown]
 # ## Padding
 #
-# All arrays get 16 tokens. `seqlens_k` says how many keys of each batch entry are there. Keys behind it are never read:
+# All arrays have 16 tokens. `seqlens_k` is the number of valid keys of each batch entry. Later keys are never read;
 # here they are NaN.
 #
-# `q_offset=0` says that query 0 stands at key 0. It is needed here: by default the *last* query stands at the last
-# valid key. That is right for decoding, where the few queries are the newest tokens. Here the last queries are padding.
+# `q_offset=0` gives query 0 the position of key 0. By default the *last* query has the position of the last valid key,
+# which is right for decoding, where the few queries are the newest tokens. Here the last queries are padding.
 
 # %%
 q, k, v = np.full((3, 3, 1, 16, 8), np.nan, np.float32)  # each (batch, heads, seqlen, head_dim)
@@ -82,12 +82,12 @@ for b, n in enumerate(lengths):
 draw("padding, with seqlens_k", [look(q, k, v, b, **padding) for b in range(3)])
 
 # %% [markdown]
-# Dark scores count. Light ones were computed and thrown away. White tiles were never visited. The rows of padded
-# queries are computed as well, and hold nothing of use.
+# Dark scores count. Light scores were computed and discarded. White tiles were skipped. The rows of padded queries are
+# computed too, but they are not useful.
 #
-# A mask says the same about the keys. The kernel does not know beforehand which tiles a mask hides, so it visits all up
-# to the diagonal. And a mask is an array that has to be read. It is for what lengths cannot say, such as padding on the
-# left, or holes.
+# A mask can remove the same keys. But `v2` does not know beforehand which tiles a mask removes, so it computes all
+# tiles up to the diagonal, and it has to read the mask. Use a mask for what lengths cannot describe, such as padding
+# on the left, or holes.
 
 # %%
 there = np.arange(16) < lengths[:, None]  # (batch, seqlen_k)
@@ -99,8 +99,8 @@ draw("padding, with a mask", [look(q, k, v, b, **masked) for b in range(3)])
 # %% [markdown]
 # ## Packing
 #
-# One sequence of 32 tokens, and for each token the number of its document. `mods.document` is a function of two lines,
-# which becomes part of the kernel: a token sees only keys of its own document. Nothing is padded.
+# There is one sequence of 32 tokens, and the number of the document of each token. `mods.document` is a function of two
+# lines that is compiled into the kernel: a token sees only keys of its own document. There is no padding.
 
 # %%
 q, k, v = np.concatenate(documents, axis=3)  # each (1, 1, 32, 8)
@@ -113,9 +113,9 @@ for b, part in enumerate(np.split(o, np.cumsum(lengths)[:-1], axis=2)):
 draw("packing, documents by mask_mod", [look(q, k, v, **packing)])
 
 # %% [markdown]
-# The function is asked for each score, so tiles in which no score counts are visited, too. With many short documents in
-# a long sequence these are most of all tiles. One call for each document visits none of them, but it needs a launch for
-# each, and a short document does not fill a GPU:
+# A small kernel calls the function first and finds the tiles in which no score counts. `v2` skips them. Documents that
+# do not begin at the beginning of a tile share tiles with their neighbours. With one call for each document no tiles
+# are shared, but each call needs a launch, and a short document does not fill a GPU:
 
 # %%
 draw("a call for each document", [look(*document, causal=True) for document in documents])
@@ -123,20 +123,20 @@ draw("a call for each document", [look(*document, causal=True) for document in d
 # %% [markdown]
 # ## What it costs
 #
-# Scores that are computed, of which the same number counts each time:
+# These are the numbers of computed scores. The number of scores that count is always the same:
 
 # %%
 useful = sum(n * (n + 1) // 2 for n in lengths)
-print(f"{useful} scores count; computed are")
+print(f"{useful} scores count. Computed scores:")
 for name, computed in costs.items():
     print(f"{computed:6}  {name}")
 assert costs["padding, with seqlens_k"] < costs["padding, with a mask"]
 assert costs["a call for each document"] == min(costs.values())
 
 # %% [markdown]
-# | | memory | positions | takes |
+# | | memory | positions | kernels |
 # | --- | --- | --- | --- |
-# | `seqlens_k` | the longest, for each | `q_offset=0` where queries are padded, too | every kernel |
-# | `mask` | the same, and the mask | the same | every kernel; tensor cores in 16 bits |
-# | `mask_mod` | no padding | those of the whole sequence; `causal` and distances are the same | all but `cpu` |
-# | a call for each | no padding | nothing to do | every kernel |
+# | `seqlens_k` | the longest length for each sequence | `q_offset=0` if queries are padded too | all |
+# | `mask` | the same, and the mask | the same | all |
+# | `mask_mod` | no padding | those of the whole sequence; `causal` and distances are the same | all |
+# | one call for each | no padding | no change | all |

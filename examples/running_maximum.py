@@ -1,9 +1,9 @@
 # %% [markdown]
 # # What one row sees
 #
-# FlashAttention never holds the score matrix. It walks over tiles of keys and carries on three things a row: the
+# FlashAttention never stores the score matrix. It loops over tiles of keys and keeps three values for each row: the
 # running maximum `m`, the sum `l` and the output `O`. This notebook runs the real kernel `v2` in Numba's simulator,
-# reads its variables at each tile, and draws what it finds. No GPU is needed.
+# reads its variables at each tile, and draws them. No GPU is needed.
 #
 # The lines are those of listing 5 in `docs/algorithm.md`.
 
@@ -22,8 +22,8 @@ from numba_flash.problem import ranges
 # %% [markdown]
 # ## Look into the thread
 #
-# One head with 64 queries and keys. In the simulator tiles are 16 x 16, so there are 4 tiles of each. `trace` runs the
-# kernel and copies the variables of the thread that owns a row. Here it is the last query.
+# The problem is one head with 64 queries and keys. In the simulator tiles are 16 x 16, so there are 4 tiles of each.
+# `trace` runs the kernel and copies the variables of the thread that owns a row. Here it is the row of the last query.
 
 # %%
 rng = np.random.default_rng(30)
@@ -32,7 +32,7 @@ seen = debug.trace(q, k, v, causal=True, row=63)
 print(seen)
 
 # %% [markdown]
-# What the thread carried on is enough for the row's output, $O / l$, and for its log-sum-exp, $m + \log l$:
+# The final values of the thread give the row's output, $O / l$, and its log-sum-exp, $m + \log l$:
 
 # %%
 o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True, kernel="reference")
@@ -44,7 +44,7 @@ assert np.isclose(last.m + np.log(last.l), lse[0, 0, 63])
 # %% [markdown]
 # ## The running maximum
 #
-# Where the maximum grows, all that was summed before shrinks by `alpha` (line 14).
+# Where the maximum grows, the earlier sums are multiplied by `alpha` (line 14).
 
 # %%
 seen.plot()
@@ -52,8 +52,8 @@ seen.plot()
 # %% [markdown]
 # ## Move through the tiles
 #
-# The same numbers, tile by tile. Move the first slider. `seen.html("trace.html")` writes this page to a file, which
-# needs no network. Here the tiles are of 8 keys, and there are 16 rows to choose from.
+# Move the first slider to see the numbers tile by tile. `seen.html("trace.html")` writes this page to a file, which
+# needs no network. Here the tiles have 8 keys, and you can choose among 16 rows.
 
 # %%
 debug.trace(q, k, v, causal=True, row=range(48, 64), tile=(16, 8))

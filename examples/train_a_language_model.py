@@ -2,8 +2,8 @@
 # # Train a language model
 #
 # A language model of two layers learns to write like numba_flash's own source, character by character. It is trained
-# twice from the same weights: with `numba_flash.attention` and with torch's `scaled_dot_product_attention`. Both lose
-# the same. It takes seconds on two CPU cores. It needs torch.
+# twice from the same weights: with `numba_flash.attention` and with torch's `scaled_dot_product_attention`. The
+# losses are the same. The training takes seconds on two CPU cores. It needs torch.
 
 # %%
 import inspect
@@ -24,7 +24,7 @@ torch.set_num_threads(2)
 # %% [markdown]
 # ## The text
 #
-# Two kernels of ours, as numbers: each character has one.
+# The text is two of our kernels. Each character has a number.
 
 # %%
 text = inspect.getsource(v1) + inspect.getsource(v2)
@@ -35,9 +35,9 @@ print(len(text), "characters,", len(characters), "different ones")
 # %% [markdown]
 # ## The model
 #
-# A transformer. All that knows of attention is the call of `attend`, which takes q, k and v of (batch, heads, seqlen,
-# head_dim). Two options do what a model of this kind needs: `causal` hides the future, and `alibi_slopes` lower a score
-# by the distance, so that no positions have to be learned.
+# The model is a transformer. Only the call of `attend` computes attention. It takes q, k and v of (batch, heads,
+# seqlen, head_dim). The model needs two options: `causal` removes later keys, and `alibi_slopes` lower each score in
+# proportion to the distance, so that the model needs no learned positions.
 
 # %%
 HEADS, WIDTH, SEQLEN = 4, 64, 64
@@ -75,7 +75,7 @@ class Model(torch.nn.Module):
 # %% [markdown]
 # ## Two attentions
 #
-# torch's has no option for slopes: it takes them as a matrix that is added to the scores, together with the mask.
+# torch's function has no option for slopes. It takes a matrix that is added to the scores and contains the mask too.
 
 # %%
 slopes = torch.tensor([0.5**n for n in (1, 2, 4, 8)])
@@ -95,7 +95,7 @@ def torchs(q, k, v):
 # %% [markdown]
 # ## Training
 #
-# The same weights to begin with, the same batches, the same optimizer.
+# Both trainings have the same initial weights, the same batches and the same optimizer.
 
 
 # %%
@@ -131,7 +131,8 @@ axis.set_ylabel("loss")
 axis.legend()
 
 # %% [markdown]
-# Both are float32 and add up in another order. So they differ by rounding. Training makes that grow with each step:
+# Both compute in float32, but in different orders of summation. So they differ by rounding, and the difference grows
+# with each training step:
 
 # %%
 difference = np.abs(losses - torchs_losses)

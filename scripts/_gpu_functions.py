@@ -3,6 +3,10 @@ what an option is."""
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from typing import NamedTuple
 
 import _gpu_backward
@@ -237,3 +241,40 @@ def check_graph(kernel, options, tools):
         stream.synchronize()
         assert all(bool((x == y).all()) for x, y in zip(captured, step(), strict=True))
     return "captured once, replayed twice with other slopes and documents"
+
+
+FIRST_CALL = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import time, cupy as cp, cuda.core
+from numba_flash import attention
+
+def damped(score, b, h, q_pos, k_pos):
+    return score / (1.0 + 0.01 * abs(q_pos - k_pos))
+
+q = cp.ones((1, 1, 64, 64), DTYPE)
+start = time.perf_counter()
+attention(q, q, q, score_mod=damped, kernel=KERNEL)
+cp.cuda.Device().synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def check_first_call(kernel, options, tools):
+    """A fresh process on one core calls with a function of its own: with no disk cache, then with one."""
+    if kernel not in ROWS:
+        return "no functions in its backward"
+    dtype = "float16" if kernel in rungs.TENSOR else "float32"
+    program = FIRST_CALL.replace("DTYPE", repr(dtype)).replace("KERNEL", repr(kernel))
+    with tempfile.TemporaryDirectory() as folder:
+        places = dict(NUMBA_FLASH_CACHE_DIR=folder, CUDA_CACHE_PATH=folder, PYTHONPATH=os.pathsep.join(sys.path))
+        seconds = []
+        for _ in range(2 if options.small else 4):
+            done = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | places, check=True
+            )
+            seconds.append(float(done.stdout))
+    return (
+        f"cold {seconds[0]:.1f} s, cached {1e3 * min(seconds[1:]):.0f} ms, on one core, behind the imports of CuPy, "
+        "cuda.core and numba_flash"
+    )

@@ -1,8 +1,9 @@
 """What the gates found, kept while nothing has changed that could change it: compiling takes minutes.
 
-A result is kept under a key of all that the project has a hand in: the sources that the kernel's file imports, the
-Config, and what the gate asks for. The compilers stand in the file once. Where others are installed, nothing that is
-kept counts and every gate compiles, so that a new version of a compiler is judged by what it makes and by nothing else.
+A result is kept under a key of all that the project has a hand in: the code that the kernel's file imports, the Config,
+and what the gate asks for. Comments and docstrings, which no compiler sees, may change. The compilers stand in the file
+once. Where others are installed, nothing that is kept counts and every gate compiles, so that a new version of a
+compiler is judged by what it makes and by nothing else.
 Python's version is not looked at: the run of each week compiles everything on each Python (NUMBA_FLASH_FRESH_GATES=1).
 
 `sh scripts/gates` compiles what has no result and writes the file.
@@ -12,9 +13,11 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
+import tokenize
 from pathlib import Path
 
 import numba_flash
@@ -26,6 +29,7 @@ TO_WRITE = "run sh scripts/gates, and commit tests/unit/gate_results.json"
 # Imports are followed into these rooms; what else shapes the code of every kernel.
 ROOMS = ("kernels", "ptx", "config", "functions", "problem.ranges", "problem.options")
 SIMULATED = "ptx.sim"  # no compiler sees it
+WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OF_ALL = ("gpu.compiled", "gpu.assembler", "select.arguments")
 
 
@@ -96,12 +100,29 @@ def key(config, asked):
 
 @functools.cache
 def sources_of(kernel):
-    """A hash of the files that this kernel is made of."""
+    """A hash of the code that this kernel is made of."""
     found = reached_from(f"kernels.{compiled.MODULES[kernel]}") | set(OF_ALL)
     digest = hashlib.sha256()
     for module in sorted(found):
-        digest.update(module.encode() + path_of(module).read_bytes())
+        digest.update(f"{module}\n{code_of(path_of(module))}\n".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def code_of(path):
+    """The lines of a file without comments, docstrings and what is empty."""
+    text = path.read_text()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, WITH_DOCSTRINGS) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            for row in range(docstring.lineno, docstring.end_lineno + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def reached_from(module):

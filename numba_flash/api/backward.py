@@ -40,7 +40,7 @@ def attention_backward(
     stream: Any = None,
     kernel: str = "auto",
 ) -> AttentionGradients:
-    """The gradients of `attention` in memory proportional to the inputs: no scores are kept, they are computed again.
+    """The gradients of `attention` in memory proportional to the inputs: scores are not stored but recomputed.
 
     >>> o, lse = numba_flash.attention(q, k, v, causal=True, return_lse=True)
     >>> dq, dk, dv, *_ = numba_flash.attention_backward(do, q, k, v, o, lse, causal=True)
@@ -49,31 +49,31 @@ def attention_backward(
 
         dv = P^T do     dP = do v^T     dS = P * (dP - delta)     dq = scale * dS k     dk = scale * dS^T q
 
-    and dS is also the gradient of bias; a sink's is the sum of -e^(sink - lse) * delta over its rows.
-    With softcap dS of q and k is times 1 - tanh(x / cap)^2. With dropout_p and the forward's seed P in dv, and dP, are
-    0 where a weight was left out, and 1 / (1 - dropout_p) times as much elsewhere.
+    dS is also the gradient of bias. The gradient of a sink is the sum of -e^(sink - lse) * delta over its rows.
+    With softcap, dS for dq and dk is multiplied by 1 - tanh(x / cap)^2. With dropout_p and the forward's seed, dP and
+    the P in dv are 0 for dropped weights, and are multiplied by 1 / (1 - dropout_p) elsewhere.
 
-    do: the gradient of o, in o's shape and dtype. q, k, v and all options: as `attention` was called with
-    them. o, lse: what it returned with return_lse=True. If they come from a longer set of keys of which k
-    and v are a part, as in context-parallel attention, the results are that part's share: dk and dv are
-    final, dsinks that of the whole in each part, and dq is to be summed over the parts. lse must be
-    contiguous; everything else may have any strides.
+    do: the gradient of o, in o's shape and dtype. q, k, v and all options: the arguments of the call of `attention`.
+    o, lse: its results with return_lse=True. If k and v are a part of a longer set of keys, over which o and lse were
+    computed, as in context-parallel attention, then dk and dv are final, dsinks is that of the whole in each part, and
+    dq must be summed over the parts. lse must be contiguous; all other arrays may have any strides.
     dlse: the gradient of lse, (batch, heads, seqlen_q) in lse's dtype; None = lse was not used.
-    wanted: what to compute, names of AttentionGradients' fields; what is left out costs nothing. "daux[0]" is the
-        gradient of aux[0], which is an array of real numbers, through score_mod.
-    deterministic: True = the same call gives the same bits. False = dq may be added up in any order where that is
-        faster: on sm_90 in 16 bits, where every query sees every key.
+    wanted: which gradients to compute, as names of AttentionGradients' fields; other gradients cost nothing. "daux[0]"
+        is the gradient through score_mod of aux[0], an array of real numbers.
+    deterministic: True = the same call gives the same bits. False = dq may be added up in any order if that is faster,
+        which it is on sm_90 in 16 bits if every query sees every key.
     stream: as for `attention`.
-    kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu"; the rungs without a backward say what would
-        run, and `explain_backward` which does and why.
+    kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu". Kernels without a backward raise an error that
+        says what would run. `explain_backward` says which kernels run, and why.
 
     Returns AttentionGradients(dq, dk, dv, dbias, dalibi_slopes, dsinks, daux) in the caller's kind of array: dq, dk,
     dv like q, k, v, with dk and dv summed over the query heads that share a KV head; dbias in bias' own shape
     and dtype, summed over the dimensions in which it is broadcast, as are dalibi_slopes and dsinks; daux a tuple as
     long as aux, with None for what was not wanted. Sums are in float32, for float64 in float64, and are rounded once.
 
-    A query that sees no key (lse -inf) gives and gets zero, as does a key that no query sees. What lies in
-    positions that seqlens_k, window, causal or mask remove never reaches a gradient, even NaN and Inf.
+    A query that sees no key (lse -inf) has gradient 0 and adds 0 to other gradients, as does a key that no query sees.
+    The contents of positions that seqlens_k, window, causal or mask remove never reach a gradient, not even NaN and
+    Inf.
 
     Raises TypeError, ValueError and NotImplementedError as `attention` does.
 

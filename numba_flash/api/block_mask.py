@@ -19,26 +19,26 @@ def block_mask(
     q_offset: Any = None,
     seqlens_k: Any = None,
 ) -> BlockMask:
-    """A mask_mod for many calls of one shape: which tiles it leaves empty, and which full, is found once and kept.
+    """A mask_mod for many calls of one shape: the empty and the full tiles are found once and kept.
 
     >>> blocks = numba_flash.block_mask(mods.document, batch, heads, seqlen, seqlen, aux=(segments,), causal=True)
     >>> for layer in layers:
     ...     o = numba_flash.attention(q, k, v, block_mask=blocks)
 
-    `attention(mask_mod=...)` finds the same in each call: kernels leave empty tiles out, and do not ask mask_mod in
-    full ones. With a block_mask it is found in the first call, for the tiles of the kernel that runs, and reused in the
-    next ones: by kernels on the same stream and device, in the forward, and in the backward for its own tiles. Results
-    are the same bits. There is no matrix (seqlen_q, seqlen_k): a tile takes 2 bits, once for all batch entries or heads
-    where nothing that is seen differs between them.
+    `attention(mask_mod=...)` finds these tiles in each call: kernels skip empty tiles, and do not call mask_mod in full
+    tiles. With a block_mask the first call finds them for the tiles of its kernel, and later calls reuse them on the
+    same stream and device, in the forward, and in the backward for its own tiles. The results have the same bits.
+    No (seqlen_q, seqlen_k) matrix is stored: a tile takes 2 bits, once for all batch entries or heads if the visible
+    keys do not differ between them.
 
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, as for `attention`.
-    batch, heads, seqlen_q, seqlen_k: those of q and k, whole numbers; heads are those of q.
-    aux, causal, window, q_offset, seqlens_k: as for `attention`, which takes them from the block_mask. Beside
-        block_mask= they are left out, or the very same ones.
+    batch, heads, seqlen_q, seqlen_k: those of q and k, integers; heads are those of q.
+    aux, causal, window, q_offset, seqlens_k: as for `attention`, which takes them from the block_mask. In a call with
+        block_mask=, leave them out or pass the same objects.
 
-    What aux, seqlens_k and q_offset contain must not change as long as the block_mask is used: make another one then.
+    The contents of aux, seqlens_k and q_offset must not change while the block_mask is in use.
 
-    Raises TypeError or ValueError for arguments that make no sense, naming the argument, what came and what is allowed;
-    `attention` raises ValueError for q and k of another shape. Nothing is computed here.
+    Raises TypeError or ValueError for invalid arguments; the message names the argument, what was given and what is
+    allowed. `attention` raises ValueError for q and k of another shape. Nothing is computed here.
     """
     return BlockMask(mask_mod, batch, heads, seqlen_q, seqlen_k, aux, causal, window, q_offset, seqlens_k)

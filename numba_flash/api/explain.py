@@ -1,4 +1,4 @@
-"""explain, explain_backward: which kernels a call would run, with what, and why not others."""
+"""explain, explain_backward: which kernels a call would run, with which settings, and why not the others."""
 
 import html
 import math

@@ -57,62 +57,61 @@ def attention(
 
     q: (batch, heads, seqlen_q, head_dim); k: (batch, heads_kv, seqlen_k, head_dim);
     v: (batch, heads_kv, seqlen_k, head_dim_v). With layout="bshd" heads and seqlen change places, in
-    out= and in the result too. float16, bfloat16, float32 or float64, all three alike; sums are in
-    float32, for float64 in float64. Any strides (transposed, sliced, broadcast, negative), any lengths,
-    also 0, any head_dim, head_dim_v apart from it. Query head h reads KV head h // (heads // heads_kv),
-    so grouped and multi-query attention need no flag. NumPy, CuPy, torch, JAX and Numba device arrays,
-    and anything with DLPack or the CUDA Array Interface; all in one place and of one kind, which is
-    also what is returned. Nothing is cast or copied (one exception, which `explain` shows: NumPy arrays
-    with a GPU kernel named).
-    torch tensors that require grad and traced JAX arrays have gradients: `bridges`; else see
-    `attention_backward`.
+    out= and in the result too. All three have one dtype: float16, bfloat16, float32 or float64. Sums are in
+    float32, or in float64 for float64. Strides may be any (transposed, sliced, broadcast, negative), lengths may be
+    0, and head_dim_v may differ from head_dim. Query head h reads KV head h // (heads // heads_kv), so grouped and
+    multi-query attention need no flag. The arrays are of NumPy, CuPy, torch, JAX or Numba, or anything with DLPack
+    or the CUDA Array Interface. They are all in one place and of one kind, and so is the result. Nothing is cast or
+    copied, with one exception, which `explain` shows: NumPy arrays with a GPU kernel named.
+    torch tensors that require grad and traced JAX arrays get gradients from their frameworks (`bridges`). For other
+    arrays see `attention_backward`.
 
     causal: a query sees no key after its own position; the same as a right window of 0.
     window: (left, right), how many keys before and after its position a query sees, both inclusive;
-        None is unbounded. A bare number is refused, because it means three things elsewhere.
-    q_offset: the position of query 0 among the keys. None = seqlen_k - seqlen_q, or with seqlens_k
-        seqlens_k[b] - seqlen_q: the last query stands at the last key ("bottom-right", flash-attn's). 0 is
-        "top-left" (torch's and JAX's). A whole number, or int32 (batch,).
-    seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory its values
-        are checked; on a device they are clamped to 0 .. seqlen_k, since reading them would mean waiting.
+        None is unbounded. A bare number is refused, because its meaning differs between libraries.
+    q_offset: the position of query 0 among the keys, an integer or int32 (batch,). None = seqlen_k - seqlen_q, or
+        with seqlens_k seqlens_k[b] - seqlen_q: the last query has the position of the last key ("bottom-right", as
+        in flash-attn). 0 is "top-left" (as in torch and JAX).
+    seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory the values are checked.
+        On a device they are clamped to 0 .. seqlen_k, because reading them would make the host wait.
     scale: a finite number; None = head_dim ** -0.5.
     softcap: above 0; None = no cap.
     alibi_slopes: (heads,) or (batch, heads), float32 or q's dtype.
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
         -inf removes a key, as the mask does.
-    mask: bool, True = attend, broadcastable likewise.
-    score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers, behind
-        the scale and before softcap. It is compiled into the kernel: arithmetic, comparisons, if, loops, min, max, abs,
-        round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its numbers are float32
-        (float64 for float64) and int64.
-    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, likewise; False removes a key, as the mask does. Tiles in
-        which it leaves nothing are left out.
-    aux: a tuple of arrays that these read, of any shape, strides and dtype; on a GPU nobody checks their bounds.
-    block_mask: what `numba_flash.block_mask` returns, in mask_mod's place: which tiles are empty or full is then found
-        once for many calls, and not in each. causal, window, q_offset, seqlens_k and aux are its own.
-    sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, that of a key
-        without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf is none.
-    dropout_p: the probability, from 0 to below 1, with which a weight does not count in o; the others count
-        1 / (1 - dropout_p) times as much. It is taken as the nearest multiple of 2^-16. lse is that without dropout.
-    seed: of dropout_p, a whole number from 0 to below 2**64; needed with it, because nothing is drawn from a state
-        that is not seen. Which weights count follows from (seed, b, h, q_pos, k_pos) alone, so it is the same in
-        every kernel, tile and part; `testing.dropout_mask` gives it. Where JAX traces, it may be a scalar of JAX's.
+    mask: bool, True = attend, broadcastable to the same shape.
+    score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers. It runs
+        after the scale and before softcap, and is compiled into the kernel. It may use arithmetic, comparisons, if,
+        loops, min, max, abs, round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its
+        numbers are int64 and float32 (float64 for float64).
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, such a function; False removes a key, as the mask does.
+        Tiles in which it removes every key are skipped.
+    aux: a tuple of arrays that these functions read, of any shape, strides and dtype; a GPU does not check bounds.
+    block_mask: a result of `numba_flash.block_mask`, instead of mask_mod. It finds the empty and full tiles once for
+        many calls. It contains causal, window, q_offset, seqlens_k and aux.
+    sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, like a key
+        without a value, as in gpt-oss. A query that sees no key then has lse = sink. -inf means no sink.
+    dropout_p: the probability, from 0 to below 1, of dropping a weight from o. The other weights are multiplied by
+        1 / (1 - dropout_p). It is rounded to the nearest multiple of 2^-16. lse is that without dropout.
+    seed: an integer from 0 to below 2**64, required with dropout_p, because there is no hidden random state. The
+        dropped weights follow from (seed, b, h, q_pos, k_pos) alone, so they are the same in every kernel, tile and
+        part; `testing.dropout_mask` gives them. Under JAX's tracing it may be a JAX scalar.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.
-    stream: a stream of CuPy, torch, Numba or cuda.core, or an address; None = the one that the arrays'
-        library is working on. Work is enqueued there, and the host does not wait. After a first call
-        with the same shapes it can be captured in a CUDA graph.
-    kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` tells which runs and why.
+    stream: a stream of CuPy, torch, Numba or cuda.core, or an address; None = the current stream of the arrays'
+        library. Work is enqueued there, and the host does not wait. After a first call with the same shapes, a call
+        can be captured in a CUDA graph.
+    kernel: "auto", or "reference", "v1", "v2", "mma", "wgmma", "cpu" by name; `explain` says which runs and why.
 
     A query that sees no key, or none with a score above -inf, gives o = 0 and lse = -inf (or its sink), never NaN.
-    What lies in positions that seqlens_k, window, causal or mask remove never reaches o, even NaN and
-    Inf. The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
-    "v1", "v2", "cpu" and bfloat16 need |v| times (keys + 1) to be below the largest number of the sums' dtype: else o
-    may be Inf.
+    The contents of positions that seqlens_k, window, causal or mask remove never reach o, not even NaN and Inf.
+    The same call gives the same bits, and a row's bits do not depend on its batch neighbours.
+    "v1", "v2", "cpu" and bfloat16 need |v| times (keys + 1) to be below the largest number of the sums' dtype;
+    otherwise o may be Inf.
 
-    Raises TypeError or ValueError for arguments that make no sense, naming the argument, what came and
-    what is allowed, and NotImplementedError for what no kernel here can compute, with the reason.
+    Raises TypeError or ValueError for invalid arguments; the message names the argument, what was given and what is
+    allowed. Raises NotImplementedError, with the reason, for what no kernel here can compute.
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
@@ -180,11 +179,10 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
     >>> numba_flash.warmup(q, k, v, causal=True)
 
-    Takes the arguments of `attention` and checks them in the same way, raising the same errors; computes
-    nothing and writes to nothing. What is compiled serves every call of the same dtype, head_dim and
-    options as long as `explain` names the same kernel and tile for it: how large tiles are depends on the
-    lengths and, with `wgmma`, on how many heads and batch entries there are. It stays loaded in this
-    process, and in the disk cache for the next one.
+    Takes the arguments of `attention`, checks them in the same way and raises the same errors. It computes nothing and
+    writes to no array. The compiled kernel serves every call of the same dtype, head_dim and options for which
+    `explain` shows the same kernel and tile. The tile size depends on the lengths and, with `wgmma`, on the number of
+    heads and batch entries. The kernel stays loaded in this process, and in the disk cache for later processes.
     """
     _, plan = prepare_call(q, k, v, options)
     plan.launch.load()

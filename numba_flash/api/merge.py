@@ -14,13 +14,13 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
     >>> o, lse = merge(*parts[0], *parts[1])
 
     Equation 12 of docs/algorithm.md: with lse = max_i lse_i + log(sum_i e^(lse_i - max)), o is the sum of
-    e^(lse_i - lse) * o_i. Exact, in any order and number; parts that saw no key (lse -inf) count nothing,
-    whatever their o; where no part saw one, o is 0 and lse -inf.
+    e^(lse_i - lse) * o_i. It is exact for any number and order of parts. A part that saw no key (lse -inf)
+    has no effect, whatever its o is. If no part saw a key, o is 0 and lse is -inf.
 
     o_i: (batch, heads, seqlen_q, head_dim_v), or with layout "bshd" (batch, seqlen_q, heads, head_dim_v);
-    lse_i: (batch, heads, seqlen_q), natural logarithm, float32 (float64 with float64 o). Arrays of one
-    library of the array API (NumPy, CuPy, torch, JAX, ...), whose own operations compute it on their own
-    device and stream; sums are in lse's dtype. Returns AttentionOutput(o, lse) in o1's and lse1's dtypes.
+    lse_i: (batch, heads, seqlen_q), natural logarithm, float32 (float64 with float64 o). All arrays are of
+    one library of the array API (NumPy, CuPy, torch, JAX, ...). Its own operations compute the result on its own
+    device and stream. Sums are in lse's dtype. Returns AttentionOutput(o, lse) in o1's and lse1's dtypes.
     Raises ValueError and TypeError for missing pairs, other shapes, mixed kinds or dtypes.
     """
     if layout not in ("bhsd", "bshd"):

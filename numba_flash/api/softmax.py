@@ -1,4 +1,4 @@
-"""softmax: the rungs below attention, each with one idea more than the one before."""
+"""softmax: the kernels that prepare for attention. Each adds one idea to the one before."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
     >>> numba_flash.softmax(cupy.array([1.0, 2.0, 3.0]), kernel="blocked")
 
     kernel: "safe" reads a row three times (maximum, sum, result); "online" twice, correcting the sum
-    whenever the maximum grows; "blocked" gives a row to a whole block, whose threads' maxima and sums
-    are joined; "reference" is NumPy in float64, in host memory. The three kernels run on a GPU, or on
+    whenever the maximum grows; "blocked" uses a whole block for a row and joins the maxima and sums of its
+    threads; "reference" is NumPy in float64, in host memory. The three kernels run on a GPU, or on
     NumPy arrays in Numba's simulator. Equations 2 to 5 of docs/algorithm.md; Milakov and Gimelshein (2018).
 
     x: float16, bfloat16, float32 or float64, any shape whose leading axes can be walked with one
-    stride; computed in float32 (float64 for float64). A row of -inf alone has no softmax and gives NaN,
-    as in NumPy. Returns an array of x's kind and shape, or out. Raises TypeError and ValueError on bad
-    arrays or names, NotImplementedError where no GPU and no simulator is there.
+    stride; computed in float32 (float64 for float64). A row that is all -inf gives NaN, as in
+    NumPy. Returns an array of x's kind and shape, or out. Raises TypeError and ValueError for invalid arrays or
+    names, and NotImplementedError without a GPU and without the simulator.
     """
     if kernel not in (*KERNELS, "reference"):
         raise ValueError(f"kernel must be one of {', '.join((*KERNELS, 'reference'))}, not {kernel!r}")

@@ -1,1 +1,1 @@
-"""What a kernel is compiled for."""
+"""Configs: the constants that kernels are compiled with."""

@@ -1,4 +1,4 @@
-"""Configs of what computes the gradients of aux: two walks over all scores, and what is before and behind them."""
+"""Configs of the kernels for the gradients of aux: two passes over all scores, and those before and after."""
 
 from dataclasses import dataclass
 from typing import ClassVar

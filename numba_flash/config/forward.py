@@ -1,4 +1,4 @@
-"""Config: what one kernel is compiled for. Everything in it is a constant of the compiled code."""
+"""Config: what one kernel is compiled for. All its fields are constants of the compiled code."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -6,25 +6,25 @@ from typing import Any, ClassVar
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
 from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
 
-L2_BYTES = 16 * 2**20  # how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2
+L2_BYTES = 16 * 2**20  # of K and V on which all blocks of the GPU work at the same time, so that they stay in L2
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8, "int64": 8}
 
 
-# Tiles for tensor cores lie in panels of 128 bytes a row, 64 columns of 16 bits, swizzled (ptx/fragments.py).
+# Tiles for tensor cores are stored as swizzled panels with 128 bytes per row, 64 columns of 16 bits (ptx/fragments.py).
 
 
 def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
-    """Of a tile in panels."""
+    """The bytes of a tile that is stored as panels."""
     return rows * 128 * -(-columns * item_size // 128)
 
 
 def panel_of_bias(tile_n: int) -> int:
-    """Keys of a panel of a bias in boxes, of tiles of so many."""
+    """The keys of a panel of a bias that TMA loads, for tiles of tile_n keys."""
     return next(keys for keys in (64, 32, 16) if tile_n % keys == 0)
 
 
 class LaunchFacts:
-    """What a launch asks of a Config, and most kernels answer alike."""
+    """The facts that a launch needs from a Config, with the values that hold for most kernels."""
 
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)

@@ -1,4 +1,4 @@
-"""Configs of the tensor-core kernels that end at dS: the gradients of bias and of what a score_mod reads."""
+"""Configs of the tensor-core kernels that stop at dS: the gradients of bias and of what a score_mod reads."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Configs of v2's backward kernels, of which delta is the first."""
+"""Configs of the kernels of v2's backward, of which delta runs first."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Which kernels read the states of tiles (kernels/score/tile_states.py), and how large their tiles are."""
+"""The kernels that read the states of tiles (kernels/score/tile_states.py), and the sizes of their tiles."""
 
 from typing import NamedTuple
 

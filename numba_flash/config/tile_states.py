@@ -1,5 +1,4 @@
-"""Of tiles in which a mask_mod shows nothing, some or all: which kernels ask for them, and what tile_states and
-tile_order make."""
+"""Configs of tile_states, which finds the tiles where a mask_mod removes no key, some or all, and of tile_order."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,9 +12,9 @@ VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options th
 
 @dataclass(frozen=True)
 class TileStatesConfig(LaunchFacts):
-    """Of tile_states, which runs before kernels that leave tiles out.
+    """The Config of tile_states, which runs before kernels that skip tiles.
 
-    dtype: what the function's real numbers are, float32 or float64. tile: that of the kernel behind it.
+    dtype: of the function's real numbers, float32 or float64. tile: the tile of the kernel that runs after it.
     """
 
     dtype: str

@@ -286,8 +286,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
     the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
     all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
-    0 it owns tiles of many heads. stays: the block takes one tile after the other. It puts dK and dV together in the
-    place of a dS while the next K and V come, which holds both up to head_dim 64. lse_first: S begins with -lse / scale
+    0 it owns tiles of many heads. stays: the block takes one tile after the other, and puts dK and dV together in the
+    place of dS while the next K and V come. lse_first: S begins with -lse / scale
     instead of 0, so that nothing has to wait for lse afterwards; for a scale that is not 0, and where no weights are
     dropped. dq_lines: how many sums of dQ there are, to which key tiles add in turn: so a line of parts is shorter.
     """
@@ -305,7 +305,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
     MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
     MOST_LINES: ClassVar[int] = 4
-    AT_A_TIME: ClassVar[int] = 128  # blocks: about as many as a GPU has room for
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:
@@ -318,8 +317,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             )
         if self.key_tiles > 1 and self.tile_m != 128:
             raise ValueError(f"key_tiles must be 0 or 1 with tiles of {self.tile_m} queries, not {self.key_tiles}")
-        if self.stays and self.tile_m != 128:
-            raise ValueError(f"blocks stay with tiles of 128 queries, not {self.tile_m}")
+        if self.key_tiles and self.stays and self.tile_m != 128:  # products would wait for each other (C7515)
+            raise ValueError(f"with key_tiles blocks stay with tiles of 128 queries, not {self.tile_m}")
         if self.key_tiles > 1 and not self.stays:
             raise ValueError(f"a block with {self.key_tiles} key tiles stays")
         if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:

@@ -1,1 +1,1 @@
-"""Problem x Target -> which kernel runs, with which Config and which parameters. No CUDA in here."""
+"""Selects the kernel, its Config and its parameters for a Problem and a Target. Nothing here uses CUDA."""

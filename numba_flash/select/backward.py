@@ -1,4 +1,4 @@
-"""BackwardProblem x Target -> which rung computes the gradients, with which kernels; and why others do not."""
+"""Selects, for a BackwardProblem and a Target, what computes the gradients, and says why the others do not."""
 
 import functools
 from dataclasses import dataclass

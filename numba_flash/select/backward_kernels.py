@@ -1,5 +1,5 @@
-"""The kernels of each rung's backward for a BackwardProblem, each with the Config that its table's row and the problem
-make."""
+"""The kernels of each rung's backward for a BackwardProblem. The Config of each follows from the row of its table and
+the problem."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..config.aux_gradients import AuxElementsConfig, DauxConfig
 from ..config.backward import BackwardConfig, MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from ..config.blocks import AT_A_TIME
 from ..config.forward import ITEM_SIZE, Config
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
@@ -212,7 +213,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
-    two_ways = lines == 2 and not every_key and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
@@ -245,21 +246,27 @@ def dq_lines(problem: BackwardProblem) -> int:
     behind the one before (kernels/steps/dq_order.py).
     """
     forward = problem.forward
-    alone = forward.heads == 1 and forward.seqlen_k >= WgmmaFusedConfig.AT_A_TIME * WgmmaFusedConfig.KEYS
+    alone = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     wide = max(forward.head_dim, forward.head_dim_v) > 64
     return WgmmaFusedConfig.MOST_LINES if alone and wide and problem.deterministic else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
-    """Whether blocks of the one kernel take one tile after the other: up to head_dim 64, where there are more of them
-    than run at a time. No order of sums depends on it, and so no bit.
+    """Whether blocks of the one kernel take one tile after the other, where there are more of them than run at a time.
+    No order of sums depends on it, and so no bit.
 
-    4 heads of 64 tokens took 12.5 us, and in another run, with blocks that stay, 16 (H200).
+    From head_dim 65 on walks that are long lose 2 % by it, and short ones gain up to 14 %
+    (docs/adding_a_tile_row.md). A block with the only key tile of a head does not stay there: the compiler would
+    let its products wait for each other. Nor does one that drops weights: registers are few.
     """
     forward = problem.forward
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
-    return max(forward.head_dim, forward.head_dim_v) <= 64 and many
+    every_key = forward.left is None and forward.right is None
+    of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
+    long = every_key and of_a_walk > LONGEST_STAY
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return many and not (wide and (key_tiles or forward.seeded or long))
 
 
 def all_parts(forward: Problem, members: int) -> int:
@@ -294,6 +301,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[BackwardConfig]) -> l
     return made
 
 
+LONGEST_STAY = 8192  # queries of a walk over all of them
 ONLY_FUSED = ("stages_a", "stages_b")  # what a wgmma_round has not
 
 

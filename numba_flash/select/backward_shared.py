@@ -1,5 +1,5 @@
-"""What the backward kernels of all rungs share: what a problem says to each Config, which rows of a table can be used,
-and the kernels that run before and behind those of the rungs."""
+"""What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
+table that can be used, and the kernels that run before and after those of the rungs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -81,14 +81,14 @@ def _by_element(problem: BackwardProblem) -> str:
     if not found:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
-        return "asked" if found == ["mask_mod"] else "hidden"
+        return "mask_mod" if found == ["mask_mod"] else "mask or dropout"
     used, bias = dict(forward.uses), forward.array("bias")
     others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
-        return "boxed"
+        return "bias by TMA"
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
-        return "all"
-    return "read" if kinds == {"read"} and not changes_scores(others) else "some"
+        return "several kinds"
+    return "bias and mask" if kinds == {"read"} and not changes_scores(others) else "one kind"
 
 
 def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:

@@ -1,7 +1,7 @@
-"""How long a problem will take, about, and what it costs that a faster kernel does not take it.
+"""Estimates how long a problem takes, and how much slower it is than with a faster kernel that refused it.
 
-Both rest on the speeds of measured.py, which are of one GPU and of large problems. They are good for "a second or a
-minute", and for "should I write this call in another way", not for more.
+Both use the speeds in measured.py, which were measured on one GPU with large problems. They can tell a second from a
+minute, and whether to write a call in another way, but nothing finer.
 """
 
 import dataclasses

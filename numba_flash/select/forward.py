@@ -1,6 +1,6 @@
-"""Problem x Target -> which kernel runs, with which Config; and why the others do not.
+"""Selects, for a Problem and a Target, the kernel and its Config, and says why the other kernels do not run.
 
-Nothing here touches CUDA or Numba, so every choice can be tested for machines that are not there.
+Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that this machine does not have.
 """
 
 import dataclasses

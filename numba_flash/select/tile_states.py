@@ -1,9 +1,9 @@
-"""The states of tiles under a mask_mod: how many there are, where they lie, and for which entries and heads.
+"""The states of tiles under a mask_mod: their number, their places, and the batch entries and heads that have them.
 
-A query tile has a row of words, STATES_IN_WORD tiles of keys in each, and behind them one for the order in which tiles
-are taken; for kernels that own keys it is the other way around. Where neither the function nor anything else
-that hides keys differs between batch entries, one entry has states for all; likewise of heads. So there is no more than
-a bit or two for each tile.
+A query tile has a row of words with the states of STATES_IN_WORD key tiles each, and one more word for the order in
+which tiles are taken. For kernels that own keys, rows are of key tiles. If neither the function nor anything else that
+removes keys differs between batch entries, one entry has the states for all entries; likewise for heads. So a tile has
+no more than a bit or two.
 """
 
 import math

@@ -30,7 +30,7 @@ from numba_flash.dispatch import launch_backward
 from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
-from numba_flash.ptx.sim import wgmma
+from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
@@ -213,33 +213,58 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
 
 
 # Blocks that stay: one has all tiles, and a second one finds none left, or has every other head. Some tiles no query
-# sees, also the last one.
+# sees, also the last one. From head_dim 65 on dK and dV are put together one after the other.
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "heads", "options", "together", "blocks"),
+    ("seqlen_q", "seqlen_k", "heads", "head_dim", "options", "together", "blocks"),
     [
-        (20, 270, 2, {}, True, 1), (20, 270, 2, {}, True, 2), (20, 270, 2, {}, False, 1), (20, 270, 2, {}, False, 2),
-        (150, 140, 2, dict(causal=True), False, 2), (70, 60, 3, {}, True, 1), (70, 60, 3, {}, True, 2),
-        (20, 400, 1, dict(window=(10, 5), q_offset=150), False, 1),
-        (20, 140, 2, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
+        (20, 270, 2, 8, {}, True, 1), (20, 270, 2, 8, {}, True, 2),
+        (20, 270, 2, 8, {}, False, 1), (20, 270, 2, 8, {}, False, 2),
+        (150, 140, 2, 8, dict(causal=True), False, 2), (70, 60, 3, 8, {}, True, 1), (70, 60, 3, 8, {}, True, 2),
+        (20, 400, 1, 8, dict(window=(10, 5), q_offset=150), False, 1),
+        (20, 140, 2, 8, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
+        (70, 150, 2, 72, {}, False, 1), (140, 200, 1, 100, dict(causal=True), False, 2),
+        (20, 400, 1, 72, dict(window=(10, 5), q_offset=150), False, 1),
+        (20, 140, 2, 128, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
     ],
     ids=[
         "together, one", "together, two", "full, one", "full, two", "causal, two", "one tile, one", "one tile, two",
-        "tiles without queries, one", "tails, one",
+        "tiles without queries, one", "tails, one", "72, one", "100, causal, two",
+        "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
 def test_blocks_that_stay(
-    rung, seqlen_q, seqlen_k, heads, options, together, blocks, one_kernel, monkeypatch, key_tiles_of_blocks
+    rung, seqlen_q, seqlen_k, heads, head_dim, options, together, blocks, one_kernel, monkeypatch, key_tiles_of_blocks
 ):
     monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: blocks)
     if not together:
         monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
-    rung.check(rung.problem(seqlen_q, seqlen_k, batch=2, heads=heads, head_dim=8), **options)
+    rung.check(rung.problem(seqlen_q, seqlen_k, batch=2, heads=heads, head_dim=head_dim), **options)
 
 
-def test_blocks_that_stay_keep_what_products_read(rung, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks):
-    """The next K and V come as soon as their place is given back, which is behind the last dQ."""
+@pytest.mark.parametrize("head_dim", [8, 72])
+def test_blocks_that_stay_keep_what_products_read(
+    rung, head_dim, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks
+):
+    """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
+    takes the place of a dS from which the other warpgroup makes its dQ."""
     monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
-    rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=8))
+    rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim))
+
+
+def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_tiles_of_blocks):
+    """From head_dim 65 on it takes the place of a dS of which the other warpgroup, here a slow one, makes its dQ."""
+    together = wgmma.together
+
+    def late(instruction, *given):
+        me = now.current()
+        if instruction == ("wgmma.wait_group", 0) and special.thread_index() >= 256:
+            for _ in range(200):
+                me.turns.let_others_run(me)
+        together(instruction, *given)
+
+    monkeypatch.setattr(wgmma, "together", late)
+    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=72))
 
 
 # A block has all heads, whose states take turns: the third one's is where the first one's was.

@@ -840,7 +840,7 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         rings = 1 + 5 * stays + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
         assert grid(fused, made) == (100 if key_tiles else 0)
-    wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)  # whose blocks do not stay
+    wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)
     plan = wide.shared_plan()
     assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
 
@@ -904,7 +904,7 @@ def test_where_shared_memory_begins_is_said_to_the_assembler():
     ("head_dim", "batch", "seqlen_k", "blocks"),
     [
         (64, 1, 2048, 64), (64, 3, 2048, 132), (64, 33, 100, 132), (64, 66, 100, 132), (64, 33, 500, 132),
-        (64, 34, 500, 132), (88, 3, 4096, 384),
+        (64, 34, 500, 132), (88, 3, 4096, 132),
     ],
     ids=["few", "many", "one tile each", "two tiles each", "all tiles of a head each", "of two heads", "head_dim 88"],
 )  # fmt: skip
@@ -917,9 +917,26 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     choice = select_backward(made, HOPPER, "wgmma", "cupy")
     _, fused = launch_backward.make_backward_launch(choice, made, HOPPER)._steps[:2]
     assert fused.launch._config.kernel == "wgmma_fused"
-    many = head_dim == 64 and (seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132)
+    many = seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132
     assert fused.launch._config.stays == many
     assert fused.launch._blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "heads_kv", "head_dim", "options", "stays"),
+    [
+        (8192, 8, 128, {}, True), (8256, 8, 128, {}, False), (4160, 4, 128, {}, False), (8256, 8, 64, {}, True),
+        (8256, 8, 128, dict(causal=True), True), (8192, 8, 128, dict(dropout_p=0.5, seed=1), False),
+    ],
+    ids=["short", "long", "long of two members", "long, 64", "long, causal", "dropout"],
+)  # fmt: skip
+def test_blocks_do_not_stay_for_long_walks_of_wide_heads(seqlen, heads_kv, head_dim, options, stays):
+    arrays = {name: empty(1, 8, seqlen, head_dim, dtype="float16") for name in ("do", "q", "o")}
+    arrays |= {name: empty(1, heads_kv, seqlen, head_dim, dtype="float16") for name in ("k", "v")}
+    lse = empty(1, 8, seqlen, dtype="float32")
+    made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse, **options)
+    fused = wgmma_configs(made, HOPPER)[1]
+    assert (fused.kernel, fused.stays) == ("wgmma_fused", stays)
 
 
 def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():

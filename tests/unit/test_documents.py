@@ -134,6 +134,14 @@ def test_readme_is_short_and_has_python_to_run():
     assert runnable(ROOT / "README.md")
 
 
+def test_ten_variants_have_code_a_picture_and_a_speed():
+    page = (ROOT / "docs" / "variants.md").read_text()
+    parts = re.split(r"^### (\d+)\. .*\n", page.partition("\n## More variants\n")[0], flags=re.MULTILINE)
+    assert parts[1::2] == [str(number) for number in range(1, 11)]
+    for part in parts[2::2]:
+        assert "```python\n" in part and "](drawings/variant_" in part and "<!-- speed of " in part
+
+
 def commands(start):
     """What README and docs show to be typed behind `start`: in a fence, a table or a sentence. Not the history."""
     shown = re.compile(rf"(?:^|`)(?:\$ )?{start}(.*?)(?:`|$)", re.MULTILINE)

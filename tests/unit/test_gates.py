@@ -479,11 +479,16 @@ def backward_gates():
             in_parts = dataclasses.replace(fused, members=2)
             yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
             yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
-            if row.tile_m == 128:
-                for key_tiles in range(1 + WgmmaFusedConfig.MOST_KEY_TILES):
+            if name != "dropout":
+                for key_tiles in range(1 + (WgmmaFusedConfig.MOST_KEY_TILES if row.tile_m == 128 else 0)):
                     stays = dataclasses.replace(fused, key_tiles=key_tiles, stays=True)
                     yield f"wgmma_fused-{row.head_dim}-{name}-stays-{key_tiles}-key-tiles", stays
                 yield f"wgmma_fused-{row.head_dim}-{name}-stays-parts", dataclasses.replace(in_parts, stays=True)
+            if name == "plain":
+                of_fewer = dataclasses.replace(of_fewer, stays=True)
+                yield f"wgmma_fused-{row.head_dim}-three-quarters-stays", of_fewer
+                unordered = dataclasses.replace(fused, ordered=False, stays=True)
+                yield f"wgmma_fused-{row.head_dim}-unordered-stays", unordered
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features = {x: features[x] for x in features if x != "lse_first"}
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)
@@ -569,15 +574,15 @@ def by_element_gates():
     rich = dict(softcap=True, alibi_slopes="float32", **lengths)
     functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
-    of_level = dict(
-        boxed=dict(boxed=dict(bias="bfloat16", **lengths)),
-        asked=dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
-        hidden=dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
-        read=dict(read=read | lengths),
-        some=dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
-                  dropout=dropped | rich),
-        all=dict(everything=functions | read | dropped | rich, read_rich=read | rich),
-    )  # fmt: skip
+    of_level = {
+        "bias by TMA": dict(boxed=dict(bias="bfloat16", **lengths)),
+        "mask_mod": dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
+        "mask or dropout": dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
+        "bias and mask": dict(read=read | lengths),
+        "one kind": dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
+                         dropout=dropped | rich),
+        "several kinds": dict(everything=functions | read | dropped | rich, read_rich=read | rich),
+    }  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
         for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if row.by_element):
@@ -807,6 +812,21 @@ def test_a_change_makes_the_gate_compile(a_file, what, monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "to_ptx", compiles)
     with pytest.raises(ZeroDivisionError, match="it compiles"):
         judged("good", good, tmp_path)
+
+
+def test_words_about_the_code_are_no_change_of_it(tmp_path):
+    def code(text):
+        path = tmp_path / f"{abs(hash(text))}.py"
+        path.write_text(text)
+        return gate_results.code_of(path)
+
+    bare = 'def f(x):\n    y = "# no comment"\n    return y\n'
+    docstring = '    """Does it,\n\n    twice.\n    """\n'
+    told = '"""A page."""\n\n# why\ndef f(x):  # what\n' + docstring + '\n    y = "# no comment"\n    return y\n'
+    assert code(bare) == code(told)
+    changed = ('"# a comment"', "y", "return  y")
+    for new, old in zip(changed, ('"# no comment"', "x", "return y"), strict=True):
+        assert code(bare) != code(bare.replace(old, new))
 
 
 def compiles(config, cc):

@@ -21,11 +21,9 @@ def check(script, root=ROOT):
 @pytest.fixture
 def checkout(tmp_path):
     """What the scripts read and write, to be changed."""
-    for name in ("docs", "scripts"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("README.md", "numba_flash/ptx/fragments.py", "numba_flash/problem/ranges.py", MEASURED):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("docs", "scripts", "numba_flash"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
 
 
@@ -40,6 +38,7 @@ def test_committed_is_what_the_script_writes(script):
     [
         ("docs/benchmarks.md", r"\d\.\d\d \|"),
         ("docs/verification.md", r"\d us \|"),
+        ("docs/variants.md", r"\d\.\d\d\) \|"),
         ("README.md", r"\d\.\d\d \|"),
         (MEASURED, r"\d\.\d"),
     ],
@@ -60,6 +59,13 @@ def test_a_changed_result_makes_the_pages_stale(checkout):
     path.write_text(json.dumps(result))
     done = check("results_to_docs", checkout)
     assert done.returncode == 1 and all(name in done.stderr for name in ("benchmarks.md", "README.md", "measured.py"))
+
+
+def test_a_variant_that_was_not_measured_is_an_error(checkout):
+    page = checkout / "docs" / "variants.md"
+    page.write_text(page.read_text().replace("speed of causal,", "speed of casual,"))
+    done = check("results_to_docs", checkout)
+    assert done.returncode == 1 and "the speed of casual" in done.stderr
 
 
 def test_a_kind_of_result_without_a_section_is_an_error(checkout):

@@ -1,12 +1,12 @@
 """Gradients of keys and values on tensor cores: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
 
-Read mma_forward first. Here a block owns a tile of keys of one KV head and walks over the tiles of queries that see
-it, of each query head of the group in turn, so that dK and dV are sums in registers: no atomics, and the same
+Read mma_forward first. Here a block owns a tile of keys of one KV head and loops over the tiles of queries that see
+it, for each query head of the group in turn. So dK and dV are sums in registers, without atomics, and have the same
 bits in every run. A warp owns `warp_rows` keys. Scores are computed transposed,
 
     S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)     dP^T = V dO^T     dS^T = P^T * (dP^T - delta)
 
-because what a lane then holds of P^T and dS^T is, rounded to 16 bits, what it must hold as the first operand of
+because a lane then holds the same elements of P^T and dS^T as it needs, rounded to 16 bits, for the first operand of
 
     dV += P^T dO     dK += dS^T Q     and at the end dK *= scale
 
@@ -20,8 +20,8 @@ that a warp reads from shared memory is used twice as often; the halves then tak
 the next dO comes, and while dP is computed from it, the next Q. So dP is the first product of a tile then, and S the
 second.
 
-That P is recomputed from lse and that delta = rowsum(dO * O) carries the softmax's
-derivative is FlashAttention's (Dao et al., 2022, section 3 and appendix B).
+FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and
+delta = rowsum(dO * O) in the derivative of the softmax.
 
 Letters as in v2, and acc_s, acc_dp, acc_dk, acc_dv float32 accumulators; lse and -delta as
 kernels/steps/lse_delta.py has them.

@@ -1,14 +1,14 @@
 """FlashAttention-2 on tensor cores: v2 with mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
 
-Read v2 first. The order is the same: Q outside, K and V inside, one division at the end. What changes is who
-computes. A warp owns `warp_rows` query rows and computes S (warp_rows x tile_n) and O with 16 x 8 x 16 products.
-What a lane holds of S is, rounded to 16 bits, what it must hold of P for P . V (ptx/fragments.py), so P never leaves
-the registers. K and V come by cp.async while the products of the other one run: V of a tile during S, K of the next
-tile during softmax and P . V.
+Read v2 first. The loops are the same: Q outside, K and V inside, one division at the end. The products differ: a warp
+owns `warp_rows` query rows and computes S (warp_rows x tile_n) and O with tensor-core products of 16 x 8 x 16. A lane
+holds the same elements of S as it needs of P for P . V (ptx/fragments.py), so P is only rounded to 16 bits and never
+leaves the registers. cp.async loads K and V while other products run: V of a tile during S, and K of the next tile
+during softmax and P . V.
 
-Letters as in v2; p_frag, k_frag and v_frag are operands in registers, acc_s and acc_o float32 accumulators. Keys are
-walked from the last tile to the first, so the tiles that need a mask come first under a causal mask. The order is
-Dao's (FlashAttention-2, 2023).
+Letters as in v2; p_frag, q_frag and kv_frag are operands in registers, and acc_s and acc_o are float32 accumulators.
+The loop over keys runs from the last tile to the first, so that under a causal mask the tiles that need a mask come
+first. This order is Dao's (FlashAttention-2, 2023).
 
 Launch: grid (batch * heads / group * query tiles * v_parts), block (config.threads), config.shared_bytes of
 dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are contiguous along dim.
@@ -36,32 +36,32 @@ PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=product
 
 
 class Registers(NamedTuple):
-    """What a warp holds of a tile of S, of O, and of operands. Shapes are in make()."""
+    """A warp's part of a tile of S, of O, and of operands. Shapes are in make()."""
 
     acc_s: Any
     acc_o: Any
     p_frag: Any
     q_frag: Any
     kv_frag: Any
-    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
+    loaded: Any  # numbers that its scores need from global memory (kernels/score/reads.py)
 
 
 class Rows(NamedTuple):
-    """Of each row that a lane has a part of."""
+    """For each row of which a lane has a part."""
 
     m: Any  # the running maximum
     l: Any  # the lane's share of the running sum
     alpha: Any  # e^(m_old - m_new)
-    term: Any  # what its scores share (kernels/score/fragments.py)
+    term: Any  # a number that all its scores share (kernels/score/fragments.py)
     distance: Any  # q_pos - k_pos at the lane's first column
     mask_bits: Any
-    shown_bits: Any  # by the mask that was given
-    query: Any  # its query in the tile
+    shown_bits: Any  # of the mask that was given
+    query: Any  # the number of the query in the tile
     kept: Any  # which of its weights count (kernels/score/counts.py)
 
 
 class Places(NamedTuple):
-    """Shared memory: the tile of Q, where the lane's rows begin in those of Q, K and V, where it puts scores."""
+    """Shared memory: the tile of Q, the lane's places in the tiles of Q, K and V, and the place for its scores."""
 
     q: int
     q_lane: int
@@ -102,7 +102,7 @@ def make(config):
     reads, origin_of, load_reads, hide, ranges_of = read.reads, read.origin, read.load, read.hide, read.ranges
     some_hidden, bias_words = read.some_hidden, read.bias_words
     bits_words, bias_type = read.bits_words, read.bias_type
-    # What scores need is asked for before the products, or where these take all registers, behind them.
+    # Numbers that scores need are loaded before the products, or after them if the products take all registers.
     reads_before, reads_behind = reads and config.item_size == 2, reads and config.item_size > 2
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE

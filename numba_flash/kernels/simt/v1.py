@@ -4,12 +4,12 @@ Source: Dao et al., FlashAttention (2022), algorithm 1; equations 7 and 8 of doc
 the running row sum and row maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when
 written). S holds the scores of a row and then e^(S - max_tmp). q_index is the listing's n.
 
-K and V tiles are outside, Q tiles inside. A block owns one head. It keeps K_j and V_j while every query passes by. O,
-l and m are read, rescaled and written back in each outer step.
+The outer loop runs over K and V tiles, the inner loop over Q tiles. A block owns one head. It keeps K_j and V_j during
+the inner loop. O, l and m are read, rescaled and written back in each outer step.
 
-Between the outer steps O stays in the computing precision (acc_o). Rescaled in float16 at every step, it would lose a
-bit each time. For float32 and float64 acc_o has the precision of O itself. The division is by sum_new alone: the
-factors e^max of numerator and denominator are subtracted as exponents first, so that large scores do not overflow.
+Between the outer steps O stays in the computing precision (acc_o). In float16, each rescaling would lose a bit. For
+float32 and float64 acc_o has the precision of O itself. The division is by sum_new alone: the factors e^max of
+numerator and denominator are first subtracted as exponents, so that large scores do not overflow.
 
 Launch: grid (batch * heads), block (tile_m), config.shared_bytes of dynamic shared memory.
 """

@@ -4,10 +4,10 @@ Source: Dao, FlashAttention-2 (2023), algorithm 1; equations 9 to 11 of docs/alg
 row maximum, l the running sum of e^(s - m), s a score and p = e^(s - m_new) its weight. Scores and then weights are
 kept in the tile S. alpha = e^(m_old - m_new). q_index is the listing's n.
 
-The loops are swapped against v1. A block owns one tile of queries and walks over the keys, so m, l and O_i stay on
-chip, and nothing is read back. O is divided by l once, after the last tile (equation 10), where v1 divides in every
-step. The query tiles share nothing, so each is a block of its own. v1 starts only batch x heads blocks, so one long
-sequence keeps one multiprocessor busy and leaves the others idle.
+Compared with v1, the loops are exchanged. A block owns a tile of queries and loops over the keys, so m, l and O_i stay
+in registers and nothing is read back. O is divided by l once, after the last tile (equation 10); v1 divides in every
+step. Query tiles are independent, so each is a block of its own. v1 starts only batch x heads blocks, so with one long
+sequence most multiprocessors are idle.
 
 Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared
 memory. Any lengths: threads past the last query take part in loads and barriers and store nothing.
@@ -41,7 +41,7 @@ def make(config):
     write_lse = config.write_lse
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    # load reads one element as `compute`. Of a tile: the value of padding, rows, elements from row to row, columns
+    # `load` reads one element as `compute`. Then come the padding value, rows, elements from row to row, and columns.
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
     load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
     load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)

@@ -1,4 +1,4 @@
-"""Softmax with one block per row: listing 3 of docs/algorithm.md. Threads take shares, then the shares are joined.
+"""Softmax with one block per row: listing 3 of docs/algorithm.md. Threads compute parts, then the parts are joined.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), section 3.1; equation 5 of
 docs/algorithm.md, which also lets FlashAttention join tiles, splits of the keys, and GPUs.

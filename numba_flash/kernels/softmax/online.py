@@ -1,4 +1,4 @@
-"""Softmax in two passes, one thread per row: listing 2 of docs/algorithm.md. The sum can be corrected.
+"""Softmax in two passes, one thread per row: listing 2 of docs/algorithm.md. A larger maximum corrects the sum.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), algorithm 3; equations 3 and 4 of
 docs/algorithm.md. m is the maximum so far, d the sum of e^(x - m) so far.

@@ -19,10 +19,8 @@ A block walks each query tile of all heads of its group before the next one. Els
 head before the long ones that it waits for.
 """
 
-from ...config.wgmma_backward import WgmmaFusedConfig
+from ...config.blocks import AT_A_TIME
 from ...problem.ranges import UNBOUNDED
-
-AT_A_TIME = WgmmaFusedConfig.AT_A_TIME
 
 
 def ways_of(heads_kv, n_tiles, left, right):

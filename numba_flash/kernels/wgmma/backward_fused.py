@@ -1,47 +1,47 @@
-"""All three gradients in one kernel for Hopper (sm_90a): five products where two kernels take seven.
+"""dQ, dK and dV in one kernel for Hopper (sm_90a): five products instead of the seven that two kernels compute.
 
-Read wgmma_backward_dkdv first: a block owns a tile of keys of one KV head, walks over the tiles of queries that see it,
-and has the sums of dK and dV in registers. Here its dS serves dQ too,
+Read wgmma_backward_dkdv first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
+and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 
-    dQ += dS K     with dS^T through shared memory, transposed on its way
+    dQ += dS K     where dS^T goes through shared memory and is transposed on its way
 
-of which each key tile has a part. Parts are added up in float32 in global memory, by bulk copies that add; a kernel
-behind this one scales and rounds (backward_round).
+Each key tile contributes a part to dQ. Bulk copies add up the parts in float32 in global memory; the next kernel scales
+and rounds the sum (backward_round).
 
-Order of the sums. Parts of a query tile are added in a fixed order; kernels/steps/dq_order.py says in which, and why. A
-count for each query tile says how many are in. A block waits for its turn, and the first one stores instead of adding,
-so nothing need be set to zero. With ordered False only the first part has its turn. A query tile has config.dq_lines
-sums, each with a count of its own. Its parts are dealt to them like cards, so that a line of parts is that much
-shorter, and wgmma_backward_round adds up the sums. With config.key_tiles a block has all keys of a head, one tile after
-the other, and its consumers add up the parts themselves (backward_single): no sums in global memory, no turns, no
-ticket.
+Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py says which and why).
+A counter for each query tile holds the number of parts added so far. A block waits for its turn. The first part is
+stored instead of added, so no memory has to be set to zero. With ordered False only the first part waits for its turn.
+A query tile has config.dq_lines sums, each with its own counter. Its parts go to these sums in rotation, so each line
+of waiting parts is shorter, and wgmma_backward_round adds up the sums. With config.key_tiles a block has all keys of a
+head, one tile after another, and its consumers add up the parts themselves (backward_single). Then there are no sums in
+global memory, no turns and no ticket.
 
-Roles. Two threads fetch, as in wgmma_backward_dkdv. Two more, one for each consumer warpgroup, add its parts of dQ:
-they wait for its turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK. Of dQ it
-computes half of the columns, or half of the rows of a tile of 128 queries, from the dS of both. S of the next tile and
-dQ of this one are issued behind dV and dK, and dP when half of the next exponentials are done:
+Roles. Two threads load tiles, as in wgmma_backward_dkdv. Two more threads, one for each consumer warpgroup, add the
+parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
+It computes half of the columns of dQ, or half of the rows of a tile of 128 queries, from the dS of both warpgroups. S
+of the next tile and dQ of this one are issued after dV and dK, and dP when half of the next exponentials are done:
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-Which weights of the next tile are kept is found beside its S and this one's dQ. Where some are dropped, dP is
-multiplied before delta is taken away, and so does not begin with it.
+The dropped weights of the next tile are computed during its S and this tile's dQ. With dropout, dP must be multiplied
+before delta is subtracted, so the accumulators of dP do not begin with -delta.
 
-FlashAttention-3 (Shah et al., 2024) has the one kernel and the adding role.
+The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
 
-With config.stays a block has one tile of keys after the other (backward_block_tiles). The first Q, K and V of the next
-one come while consumers round dK and dV of this one. So these are put together in the place of a dS, where both fit up
-to head_dim 64. Above that they take the place of K and V, and a block has one tile.
+With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
+next tile arrive while consumers round dK and dV of this one. So dK and dV are staged in the place of dS: up to head_dim
+64 side by side in one of the two, above that one after the other in both.
 
-The kernel before may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so all
-threads wait for it before the block takes that. With config.key_tiles the block's number says its work: K, V, dO and
-the first Q, which no kernel of a backward writes, are on their way when the producer waits for lse and delta. Consumers
-wait before anything else: so each block has waited.
+The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so
+all threads wait for it before the block takes its ticket. With config.key_tiles the block's number determines its work.
+K, V, dO and the first Q, which no kernel of a backward writes, are already being loaded when the producer waits for lse
+and delta. Consumers wait before they do anything else, so every block has waited.
 
-Launch: grid (batch * heads_kv * parts of a group * key tiles), without the last factor with config.key_tiles, and with
-config.stays any smaller one; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k,
-v and do; turns (zeros): the ticket, and from TURNS_AT on the counts, (batch * heads, query tiles, lines, 2); dq_sums
-(batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
-wgmma_backward_dkdv. With config.key_tiles neither of turns and dq_sums, but dq, which is contiguous.
+Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_tiles without the last factor, and with
+config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
+k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
+dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
+wgmma_backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np
@@ -76,9 +76,12 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
+    # Of a second panel no columns past head_dim are added: these copies are what the L2 has most to do with.
+    second_chunks = min(head_dim_padded - dq_columns, dq_columns) // 8 if config.dq_panels == 2 else dq_columns // 8
+    second_bytes = part_bytes * second_chunks // (dq_columns // 8)
     turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
-    stays, lines = config.stays, config.dq_lines
-    some_lack_q = stays and not all_keys  # tiles that no query sees; where a block has one tile a Q past the end comes
+    stays, lines, one_panel = config.stays, config.dq_lines, config.dq_panels == 1
+    some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
@@ -178,6 +181,7 @@ def make(config):
         end = int32(n + members * (stop - begin))
         member, i = int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
+        own_bytes = part_bytes if me == 0 else second_bytes
         if n < end:
             part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
             seen = load_acquire(address(arrays.turns, turns_at + part))
@@ -192,9 +196,9 @@ def make(config):
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
             hands_on = ordered or before == 0
             if before == 0:
-                store_bytes(target, staged, part_bytes)
+                store_bytes(target, staged, own_bytes)
             else:
-                add_bytes(target, staged, part_bytes)
+                add_bytes(target, staged, own_bytes)
             commit_bytes()
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
@@ -262,7 +266,8 @@ def make(config):
         for chunk in range(dq_columns // 8):
             for x in range(4):
                 four[x] = acc_dq[4 * chunk + x].view(np.uint32)
-            store_v4(place + chunk * (128 * 16), four, 0)
+            if chunk < second_chunks or me == 0:
+                store_v4(place + chunk * (128 * 16), four, 0)
         fence_async()
         arrive(base + at.dq_full + 8 * own)
 
@@ -314,9 +319,6 @@ def make(config):
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
         for x in range(mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
@@ -328,6 +330,9 @@ def make(config):
             own = state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
+            for x in range(s_count):
+                acc_s[x] = float32(0)
+                acc_dp[x] = float32(0)
             for x in range(dk_count):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
@@ -343,7 +348,7 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            if not stays and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
+            if not (stays and one_panel) and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
             if n < end or not some_lack_q:
@@ -415,8 +420,11 @@ def make(config):
             if n > first:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
             if stays:
-                # In place of the dS that is not the last: both warpgroups' dQ of that is there.
-                place = base + (n & 1) * ds_bytes + me * (64 * 128)
+                if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+                    place = base + (n & 1) * ds_bytes + me * (64 * 128)
+                else:  # in place of the warpgroup's own panels of both
+                    bar_sync(3, all_consumers)  # the dQ of both is there
+                    place = base
                 write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
                 bar_sync(me + 1, 128)  # all four warps have read it
             else:

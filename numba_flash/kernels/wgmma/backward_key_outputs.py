@@ -4,6 +4,7 @@ dK's are times scale, and dV's, of the weights that count, times how often these
 
 from numba import float32, int32, uint32
 
+from ...ptx import bar
 from ..steps import gradient_rows
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
@@ -17,6 +18,7 @@ def make(config, rows, dk_at, dv_at):
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
     recompute_keys, drops = recompute.make(config, of_dk, of_dv), config.seeded
+    in_turn, warp_sync = of_dk and of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
     def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
@@ -27,15 +29,17 @@ def make(config, rows, dk_at, dv_at):
         keys_left = int32(min(keys - first_key, rows))
         rows_left = int32(min(sizes.seqlen_k - first_key, rows))
         nonfinite = uint32(0)
+        kept_count = score.kept_count if drops else float32(1)
         if of_dk:
             nonfinite |= stage_dk(acc_dk, score.scale, base + dk_at, first_row, lane, keys_left)
-        if of_dv:
-            nonfinite |= stage_dv(
-                acc_dv, score.kept_count if drops else float32(1), base + dv_at, first_row, lane, keys_left
-            )
+        if of_dv and not in_turn:
+            nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
         if of_dk:
             to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
             store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)
+        if in_turn:
+            warp_sync()  # all lanes have read dK
+            nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
         if of_dv:
             to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
             store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, head_dim_v, nonfinite)

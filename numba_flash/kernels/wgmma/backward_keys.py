@@ -1,7 +1,7 @@
-"""What a block that owns a tile of keys does, alike in wgmma_backward_dkdv and wgmma_backward_fused.
+"""The work of a block that owns a tile of keys, which wgmma_backward_dkdv and wgmma_backward_fused share.
 
-It walks over the tiles of queries that see its keys, of each query head of the group in turn: the last first, or with
-config.both_ways as the word STEP says.
+The block loops over the tiles of queries that see its keys, for each query head of the group in turn. The last tile
+comes first, or with config.both_ways the word STEP gives the direction.
 """
 
 from typing import Any, NamedTuple
@@ -113,8 +113,11 @@ def make(config):
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # its columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.has("bias") else fragments.weights(config)
     row_term, has_row_term = chain.row_term, chain.has_row_term
-    # Where the next K and V come meanwhile, dK and dV are put together in place of a dS: 64 rows of each.
-    places = (plan.ds, plan.ds + 64 * 128) if stays else (plan.own_a, plan.own_b if of_dk else plan.own_a)
+    # Where the next K and V come meanwhile, dK and dV are put together in place of dS: side by side in one of the two
+    # if 64 columns of each are all, else one after the other, each with a panel in either.
+    places = (plan.own_a, plan.own_b if of_dk else plan.own_a)
+    if stays:
+        places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
     count = counts.on_fragments(config, 1, tile_m)
     drops, kept_of = count.present, count.of_keys
     write_outputs = backward_key_outputs.make(config, tile_n, *places)

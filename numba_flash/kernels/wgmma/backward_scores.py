@@ -1,12 +1,12 @@
-"""What a consumer of wgmma's backward does with a tile of S and dP where scores have a say of their own: where a
-caller's functions, a bias, a mask or random bits decide what becomes of each.
+"""How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if a caller's functions, a bias, a mask
+or dropout act on single scores.
 
-Three steps, each beside a product. `prepare` asks for all that needs no score: which of them count (mask_mod says it
-too), which weights are dropped, and what is read for each. It runs beside S. `to_weights` runs beside dP and makes P,
-and P times the derivative of the score, in the place of S: so no register holds a derivative until dP is there.
-`to_gradients` makes dS of both. In a tile of which a warp sees all, `prepare` says so, and neither asks about a score.
+There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
+count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It
+computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative until dP
+is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps do not test single scores.
 
-Rows of the tile are the block's own: queries, and keys with of_keys. Columns are of the other side.
+Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
 
 from collections.abc import Callable

@@ -1,27 +1,26 @@
-"""FlashAttention-2 for Hopper (sm_90a): TMA brings tiles, wgmma multiplies them, both run on their own.
+"""FlashAttention-2 for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read mma_forward first: the same recurrence, the same rows a lane. Three things are new.
+Read mma_forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
 
-Roles. The scheduler, one thread, hands out query tiles and fetches their Q by TMA into shared memory; the
-producer, another one, fetches K and V (both in producer.py); each consumer warpgroup multiplies for
-64 query rows. They meet at mbarriers: `full` when a tile has come, `empty` when all consumers are done with
-it. Registers move from the first two to the consumers (setmaxnreg).
+Roles. One thread, the scheduler, takes query tiles and loads their Q into shared memory by TMA. Another thread, the
+producer, loads K and V (both are in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
+mbarriers: `full` when a tile has arrived, `empty` when all consumers have finished with it. setmaxnreg moves
+registers from the warpgroup of the first two to the consumers.
 
-Overlap. wgmma is asynchronous: S of the next tile is issued before P . V of this one, and the softmax of
-the next runs while P . V does. Behind the last P . V of a query tile the first S of the next one is issued,
-and O is written while it runs. With ping_pong two consumers moreover take turns, so that one multiplies
-while the other computes exponentials.
+Overlap. wgmma is asynchronous. S of the next tile is issued before P . V of this one, and the softmax of the next tile
+runs during P . V. After the last P . V of a query tile, the first S of the next query tile is issued, and O is written
+while it runs. With ping_pong two consumers also take turns, so that one multiplies while the other computes
+exponentials.
 
-One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global
-memory, those that see the most keys first, a few heads at a time so that their K and V stay in L2. The
-last block to find no tile left sets the counter back, so it is ready for the next launch.
+The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
+global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
+these heads stay in L2. The last block that finds no tile left resets the counter for the next launch.
 
-With config.cluster 2, two blocks are a cluster. Their query tiles lie side by side and see the same keys, so each
-producer fetches half of every tile of K and V for both (TMA multicast), and consumers say to both when they are done
-with one.
-All their tiles take as long, so they are handed out in turn and no counter is asked.
+With config.cluster 2, two blocks form a cluster. Their query tiles are neighbours and see the same keys, so each
+producer loads half of every tile of K and V for both blocks (TMA multicast), and consumers report to both blocks when
+they have finished with a tile. All tiles then take equally long, so blocks take them in turn without a counter.
 
-The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (blocks that stay), block
+The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
 """
 
@@ -58,7 +57,7 @@ def make(config):
     scores_finished = config.scores_finished
     write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
     o_parts, o_bytes = -(-head_dim_v_padded // o_columns), 32 * o_columns  # of a warp's rows that are staged at a time
-    padded = config.has("seqlens_k")  # V may hold anything behind the valid keys
+    padded = config.has("seqlens_k")  # V may hold anything after the valid keys
 
     kind = "f16" if config.dtype == "float16" else "bf16"
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes

@@ -1,7 +1,7 @@
-"""Who supplies the consumers of a wgmma block: the scheduler, with query tiles and Q, and the producer, with K and V;
-and another one, with a bias that comes by TMA.
+"""The threads that supply the consumers of a wgmma block: the scheduler (query tiles and Q), the producer (K and V),
+and a third one for a bias that TMA loads.
 
-Each is one thread. Tiles come by TMA; the consumers are told at mbarriers, and give places back at others.
+Each role is one thread. TMA loads the tiles. Full mbarriers tell the consumers, who release places at empty ones.
 """
 
 from numba import int32, int64

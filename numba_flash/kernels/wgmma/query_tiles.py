@@ -1,7 +1,7 @@
-"""Which query tiles a wgmma block takes, and what is said about them: a work tile, for all its roles.
+"""The query tiles that a wgmma block takes, and their description for all roles of the block: a work tile.
 
-One block a multiprocessor stays for the whole launch and takes query tiles by a counter in global memory, those that
-see the most keys first, a few heads at a time so that their K and V stay in L2.
+One block per multiprocessor stays for the whole launch and takes query tiles by a counter in global memory. Tiles that
+see the most keys come first, and a few heads at a time, so that their K and V stay in L2.
 """
 
 import functools
