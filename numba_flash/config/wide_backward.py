@@ -154,15 +154,15 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.team // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.team // 32} warps")
+        if self.workers // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
             raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
 
     @property
-    def team(self) -> int:
-        """Threads that share parts of dQ."""
-        return self.threads
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def own_rows(self) -> int:
@@ -188,7 +188,7 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def _column_parts(self) -> int:
         """In how many parts warps have the columns of dQ."""
-        return max(self.team // 32 // (self.tile_m // 16), 1)
+        return max(self.workers // 32 // (self.tile_m // 16), 1)
 
     @property
     def dq_columns(self) -> int:
@@ -221,13 +221,11 @@ class WideFusedConfig(WideBackwardConfig):
 class WideCarriedConfig(WideFusedConfig):
     """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
 
-    teams: with 2, each has half of the block's keys, and goes its own way; both give a part of dQ. blocks: with 2, a
-    cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the next tile of Q
-    comes earlier. one_place: P^T with dS^T, the part of dQ, and scores from the other block share one place, one behind
-    the other, so that tiles of more queries fit.
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the
+    next tile of Q comes earlier. one_place: P^T with dS^T, the part of dQ, and scores from the other block share one
+    place, one behind the other, so that tiles of more queries fit.
     """
 
-    teams: int = 1
     blocks: int = 1  # type: ignore[misc]
     q_places: int = 2
     one_place: bool = False
@@ -241,25 +239,18 @@ class WideCarriedConfig(WideFusedConfig):
     def __post_init__(self) -> None:
         if self.dtype != "float64":
             raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
-        for name in ("teams", "blocks", "q_places"):
+        for name in ("blocks", "q_places"):
             if getattr(self, name) not in (1, 2):
                 raise ValueError(f"{name} must be 1 or 2, not {getattr(self, name)}")
-        if self.own_rows % (self.teams * self.warp_rows):
-            raise ValueError(f"{self.own_rows} keys are no {self.teams} times {self.warp_rows}")
         if self.own_rows > 4 * self.warp_rows:
             raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
-        if self.one_place and (self.teams > 1 or self.column_groups > 2):
+        if self.one_place and self.column_groups > 2:
             raise ValueError(
-                f"one_place is for 1 team and column_groups=2, not {self.teams} and {self.column_groups}: what comes "
-                "of scores lies where the same warp puts its half"
+                f"one_place is for column_groups=2, not {self.column_groups}: what comes of scores lies where the same "
+                "warp puts its half"
             )
         super().__post_init__()
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def threads(self) -> int:
@@ -279,11 +270,6 @@ class WideCarriedConfig(WideFusedConfig):
         """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
         return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
-
-    @property
-    def team(self) -> int:
-        """Threads of a team."""
-        return self.workers // self.teams
 
     @property
     def head_dim_padded(self) -> int:

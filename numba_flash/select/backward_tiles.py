@@ -87,7 +87,6 @@ class WideCarried(NamedTuple):
     column_groups: int
     blocks_per_sm: int
     least_keys: int
-    teams: int = 1
     blocks: int = 1  # that share the columns
     q_places: int = 2
     one_place: bool = False

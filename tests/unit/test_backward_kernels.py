@@ -1059,12 +1059,10 @@ def test_what_the_hopper_backward_refuses(options, words):
             "q_places must be 1 or 2, not 3",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 16, teams=2),
-            "16 keys are no 2 times 16",
-        ),
-        (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 32, 64, teams=2, one_place=True),
-            "1 team and column_groups=2, not 2 and 2",
+            lambda: WideCarriedConfig(
+                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_place=True
+            ),
+            "column_groups=2, not 4",
         ),
     ],
 )

@@ -5,9 +5,6 @@ to ask and to say, and products of a tile take five thousand; there both stand i
 carrier, asks and says it beside the products. Two more warps fetch Q and dO: with cp.async, whose bytes an mbarrier
 says to be there. The carrier's warpgroup has few registers, and those that compute have the others.
 
-With two teams each has half of the block's keys, and a tile's barriers are the team's. Both wait for the place of a
-part of dQ one behind the other, and so one makes P and dS while the other multiplies.
-
 Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
@@ -30,12 +27,11 @@ from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
-from .backward_dq_carried import DS_FULL
+from .backward_dq_carried import WORKERS
 from .backward_dq_parts import Walk
 from .backward_fused_tile import Registers
 
 REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
-ALL = 5  # the named barrier of all warps that compute; backward_dq_carried.py and FusedTile.meet have others
 
 
 def make(config):
@@ -45,7 +41,7 @@ def make(config):
         config.shared_offsets()
     )
     q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
-    loaders, team = config.LOADERS, config.team
+    loaders = config.LOADERS
     q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
     one_place, place_empty, end_at = config.one_place, do_empty + 8, state_at + 3 * block_state.SIZE
     q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
@@ -80,7 +76,7 @@ def make(config):
     @inlined
     def meet_all():
         """All warps that compute."""
-        bar.sync(ALL, workers)
+        bar.sync(WORKERS, workers)
 
     @inlined
     def meet_others():
@@ -179,7 +175,7 @@ def make(config):
         done_with(k_smem + int32(do_empty))
         add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + to_q)
         done_with(k_smem + int32(q_empty) + 8 * place_of(t))
-        bar.sync(DS_FULL + special.thread_index() // team, team)
+        meet_all()  # all of dS is there
         leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
 
     @inlined
