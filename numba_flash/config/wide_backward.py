@@ -221,13 +221,12 @@ class WideFusedConfig(WideBackwardConfig):
 class WideCarriedConfig(WideFusedConfig):
     """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
 
-    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the
-    next tile of Q comes earlier. one_place: P^T with dS^T, the part of dQ, and scores from the other block share one
-    place, one behind the other, so that tiles of more queries fit.
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_place: P^T with
+    dS^T, the part of dQ, and scores from the other block share one place, one behind the other, so that tiles of more
+    queries fit.
     """
 
     blocks: int = 1  # type: ignore[misc]
-    q_places: int = 2
     one_place: bool = False
 
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
@@ -239,9 +238,10 @@ class WideCarriedConfig(WideFusedConfig):
     def __post_init__(self) -> None:
         if self.dtype != "float64":
             raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
-        for name in ("blocks", "q_places"):
-            if getattr(self, name) not in (1, 2):
-                raise ValueError(f"{name} must be 1 or 2, not {getattr(self, name)}")
+        if self.blocks not in (1, 2):
+            raise ValueError(f"blocks must be 1 or 2, not {self.blocks}")
+        if self.blocks == 2 and not self.one_place:
+            raise ValueError("blocks=2 needs one_place: there is no other place for the other block's scores")
         if self.own_rows > 4 * self.warp_rows:
             raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         if self.one_place and self.column_groups > 2:
@@ -282,21 +282,17 @@ class WideCarriedConfig(WideFusedConfig):
         return self.head_dim_padded + 8
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, the places of Q, dO, P^T, dS^T, lse with delta of the queries in each place, the block's state, the
-        part of dQ, mbarriers, those of scores from the other block (kernels/mma/shared_scores.py), these scores, and
-        the end are."""
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers, those
+        of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
-        scores_bars = (self.blocks - 1) * self.workers // 2
-        places = self.q_places
-        above = (own, own, places * other, other, weights)  # and behind it dS^T
-        rows = places * self.tile_m * 16
+        sizes = [own, own, other, other, weights, weights, self.tile_m * 16, 64, part, 32]
+        if self.one_place:  # the part of dQ begins where P^T does
+            sizes[5], sizes[8] = max(weights, part - weights), 0
+        starts = list(itertools.accumulate((*sizes, (self.blocks - 1) * self.workers // 4)))
         if self.one_place:
-            starts = list(itertools.accumulate((*above, max(weights, part - weights), rows, 64, 0, 48, scores_bars)))
-            p_at = starts[3]
-            return (*starts[:7], p_at, *starts[8:10], p_at, starts[10])
-        scores = (self.blocks - 1) * 2 * self.tile_n * self.tile_m * 8
-        return tuple(itertools.accumulate((*above, weights, rows, 64, part, 48, scores_bars, scores)))
+            starts[7] = starts[3]
+        return tuple(starts)
 
 
 @dataclass(frozen=True)

@@ -1055,8 +1055,8 @@ def test_what_the_hopper_backward_refuses(options, words):
             "blocks must be 1 or 2, not 3",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, q_places=3),
-            "q_places must be 1 or 2, not 3",
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=2),
+            "blocks=2 needs one_place",
         ),
         (
             lambda: WideCarriedConfig(

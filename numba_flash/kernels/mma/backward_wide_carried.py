@@ -8,8 +8,7 @@ says to be there. The carrier's warpgroup has few registers, and those that comp
 Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places; with one, while dQ is
-computed from the tile before. dO comes while dK and dQ are.
+dO of a tile comes while dK and dQ are computed from the tile before, and Q, with lse and delta, while dQ is.
 
 Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
 (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
@@ -37,14 +36,10 @@ REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
 def make(config):
     tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, scores_at, _ = (
-        config.shared_offsets()
-    )
-    q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
-    loaders = config.LOADERS
-    q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
-    one_place, place_empty, end_at = config.one_place, do_empty + 8, state_at + 3 * block_state.SIZE
-    q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, _ = config.shared_offsets()
+    paired, groups, loaders = config.blocks > 1, config.column_groups, config.LOADERS
+    full, q_empty, do_empty, place_empty = (bars_at + 8 * n for n in range(4))  # full: Q and dO are there
+    one_place, end_at, columns = config.one_place, state_at + 3 * block_state.SIZE, padded // groups
 
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
@@ -87,16 +82,6 @@ def make(config):
             meet_all()
 
     @inlined
-    def place_of(t):
-        """Which of Q's places that of the t-th tile is in."""
-        return int32(t & 1) if q_places > 1 else int32(0)
-
-    @inlined
-    def phase_of(t):
-        """And the parity of its phase there."""
-        return (t >> 1) & 1 if q_places > 1 else t & 1
-
-    @inlined
     def end_of(k_smem):
         """How many tiles of queries all heads have; kept through the loop, it would cost a register."""
         return int32(ld_st.load_b32(k_smem + int32(end_at)))
@@ -106,11 +91,10 @@ def make(config):
         """Start the copies of Q of the t-th tile of queries, with lse and delta."""
         walk = walk_of(k_smem + int32(state_at), sizes)
         i, h = turn(t, walk, sizes)
-        first, place, rows_left = own_column(), place_of(t), int32(sizes.seqlen_q - i * tile_m)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
-        to, rows_smem = k_smem + int32(q_at) + place * q_bytes, k_smem + int32(rows_at) + place * rows_bytes
-        load_other(to, source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(rows_smem, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
+        load_other(k_smem + int32(q_at), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
+        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
@@ -126,17 +110,13 @@ def make(config):
         """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
         t = int32(0)
         while t < end_of(k_smem):
-            if q_places > 1:
-                mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
-                load_queries(t, k_smem, thread, arrays, strides, sizes)
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
             load_do(t, k_smem, thread, arrays, strides, sizes)
-            if q_places == 1:  # then dO's place is the first that is free
-                mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
-                load_queries(t, k_smem, thread, arrays, strides, sizes)
+            mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
+            load_queries(t, k_smem, thread, arrays, strides, sizes)
             cp_async.commit_group()
             wait_all()
-            mbarrier.arrive(k_smem + int32(q_full) + 8 * place_of(t))
+            mbarrier.arrive(k_smem + int32(full))
             t = int32(t + 1)
 
     @inlined
@@ -147,19 +127,16 @@ def make(config):
 
     @inlined
     def place_of_scores(k_smem):
-        """Where what comes of scores for the warp does; in one place, where the warp itself puts the half it gives."""
+        """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
         warp = special.thread_index() >> int32(5)
-        if one_place:
-            group, role = warp >> int32(1), warp & int32(1)
-            return k_smem + int32(p_at) + role * int32(ds_at - p_at) + group * int32(s_count * 256)
-        return k_smem + int32(scores_at) + warp * int32(s_count * 256)
+        group, role = warp >> int32(1), warp & int32(1)
+        return k_smem + int32(p_at) + role * int32(ds_at - p_at) + group * int32(s_count * 256)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
-        to_q, do_smem = int32(q_at + place_of(t) * q_bytes), k_smem + int32(do_at)
-        mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
-        find_scores(registers, k_smem, to_q, int32(do_at))
+        mbarrier.wait(k_smem + int32(full), t & 1)
+        find_scores(registers, k_smem, int32(q_at), int32(do_at))
         walk = walk_of(k_smem + int32(state_at), sizes)
         i, h = turn(t, walk, sizes)  # while the last products end
         if one_place:
@@ -168,13 +145,13 @@ def make(config):
             add_other(registers.acc, t, place_of_scores(k_smem), k_smem + int32(scores_bars_at))
         give_half(registers, k_smem)
         meet()
-        rows_smem, term = k_smem + int32(rows_at) + place_of(t) * rows_bytes, row_term(walk.b, h, arrays, strides)
+        rows_smem, term = k_smem + int32(rows_at), row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
+        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
         done_with(k_smem + int32(do_empty))
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + to_q)
-        done_with(k_smem + int32(q_empty) + 8 * place_of(t))
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
+        done_with(k_smem + int32(q_empty))
         meet_all()  # all of dS is there
         leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
 
@@ -192,9 +169,8 @@ def make(config):
     def begin(k_smem):
         """One thread: mbarriers of the tiles' places. A thread that fetches arrives for itself, one of each warp that
         computes for the warp."""
-        for place in range(q_places):
-            mbarrier.init(k_smem + int32(q_full + 8 * place), loaders)
-            mbarrier.init(k_smem + int32(q_empty + 8 * place), workers // 32)
+        mbarrier.init(k_smem + int32(full), loaders)
+        mbarrier.init(k_smem + int32(q_empty), workers // 32)
         mbarrier.init(k_smem + int32(do_empty), workers // 32)
         if one_place:
             mbarrier.init(k_smem + int32(place_empty), 1)

@@ -1,8 +1,7 @@
 """Scores whose columns two blocks of a cluster share, in float64: each multiplies its half, and both add up the halves.
 
-A thread hands its numbers to the same thread of the other block, into its shared memory, as soon as that one has read
-the last ones, or where their place serves more, as soon as the place is free. The sum of both halves is the same in
-both blocks, because a + b is b + a.
+A thread hands its numbers to the same thread of the other block, into its shared memory, when their place there is free
+(backward_dq_carried.py). The sum of both halves is the same in both blocks, because a + b is b + a.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from .backward_dq_parts import bits_of_f64
 
 
 class SharedScores(NamedTuple):
-    """Device functions. bars: two mbarriers of each warp: scores have come, and the other block has read what this one
-    gave. at: where those come to that the warp wants."""
+    """Device functions. bars: an mbarrier of each warp, which completes when scores have come. at: where they come to
+    for the warp."""
 
     begin: Callable[..., Any]  # (bars): by one thread, before all threads of the cluster meet
     add_other: Callable[..., Any]  # (acc, t, at, bars): acc of tile t += what the other block has
@@ -25,23 +24,20 @@ class SharedScores(NamedTuple):
 
 def make(config, count):
     """count: of numbers that a thread has."""
-    warps, own_place = config.workers // 32, not config.one_place
+    warps = config.workers // 32
 
     @inlined
     def begin(bars):
-        for n in range(2 * warps):
+        for n in range(warps):
             mbarrier.init(int32(bars + 8 * n), 1)
 
     @inlined
     def add_other(acc, t, at, bars):
         thread, other = special.thread_index(), cluster.rank() ^ 1
         elected = thread & int32(31) == 0
-        full = int32(bars + 16 * (thread >> int32(5)))
-        empty, place = int32(full + 8), int32(at + (thread & int32(31)) * 16)
+        full, place = int32(bars + 8 * (thread >> int32(5))), int32(at + (thread & int32(31)) * 16)
         to, arrived = cluster.place_in(place, other), cluster.place_in(full, other)
         words, pair = cuda.local.array(4, uint32), cuda.local.array(2, float64)
-        if own_place:
-            mbarrier.wait(empty, (t & 1) ^ 1)
         for n in range(count // 2):
             pair[0], pair[1] = acc[2 * n], acc[2 * n + 1]
             bits_of_f64(pair, words)
@@ -53,7 +49,5 @@ def make(config, count):
             acc[2 * n] += pair[0]
             acc[2 * n + 1] += pair[1]
         bar.warp_sync()  # all lanes have read
-        if own_place:
-            mbarrier.arrive_there_if(cluster.place_in(empty, other), elected)
 
     return SharedScores(begin, add_other)
