@@ -25,7 +25,7 @@ class WideBackwardConfig(Config):
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
-    natural: ClassVar[bool] = False  # whether registers of gradients have columns in their order
+    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -221,16 +221,16 @@ class WideFusedConfig(WideBackwardConfig):
 class WideCarriedConfig(WideFusedConfig):
     """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
 
-    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_place: P^T with
-    dS^T, the part of dQ, and scores from the other block share one place, one behind the other, so that tiles of more
-    queries fit.
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_staging_buffer:
+    scores from the other block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so
+    that tiles of more queries fit. Without it the part of dQ has a buffer of its own.
     """
 
     blocks: int = 1  # type: ignore[misc]
-    one_place: bool = False
+    one_staging_buffer: bool = False
 
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
-    natural: ClassVar[bool] = True
+    columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
     FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
     LOADERS: ClassVar[int] = 64  # threads that fetch tiles
@@ -240,14 +240,14 @@ class WideCarriedConfig(WideFusedConfig):
             raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
         if self.blocks not in (1, 2):
             raise ValueError(f"blocks must be 1 or 2, not {self.blocks}")
-        if self.blocks == 2 and not self.one_place:
-            raise ValueError("blocks=2 needs one_place: there is no other place for the other block's scores")
+        if self.blocks == 2 and not self.one_staging_buffer:
+            raise ValueError("blocks=2 needs one_staging_buffer: there is no other place for the other block's scores")
         if self.own_rows > 4 * self.warp_rows:
             raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
-        if self.one_place and self.column_groups > 2:
+        if self.one_staging_buffer and self.column_groups > 2:
             raise ValueError(
-                f"one_place is for column_groups=2, not {self.column_groups}: what comes of scores lies where the same "
-                "warp puts its half"
+                f"one_staging_buffer is for column_groups=2, not {self.column_groups}: a warp puts the half that it "
+                "gives where the other block's scores come to"
             )
         super().__post_init__()
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
@@ -287,10 +287,10 @@ class WideCarriedConfig(WideFusedConfig):
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
         sizes = [own, own, other, other, weights, weights, self.tile_m * 16, 64, part, 32]
-        if self.one_place:  # the part of dQ begins where P^T does
+        if self.one_staging_buffer:  # the part of dQ begins where P^T does
             sizes[5], sizes[8] = max(weights, part - weights), 0
         starts = list(itertools.accumulate((*sizes, (self.blocks - 1) * self.workers // 4)))
-        if self.one_place:
+        if self.one_staging_buffer:
             starts[7] = starts[3]
         return tuple(starts)
 

@@ -88,7 +88,7 @@ class WideCarried(NamedTuple):
     blocks_per_sm: int
     least_keys: int
     blocks: int = 1  # that share the columns
-    one_place: bool = False
+    one_staging_buffer: bool = False
     plain: bool = True
     gpu: str = MEASURED
 
@@ -231,8 +231,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
     # for GPUs whose m16n8k16 of float64 is one instruction
     "mma_wide_carried_float64": (
         WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=32768),
-        WideCarried(64, 128, 64, 32, 16, 2, 1, least_keys=16384, one_place=True),
-        WideCarried(128, 256, 64, 32, 16, 2, 1, least_keys=8192, blocks=2, one_place=True),
+        WideCarried(64, 128, 64, 32, 16, 2, 1, least_keys=16384, one_staging_buffer=True),
+        WideCarried(128, 256, 64, 32, 16, 2, 1, least_keys=8192, blocks=2, one_staging_buffer=True),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),

@@ -160,8 +160,8 @@ FUSED, CARRIED = backward_tiles.WideFused, backward_tiles.WideCarried
         ("float64", FUSED(0, 256, 32, 16, 32, 4, 0, 0)),
         ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
         ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0)),
-        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, one_place=True)),
-        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_place=True)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, one_staging_buffer=True)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
     ],
     ids=lambda given: "-".join(map(str, (type(given[1]).__name__, given[0], *given[1][2:6]))),
 )
@@ -201,8 +201,8 @@ def test_parts_of_dq_that_meet_nan(one_kernel, where):
 @pytest.mark.parametrize(
     "one_kernel",
     [
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_place=True)),
-        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_place=True)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
     ],
     indirect=True,
 )

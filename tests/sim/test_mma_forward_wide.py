@@ -87,16 +87,16 @@ def test_two_steps_over_head_dim_at_a_time(head_dim, monkeypatch, nothing_rememb
 
 
 @pytest.mark.parametrize(
-    ("tile_m", "head_dim", "head_dim_v", "by_numbers"),
+    ("tile_m", "head_dim", "head_dim_v", "scalar_loads"),
     [(16, 128, 100, True), (32, 24, 128, True), (16, 128, 100, False)],
 )
 def test_slices_of_k_and_v_in_the_room_of_one_tile(
-    tile_m, head_dim, head_dim_v, by_numbers, monkeypatch, nothing_remembered
+    tile_m, head_dim, head_dim_v, scalar_loads, monkeypatch, nothing_remembered
 ):
     """Three tiles of keys, of which the last is not full: each slice's place is taken five times."""
     machine = dataclasses.replace(Target.of(None), cc=(9, 0))
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tiles.MmaWide(256, tile_m, 32, 16, 2, 1, rescale_threshold=8, sliced=True, by_numbers=by_numbers)
+    row = tiles.MmaWide(256, tile_m, 32, 16, 2, 1, rescale_threshold=8, sliced=True, scalar_loads=scalar_loads)
     monkeypatch.setitem(tiles.TABLES, "mma_float64", (row,))
     rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual="float64")
     case = rung.problem(20, 70, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)

@@ -1056,11 +1056,11 @@ def test_what_the_hopper_backward_refuses(options, words):
         ),
         (
             lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=2),
-            "blocks=2 needs one_place",
+            "blocks=2 needs one_staging_buffer",
         ),
         (
             lambda: WideCarriedConfig(
-                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_place=True
+                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
             ),
             "column_groups=2, not 4",
         ),

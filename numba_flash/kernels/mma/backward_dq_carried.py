@@ -10,9 +10,9 @@ additions to it have one order, key tile by key tile.
 Rows of a part lie pitch_dq elements apart: with 64 bytes behind each, what lanes write at a time lies in different
 banks. There is one place for a part.
 
-Where that is the place of P and dS (config.one_place), a part goes there when all warps have multiplied with dS. Then
-an mbarrier says that copies have read it. Of two blocks that share columns each says so to the other one: its scores
-come to that place first.
+With config.one_staging_buffer that is the place of P and dS, too. A part goes there when all warps have multiplied with
+dS. When the copies have read it, the carrier arrives at an mbarrier. If two blocks share the columns, it arrives at the
+mbarrier of the other block, whose scores come to that place first.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WORKERS, EMPTY, FULL = 5, 6, 7
 
 
 class DqCarried(NamedTuple):
-    """Device functions. i: a query tile of head h; free: the mbarrier of the place for all, if it is one."""
+    """Device functions. i: a query tile of head h; free: with one_staging_buffer, its mbarrier."""
 
     leave: Callable[..., Any]  # by the warps that compute
     carry: Callable[..., Any]  # by the carrier; first, last: nothing comes before it, or behind
@@ -43,7 +43,8 @@ def make(config):
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
     dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
-    one_place, done = config.one_place, (WORKERS, workers) if config.one_place else (EMPTY, both)
+    one_buffer = config.one_staging_buffer
+    done = (WORKERS, workers) if one_buffer else (EMPTY, both)
     made = backward_wide.dq_product(config)
     add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, True)
@@ -103,7 +104,7 @@ def make(config):
     def say_free(last, free):
         """All lanes' copies have read the place."""
         bar.warp_sync()
-        if one_place:
+        if one_buffer:
             elected = special.thread_index() & int32(31) == 0
             if paired:
                 mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
@@ -115,7 +116,7 @@ def make(config):
     @inlined
     def carry(i, h, first, last, dq_smem, state, free, strides, sizes):
         """The part of query tile i to global memory, when its turn has come, and the turn to the next key tile."""
-        if first and not one_place:
+        if first and not one_buffer:
             bar.arrive(EMPTY, both)
         wait_turn(i, h, state, sizes)
         adds = parts_before(i, state) != uint32(0)

@@ -34,9 +34,9 @@ class View(NamedTuple):
     tile_state_entries: int = 0
     splits_columns: bool = False
     sliced: bool = False
-    by_numbers: bool = False
-    natural: bool = False  # columns of sums are in their order
-    swapped: bool = False  # of two neighbouring rows lanes 2 and 3 of four take the second one first
+    scalar_loads: bool = False  # these three: products_float64.py
+    columns_in_order: bool = False
+    odd_rows_first: bool = False
 
     def shared_offsets(self):
         return 0, 0, 0, 0, self.exchange_at, 0
@@ -73,15 +73,15 @@ def fused_products(config, groups):
     the columns that are summed up."""
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
     of_warps = groups, config.large_f64, config.unrolled
-    view = View(config.dtype, *rows, padded, padded // groups, *of_warps, 0)
-    return PRODUCTS[config.dtype].make(view._replace(by_numbers=True, swapped=True, natural=config.natural))
+    loads = dict(scalar_loads=True, columns_in_order=config.columns_in_order, odd_rows_first=True)
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0, **loads))
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
     of_warps = 1, config.large_f64, False
-    view = View(config.dtype, *rows, columns, columns, *of_warps, 0, natural=config.natural)
+    view = View(config.dtype, *rows, columns, columns, *of_warps, 0, columns_in_order=config.columns_in_order)
     return PRODUCTS[config.dtype].make(view)
 
 
@@ -91,7 +91,8 @@ def storer(config, columns, padded):
     strips, blocks = warp_rows // 16, own_padded // 8
     real = numbers.of(config.compute_dtype).real
     bfly = numbers.of(config.compute_dtype).bfly
-    write_row = rows_wide.row_writer(config.dtype, blocks, columns * config.item_size % 16 == 0, config.natural)
+    vectorized = columns * config.item_size % 16 == 0
+    write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
     bfly_b32 = shfl.bfly_b32
 
     @inlined

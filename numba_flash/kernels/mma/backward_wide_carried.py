@@ -38,8 +38,8 @@ def make(config):
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
     v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, _ = config.shared_offsets()
     paired, groups, loaders = config.blocks > 1, config.column_groups, config.LOADERS
-    full, q_empty, do_empty, place_empty = (bars_at + 8 * n for n in range(4))  # full: Q and dO are there
-    one_place, end_at, columns = config.one_place, state_at + 3 * block_state.SIZE, padded // groups
+    full, q_empty, do_empty, staging_empty = (bars_at + 8 * n for n in range(4))  # full: Q and dO are there
+    one_buffer, end_at, columns = config.one_staging_buffer, state_at + 3 * block_state.SIZE, padded // groups
 
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
@@ -126,7 +126,7 @@ def make(config):
         mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
 
     @inlined
-    def place_of_scores(k_smem):
+    def place_of_incoming_scores(k_smem):
         """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
         warp = special.thread_index() >> int32(5)
         group, role = warp >> int32(1), warp & int32(1)
@@ -139,10 +139,10 @@ def make(config):
         find_scores(registers, k_smem, int32(q_at), int32(do_at))
         walk = walk_of(k_smem + int32(state_at), sizes)
         i, h = turn(t, walk, sizes)  # while the last products end
-        if one_place:
-            mbarrier.wait(k_smem + int32(place_empty), (t & 1) ^ 1)
+        if one_buffer:
+            mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
-            add_other(registers.acc, t, place_of_scores(k_smem), k_smem + int32(scores_bars_at))
+            add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(scores_bars_at))
         give_half(registers, k_smem)
         meet()
         rows_smem, term = k_smem + int32(rows_at), row_term(walk.b, h, arrays, strides)
@@ -161,7 +161,7 @@ def make(config):
         state, t = k_smem + int32(state_at), int32(0)
         while t < end_of(k_smem):
             i, h = turn(t, walk_of(state, sizes), sizes)
-            free = k_smem + int32(place_empty)
+            free = k_smem + int32(staging_empty)
             carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(dq_at), state, free, strides, sizes)
             t = int32(t + 1)
 
@@ -172,8 +172,8 @@ def make(config):
         mbarrier.init(k_smem + int32(full), loaders)
         mbarrier.init(k_smem + int32(q_empty), workers // 32)
         mbarrier.init(k_smem + int32(do_empty), workers // 32)
-        if one_place:
-            mbarrier.init(k_smem + int32(place_empty), 1)
+        if one_buffer:
+            mbarrier.init(k_smem + int32(staging_empty), 1)
 
     @inlined
     def take_ticket(k_smem, state, arrays):

@@ -4,11 +4,11 @@ In float32 the queries of each 8 lie in the order 0, 2, 4, 6, 1, 3, 5, 7. So ldm
 products_float32.py takes, and what lanes write at a time lies in different banks. For the banks' sake rows are 16 bytes
 longer than they need be, too.
 
-In float64 lanes read single numbers, of a row and of a column of every other key. Of two neighbouring numbers of a row
-lanes 2 and 3 of four take the second one first (`swapped` in products_float64.py), and so 16 lanes read from different
-banks. Chunks of 16 bytes trade places
-within each 128 bytes: the chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the key's bit 0.
-So 8 pairs of two neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
+In float64 lanes read single numbers, of a row and of a column of every other key. Of two neighbouring queries lanes 2
+and 3 of each four read the odd one first, as they do with the rows that these are multiplied with (`odd_rows_first` in
+products_float64.py). So 16 lanes read from different banks. Chunks of 16 bytes trade places within each 128 bytes: the
+chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the key's bit 0. So 8 pairs of two
+neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
 """
 
 from collections.abc import Callable
