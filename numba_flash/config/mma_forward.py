@@ -16,7 +16,9 @@ class MmaConfig(TensorConfig):
     many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
     its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
     as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns. sliced: K and V of float64 come in
-    slices of columns and share the room of one tile (kernels/mma/sliced_tiles.py).
+    slices of columns and share the room of one tile (kernels/mma/sliced_tiles.py). scalar_loads: each load of a
+    float64 operand from shared memory fills one register pair with one number, not two with 16 bytes
+    (kernels/mma/products_float64.py).
     """
 
     warp_rows: int = 16
@@ -25,7 +27,9 @@ class MmaConfig(TensorConfig):
     large_f64: bool = False
     unrolled: bool = False
     sliced: bool = False
+    scalar_loads: bool = False
 
+    odd_rows_first: ClassVar[bool] = False  # as in kernels/mma/products_float64.py
     SLICES: ClassVar[int] = 4  # of a tile of K or V
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
@@ -52,7 +56,14 @@ class MmaConfig(TensorConfig):
                 f"for {self.dtype}, column_groups={self.column_groups}, tile_n={self.tile_n} and "
                 f"{self.head_dim_v_padded} columns in each of {self.v_parts} blocks beside {self.head_dim_padded}"
             )
+        if self.scalar_loads and self.dtype != "float64":
+            raise ValueError(f"scalar_loads is for float64, not for {self.dtype}")
         object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+
+    @property
+    def columns_in_order(self) -> bool:
+        """Whether a lane's sums of O are of two columns of each 8, side by side, as the instruction has them."""
+        return self.scalar_loads
 
     @property
     def threads(self) -> int:

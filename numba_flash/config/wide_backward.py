@@ -25,6 +25,7 @@ class WideBackwardConfig(Config):
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
+    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -153,15 +154,15 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.team // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.team // 32} warps")
+        if self.workers // 32 % (self.tile_m // 16):
+            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
         if self.tile_m // 8 % (self.column_groups // 2):
             raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
 
     @property
-    def team(self) -> int:
-        """Threads that share parts of dQ."""
-        return self.threads
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def own_rows(self) -> int:
@@ -187,7 +188,7 @@ class WideFusedConfig(WideBackwardConfig):
     @property
     def _column_parts(self) -> int:
         """In how many parts warps have the columns of dQ."""
-        return max(self.team // 32 // (self.tile_m // 16), 1)
+        return max(self.workers // 32 // (self.tile_m // 16), 1)
 
     @property
     def dq_columns(self) -> int:
@@ -220,16 +221,16 @@ class WideFusedConfig(WideBackwardConfig):
 class WideCarriedConfig(WideFusedConfig):
     """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
 
-    teams: with 2, each has half of the block's keys, and goes its own way; both give a part of dQ. blocks: with 2, a
-    cluster, each has half of the columns, which head_dim_padded then counts. q_places: with two the next tile of Q
-    comes earlier.
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_staging_buffer:
+    scores from the other block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so
+    that tiles of more queries fit. Without it the part of dQ has a buffer of its own.
     """
 
-    teams: int = 1
     blocks: int = 1  # type: ignore[misc]
-    q_places: int = 2
+    one_staging_buffer: bool = False
 
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
+    columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
     FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
     LOADERS: ClassVar[int] = 64  # threads that fetch tiles
@@ -237,20 +238,19 @@ class WideCarriedConfig(WideFusedConfig):
     def __post_init__(self) -> None:
         if self.dtype != "float64":
             raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
-        for name in ("teams", "blocks", "q_places"):
-            if getattr(self, name) not in (1, 2):
-                raise ValueError(f"{name} must be 1 or 2, not {getattr(self, name)}")
-        if self.own_rows % (self.teams * self.warp_rows):
-            raise ValueError(f"{self.own_rows} keys are no {self.teams} times {self.warp_rows}")
+        if self.blocks not in (1, 2):
+            raise ValueError(f"blocks must be 1 or 2, not {self.blocks}")
+        if self.blocks == 2 and not self.one_staging_buffer:
+            raise ValueError("blocks=2 needs one_staging_buffer: there is no other place for the other block's scores")
         if self.own_rows > 4 * self.warp_rows:
             raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
+        if self.one_staging_buffer and self.column_groups > 2:
+            raise ValueError(
+                f"one_staging_buffer is for column_groups=2, not {self.column_groups}: a warp puts the half that it "
+                "gives where the other block's scores come to"
+            )
         super().__post_init__()
         object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def threads(self) -> int:
@@ -272,11 +272,6 @@ class WideCarriedConfig(WideFusedConfig):
         return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
-    def team(self) -> int:
-        """Threads of a team."""
-        return self.workers // self.teams
-
-    @property
     def head_dim_padded(self) -> int:
         """Of one block."""
         return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
@@ -284,20 +279,20 @@ class WideCarriedConfig(WideFusedConfig):
     @property
     def pitch_dq(self) -> int:
         """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
-        return self.head_dim_padded + 2
+        return self.head_dim_padded + 8
 
     def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, the places of Q, dO, P^T, dS^T, lse with delta of the queries in each place, the block's state, the
-        part of dQ, mbarriers, what comes from the other block (kernels/mma/shared_scores.py), and the end are."""
+        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers, those
+        of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
-        scores = (self.blocks - 1) * (2 * self.tile_n * self.tile_m * 8 + self.workers // 2)
-        places = self.q_places
-        return tuple(
-            itertools.accumulate(
-                (own, own, places * other, other, weights, weights, places * self.tile_m * 16, 48, part, 48, scores)
-            )
-        )
+        sizes = [own, own, other, other, weights, weights, self.tile_m * 16, 64, part, 32]
+        if self.one_staging_buffer:  # the part of dQ begins where P^T does
+            sizes[5], sizes[8] = max(weights, part - weights), 0
+        starts = list(itertools.accumulate((*sizes, (self.blocks - 1) * self.workers // 4)))
+        if self.one_staging_buffer:
+            starts[7] = starts[3]
+        return tuple(starts)
 
 
 @dataclass(frozen=True)

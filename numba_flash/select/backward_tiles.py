@@ -87,9 +87,8 @@ class WideCarried(NamedTuple):
     column_groups: int
     blocks_per_sm: int
     least_keys: int
-    teams: int = 1
     blocks: int = 1  # that share the columns
-    q_places: int = 2
+    one_staging_buffer: bool = False
     plain: bool = True
     gpu: str = MEASURED
 
@@ -231,9 +230,9 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     # for GPUs whose m16n8k16 of float64 is one instruction
     "mma_wide_carried_float64": (
-        WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=32768, q_places=1),
-        WideCarried(64, 128, 64, 16, 16, 2, blocks_per_sm=1, least_keys=16384),
-        WideCarried(128, 256, 64, 16, 16, 2, blocks_per_sm=1, least_keys=8192, teams=2, blocks=2),
+        WideCarried(32, 64, 32, 32, 16, 2, blocks_per_sm=2, least_keys=32768),
+        WideCarried(64, 128, 64, 32, 16, 2, 1, least_keys=16384, one_staging_buffer=True),
+        WideCarried(128, 256, 64, 32, 16, 2, 1, least_keys=8192, blocks=2, one_staging_buffer=True),
     ),
     "mma_dq_float32": (
         WideBackward(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=1, plain=True),

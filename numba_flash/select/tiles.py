@@ -46,6 +46,7 @@ class MmaWide(NamedTuple):
     unread: bool = False  # not where something is read or asked for each score
     unrolled: bool = False
     sliced: bool = False
+    scalar_loads: bool = False
     above: int = 0  # for head_dim of q and k and of v that are both above this
     gpu: str = MEASURED
 
@@ -113,7 +114,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(192, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
-        MmaWide(256, 64, 32, 16, 2, blocks_per_sm=1, rescale_threshold=8, plain=True, sliced=True, above=192),
+        MmaWide(256, 64, 32, 16, 2, 1, rescale_threshold=8, plain=True, sliced=True, scalar_loads=True, above=192),
         MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
         MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),

@@ -159,9 +159,9 @@ FUSED, CARRIED = backward_tiles.WideFused, backward_tiles.WideCarried
         ("float64", FUSED(0, 256, 32, 16, 16, 2, 0, 0)),
         ("float64", FUSED(0, 256, 32, 16, 32, 4, 0, 0)),
         ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
-        ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0, q_places=1)),
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2)),
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2)),
+        ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, one_staging_buffer=True)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
     ],
     ids=lambda given: "-".join(map(str, (type(given[1]).__name__, given[0], *given[1][2:6]))),
 )
@@ -199,7 +199,12 @@ def test_parts_of_dq_that_meet_nan(one_kernel, where):
 
 
 @pytest.mark.parametrize(
-    "one_kernel", [("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, teams=2, blocks=2))], indirect=True
+    "one_kernel",
+    [
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+        ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+    ],
+    indirect=True,
 )
 @pytest.mark.parametrize("head_dims", [(72, 100), (130, 68)])
 def test_columns_that_two_blocks_share(one_kernel, head_dims):

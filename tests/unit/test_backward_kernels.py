@@ -1057,12 +1057,14 @@ def test_what_the_hopper_backward_refuses(options, words):
             "blocks must be 1 or 2, not 3",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, q_places=3),
-            "q_places must be 1 or 2, not 3",
+            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=2),
+            "blocks=2 needs one_staging_buffer",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 16, teams=2),
-            "16 keys are no 2 times 16",
+            lambda: WideCarriedConfig(
+                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
+            ),
+            "column_groups=2, not 4",
         ),
     ],
 )

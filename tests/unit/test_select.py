@@ -496,6 +496,7 @@ def test_a_config_checks_itself(wrong):
         (dict(dtype="int32"), "float32, float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
         (dict(dtype="float32", q_registers=True, tile_n=64), "q_registers is for 16-bit"),
         (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
+        (dict(scalar_loads=True), "scalar_loads is for float64, not for float16"),
         (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
         (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
         *((dict(dtype="float64", tile_m=64, tile_n=32, warp_rows=16, column_groups=2, sliced=True) | one, word)

@@ -2,13 +2,17 @@
 
 backward_dq_parts.py says what parts of dQ are and in which order they are added. There every warp reads what dQ has so
 far, adds and writes, between two barriers of the block: a tile waits for its turn, for the GPU's L2 and for the release
-of the turn, one after the other. Here a team of warps leaves its part in shared memory and goes on. The carrier, a warp
+of the turn, one after the other. Here the warps leave their part in shared memory and go on. The carrier, a warp
 that computes nothing, waits for the turn, lets a copy of each row add it (tma.add_bytes_f64), and hands the turn on
 when all of it is there. The first part of a query tile is stored. One copy of an element is under way at a time, so
-additions to it have one order: key tile by key tile, and team by team.
+additions to it have one order, key tile by key tile.
 
-Rows of a part lie pitch_dq elements apart: with 16 bytes behind each, what lanes write at a time lies in different
-banks. Teams take turns with the one place that there is for a part.
+Rows of a part lie pitch_dq elements apart: with 64 bytes behind each, what lanes write at a time lies in different
+banks. There is one place for a part.
+
+With config.one_staging_buffer that is the place of P and dS, too. A part goes there when all warps have multiplied with
+dS. When the copies have read it, the carrier arrives at an mbarrier. If two blocks share the columns, it arrives at the
+mbarrier of the other block, whose scores come to that place first.
 """
 
 from collections.abc import Callable
@@ -16,29 +20,31 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float64, int32, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, special, tma
+from ...ptx import bar, cluster, fence, ld_st, mbarrier, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
-from ..steps.plain import first_row_of
+from ..steps.plain import first_column_of, first_row_of
 from . import backward_dq_parts, backward_wide, shared_weights
 
-# Named barriers of each team: all of dS is there; the place for a part is free; the part is there.
-DS_FULL, EMPTY, FULL = 8, 10, 12
+# Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the place for
+# a part is free, and when the part is there.
+WORKERS, EMPTY, FULL = 5, 6, 7
 
 
 class DqCarried(NamedTuple):
-    """Device functions. i: a query tile of head h."""
+    """Device functions. i: a query tile of head h; free: with one_staging_buffer, its mbarrier."""
 
-    leave: Callable[..., Any]  # by the warps of a team
+    leave: Callable[..., Any]  # by the warps that compute
     carry: Callable[..., Any]  # by the carrier; first, last: nothing comes before it, or behind
 
 
 def make(config):
-    tile_m, tile_n, teams, team_warps = config.tile_m, config.tile_n, config.teams, config.team // 32
-    own_keys, both = tile_n // teams, config.team + 32
+    tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
     dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
+    one_buffer = config.one_staging_buffer
+    done = (WORKERS, workers) if one_buffer else (EMPTY, both)
     made = backward_wide.dq_product(config)
     add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, True)
@@ -51,33 +57,31 @@ def make(config):
 
     @inlined
     def leave(k_smem, ds_smem, dq_smem, score):
-        """The team's part of dQ of a query tile, scale * dS K, to shared memory."""
+        """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
         acc = cuda.local.array(dq_count, float64)  # (columns / 8, 4)
         operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
         values = cuda.local.array(2, float64)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        team, within = warp // team_warps, warp % team_warps
-        strip, column_part = within % strips, within // strips
+        strip, column_part = warp % strips, warp // strips
         for x in range(dq_count):
             acc[x] = float64(0)
-        place = turned_place(lane, ds_smem) + team * (own_keys * pitch * 8) + strip * 128
+        place = turned_place(lane, ds_smem) + strip * 128
         _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
-        k_lane += column_part * (panels * tile_n * 128) + team * (own_keys * 128)
-        for n in range(own_keys // 16):  # written out, so that what comes next is read while this is multiplied
+        k_lane += column_part * (panels * tile_n * 128)
+        for n in range(tile_n // 16):  # written out, so that what comes next is read while this is multiplied
             turned(operand, int32(place + n * (16 * pitch * 8)))
             add_16(acc, operand, other, int32(k_lane + n * 2048))
-        bar.sync(EMPTY + team, both)  # and the team is done with dS
-        row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + (lane & 3) * 4
+        bar.sync(done[0], done[1])  # and all are done with dS, or the carrier with the last part
+        row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + int32(first_column_of(lane))
         to = int32(dq_smem + (row * pitch_dq + column) * 8)
-        for n in range(panels):
-            for x in range(2):  # of two neighbouring columns
-                for r in range(2):
-                    for j in range(2):
-                        values[j] = acc[(2 * n + j) * 4 + 2 * r + x] * score.scale
-                    store_v2(to + (8 * r * pitch_dq + 16 * n + 2 * x) * 8, values, 0)
+        for n in range(columns // 8):
+            for r in range(2):
+                for x in range(2):
+                    values[x] = acc[n * 4 + 2 * r + x] * score.scale
+                store_v2(to + (8 * r * pitch_dq + 8 * n) * 8, values, 0)
         fence_async()
-        bar.arrive(FULL + team, both)
+        bar.arrive(FULL, both)
 
     @inlined
     def copy_part(i, h, adds, dq_smem, state, strides, sizes):
@@ -97,23 +101,33 @@ def make(config):
         commit()
 
     @inlined
-    def carry(i, h, first, last, dq_smem, state, strides, sizes):
-        """All parts of query tile i to global memory, when their turn has come, and the turn to the next key tile."""
-        if first:
+    def say_free(last, free):
+        """All lanes' copies have read the place."""
+        bar.warp_sync()
+        if one_buffer:
+            elected = special.thread_index() & int32(31) == 0
+            if paired:
+                mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
+            else:
+                mbarrier.arrive_if(free, elected)
+        elif not last:
+            bar.arrive(EMPTY, both)
+
+    @inlined
+    def carry(i, h, first, last, dq_smem, state, free, strides, sizes):
+        """The part of query tile i to global memory, when its turn has come, and the turn to the next key tile."""
+        if first and not one_buffer:
             bar.arrive(EMPTY, both)
         wait_turn(i, h, state, sizes)
         adds = parts_before(i, state) != uint32(0)
-        for team in range(teams):
-            bar.sync(FULL + team, both)
-            fence_global()
-            copy_part(i, h, adds or team > 0, dq_smem, state, strides, sizes)
-            wait_read()
-            bar.warp_sync()
-            if not last or team + 1 < teams:
-                bar.arrive(EMPTY + (team + 1) % teams, both)
-            wait_added()
-            fence_global()
-            bar.warp_sync()
+        bar.sync(FULL, both)
+        fence_global()
+        copy_part(i, h, adds, dq_smem, state, strides, sizes)
+        wait_read()
+        say_free(last, free)
+        wait_added()
+        fence_global()
+        bar.warp_sync()
         if special.thread_index() & int32(31) == 0:
             hand_on(i, h, state, sizes)
 

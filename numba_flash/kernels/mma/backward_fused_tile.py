@@ -144,16 +144,32 @@ def make(config):
                 put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
 
     @inlined
+    def add_step(acc, registers, at, rows_lane):
+        operand(registers.p_frag, at)
+        add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
+
+    @inlined
+    def add_steps_in_loop(acc, registers, at, rows_lane):
+        for _ in range(special.opaque(steps_16)):
+            add_step(acc, registers, at, rows_lane)
+            at, rows_lane = int32(at + 16 * size), int32(rows_lane + 2048)
+
+    @inlined
+    def add_steps_written_out(acc, registers, at, rows_lane):
+        """Of a loop LLVM would make a copy for odd numbers of steps, and sums would move between registers."""
+        for n in range(steps_16):
+            add_step(acc, registers, int32(at + n * (16 * size)), int32(rows_lane + n * 2048))
+
+    add_steps = add_steps_written_out if double else add_steps_in_loop
+
+    @inlined
     def add_rows(acc, registers, weights_smem, rows_smem):
         """acc += P^T dO, or dS^T Q."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         at = operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
         _, _, rows_lane, _ = sum_lanes(lane, warp, rows_smem, rows_smem, rows_smem)
-        for _ in range(special.opaque(steps_16)):
-            operand(registers.p_frag, at)
-            add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
-            at, rows_lane = int32(at + 16 * size), int32(rows_lane + 2048)
+        add_steps(acc, registers, at, rows_lane)
 
     of_lane = s_count, sum_count, own_count, other_count
     return FusedTile(first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, of_lane, fragment)

@@ -34,6 +34,9 @@ class View(NamedTuple):
     tile_state_entries: int = 0
     splits_columns: bool = False
     sliced: bool = False
+    scalar_loads: bool = False  # these three: products_float64.py
+    columns_in_order: bool = False
+    odd_rows_first: bool = False
 
     def shared_offsets(self):
         return 0, 0, 0, 0, self.exchange_at, 0
@@ -70,14 +73,16 @@ def fused_products(config, groups):
     the columns that are summed up."""
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
     of_warps = groups, config.large_f64, config.unrolled
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0))
+    loads = dict(scalar_loads=True, columns_in_order=config.columns_in_order, odd_rows_first=True)
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0, **loads))
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
     of_warps = 1, config.large_f64, False
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, columns, columns, *of_warps, 0))
+    view = View(config.dtype, *rows, columns, columns, *of_warps, 0, columns_in_order=config.columns_in_order)
+    return PRODUCTS[config.dtype].make(view)
 
 
 def storer(config, columns, padded):
@@ -86,7 +91,8 @@ def storer(config, columns, padded):
     strips, blocks = warp_rows // 16, own_padded // 8
     real = numbers.of(config.compute_dtype).real
     bfly = numbers.of(config.compute_dtype).bfly
-    write_row = rows_wide.row_writer(config.dtype, blocks, columns * config.item_size % 16 == 0)
+    vectorized = columns * config.item_size % 16 == 0
+    write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
     bfly_b32 = shfl.bfly_b32
 
     @inlined

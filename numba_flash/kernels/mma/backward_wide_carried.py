@@ -5,14 +5,10 @@ to ask and to say, and products of a tile take five thousand; there both stand i
 carrier, asks and says it beside the products. Two more warps fetch Q and dO: with cp.async, whose bytes an mbarrier
 says to be there. The carrier's warpgroup has few registers, and those that compute have the others.
 
-With two teams each has half of the block's keys, and a tile's barriers are the team's. Both wait for the place of a
-part of dQ one behind the other, and so one makes P and dS while the other multiplies.
-
 Above head_dim 128 a cluster of two blocks owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Q of a tile, with lse and delta, comes while the tile before is computed, if it has two places. dO comes while dK and dQ
-are computed from the tile before.
+dO of a tile comes while dK and dQ are computed from the tile before, and Q, with lse and delta, while dQ is.
 
 Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
 (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
@@ -23,29 +19,27 @@ from numba import cuda, float64, int32, int64, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
-from ..steps import async_tiles, lse_delta
+from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_queries, key_tiles
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
-from .backward_dq_carried import DS_FULL
+from .backward_dq_carried import WORKERS
 from .backward_dq_parts import Walk
 from .backward_fused_tile import Registers
 
 REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
-ALL = 5  # the named barrier of all warps that compute; backward_dq_carried.py and FusedTile.meet have others
 
 
 def make(config):
     tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_at, _ = config.shared_offsets()
-    q_places, paired, groups = config.q_places, config.blocks > 1, config.column_groups
-    loaders, team = config.LOADERS, config.team
-    q_full, q_empty, do_empty = bars_at, bars_at + 8 * q_places, bars_at + 16 * q_places
-    q_bytes, rows_bytes, columns = (do_at - q_at) // q_places, (state_at - rows_at) // q_places, padded // groups
+    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, _ = config.shared_offsets()
+    paired, groups, loaders = config.blocks > 1, config.column_groups, config.LOADERS
+    full, q_empty, do_empty, staging_empty = (bars_at + 8 * n for n in range(4))  # full: Q and dO are there
+    one_buffer, end_at, columns = config.one_staging_buffer, state_at + 3 * block_state.SIZE, padded // groups
 
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
@@ -77,7 +71,7 @@ def make(config):
     @inlined
     def meet_all():
         """All warps that compute."""
-        bar.sync(ALL, workers)
+        bar.sync(WORKERS, workers)
 
     @inlined
     def meet_others():
@@ -88,25 +82,19 @@ def make(config):
             meet_all()
 
     @inlined
-    def place_of(t):
-        """Which of Q's places that of the t-th tile is in."""
-        return int32(t & 1) if q_places > 1 else int32(0)
-
-    @inlined
-    def phase_of(t):
-        """And the parity of its phase there."""
-        return (t >> 1) & 1 if q_places > 1 else t & 1
+    def end_of(k_smem):
+        """How many tiles of queries all heads have; kept through the loop, it would cost a register."""
+        return int32(ld_st.load_b32(k_smem + int32(end_at)))
 
     @inlined
     def load_queries(t, k_smem, thread, arrays, strides, sizes):
         """Start the copies of Q of the t-th tile of queries, with lse and delta."""
         walk = walk_of(k_smem + int32(state_at), sizes)
         i, h = turn(t, walk, sizes)
-        first, place, rows_left = own_column(), place_of(t), int32(sizes.seqlen_q - i * tile_m)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
-        to, rows_smem = k_smem + int32(q_at) + place * q_bytes, k_smem + int32(rows_at) + place * rows_bytes
-        load_other(to, source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(rows_smem, int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
+        load_other(k_smem + int32(q_at), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
+        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
@@ -118,17 +106,17 @@ def make(config):
         load_other(k_smem + int32(do_at), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
 
     @inlined
-    def fetch(end, k_smem, thread, arrays, strides, sizes):
+    def fetch(k_smem, thread, arrays, strides, sizes):
         """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
         t = int32(0)
-        while t < end:
-            mbarrier.wait(k_smem + int32(q_empty) + 8 * place_of(t), phase_of(t) ^ 1)
-            load_queries(t, k_smem, thread, arrays, strides, sizes)
+        while t < end_of(k_smem):
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
             load_do(t, k_smem, thread, arrays, strides, sizes)
+            mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
+            load_queries(t, k_smem, thread, arrays, strides, sizes)
             cp_async.commit_group()
             wait_all()
-            mbarrier.arrive(k_smem + int32(q_full) + 8 * place_of(t))
+            mbarrier.arrive(k_smem + int32(full))
             t = int32(t + 1)
 
     @inlined
@@ -138,44 +126,54 @@ def make(config):
         mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
 
     @inlined
+    def place_of_incoming_scores(k_smem):
+        """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
+        warp = special.thread_index() >> int32(5)
+        group, role = warp >> int32(1), warp & int32(1)
+        return k_smem + int32(p_at) + role * int32(ds_at - p_at) + group * int32(s_count * 256)
+
+    @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
-        to_q, do_smem = int32(q_at + place_of(t) * q_bytes), k_smem + int32(do_at)
-        mbarrier.wait(k_smem + int32(q_full) + 8 * place_of(t), phase_of(t))
-        find_scores(registers, k_smem, to_q, int32(do_at))
+        mbarrier.wait(k_smem + int32(full), t & 1)
+        find_scores(registers, k_smem, int32(q_at), int32(do_at))
+        walk = walk_of(k_smem + int32(state_at), sizes)
+        i, h = turn(t, walk, sizes)  # while the last products end
+        if one_buffer:
+            mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
-            add_other(registers.acc, t, k_smem + int32(scores_at))
+            add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(scores_bars_at))
         give_half(registers, k_smem)
         meet()
-        walk = walk_of(k_smem + int32(state_at), sizes)
-        i, h = turn(t, walk, sizes)
-        rows_smem, term = k_smem + int32(rows_at) + place_of(t) * rows_bytes, row_term(walk.b, h, arrays, strides)
+        rows_smem, term = k_smem + int32(rows_at), row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), do_smem)
+        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
         done_with(k_smem + int32(do_empty))
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + to_q)
-        done_with(k_smem + int32(q_empty) + 8 * place_of(t))
-        bar.sync(DS_FULL + special.thread_index() // team, team)
+        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
+        done_with(k_smem + int32(q_empty))
+        meet_all()  # all of dS is there
         leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
 
     @inlined
-    def carry(end, k_smem, strides, sizes):
+    def carry(k_smem, strides, sizes):
         """What the carrier does: all of the block's parts of dQ, one behind the other."""
         state, t = k_smem + int32(state_at), int32(0)
-        while t < end:
+        while t < end_of(k_smem):
             i, h = turn(t, walk_of(state, sizes), sizes)
-            carry_dq(i, h, t == 0, t + 1 == end, k_smem + int32(dq_at), state, strides, sizes)
+            free = k_smem + int32(staging_empty)
+            carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(dq_at), state, free, strides, sizes)
             t = int32(t + 1)
 
     @inlined
     def begin(k_smem):
         """One thread: mbarriers of the tiles' places. A thread that fetches arrives for itself, one of each warp that
         computes for the warp."""
-        for place in range(q_places):
-            mbarrier.init(k_smem + int32(q_full + 8 * place), loaders)
-            mbarrier.init(k_smem + int32(q_empty + 8 * place), workers // 32)
+        mbarrier.init(k_smem + int32(full), loaders)
+        mbarrier.init(k_smem + int32(q_empty), workers // 32)
         mbarrier.init(k_smem + int32(do_empty), workers // 32)
+        if one_buffer:
+            mbarrier.init(k_smem + int32(staging_empty), 1)
 
     @inlined
     def take_ticket(k_smem, state, arrays):
@@ -184,7 +182,7 @@ def make(config):
             begin(k_smem)
         if paired:
             if special.thread_index() == 0:
-                begin_scores(k_smem + int32(scores_at))
+                begin_scores(k_smem + int32(scores_bars_at))
                 fence.mbarrier_init()
                 if cluster.rank() == 0:
                     ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
@@ -215,14 +213,15 @@ def make(config):
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
             keep(walk, state, arrays, strides, sizes)
+            end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+            ld_st.store_b32(k_smem + int32(end_at), uint32(end))
         cuda.syncthreads()  # what was kept is there
-        end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
         if thread >= workers:
             give_registers()
             if thread < workers + loaders:
-                fetch(end, k_smem, thread - workers, arrays, strides, sizes)
+                fetch(k_smem, thread - workers, arrays, strides, sizes)
             elif thread < workers + loaders + 32:
-                carry(end, k_smem, strides, sizes)
+                carry(k_smem, strides, sizes)
             return
         take_registers()
         registers = Registers(
@@ -246,7 +245,7 @@ def make(config):
         wait_all()
         meet_all()  # K and V are there
         t = int32(0)
-        while t < end:
+        while t < end_of(k_smem):
             step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
 

@@ -1,12 +1,26 @@
 """The products of a forward tile in float64: the tensor cores of GPUs for computing centres take it as it is.
 
-Sums over head_dim have no order, so a lane takes the columns that lie together: of 16 it reads 4 * (lane % 4) and the
-next three, 32 bytes of a row, and register i of an operand is column 4 * (lane % 4) + i for Q and K alike. With chunks
-of 16 bytes 2 * (lane % 4) first and then the odd ones, the two rows that are read at a time lie in different banks.
+A sum over head_dim may be taken in any order, so a lane chooses which columns it reads. A step of a product has 16 of
+them. Register i of an operand is the same column for Q and for K.
 
-The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). Of V a lane reads 16 bytes
-of a row, 2 neighbouring columns, which are column lane // 4 of 2 products. So acc_o has 16 columns like this: element
-i of block j is column 2 * (2 * (lane % 4) + i % 2) + j.
+With vector loads (without scalar_loads) a lane reads 32 bytes of a row, and register i is column 4 * (lane % 4) + i.
+Each load has 16 bytes: chunk 2 * (lane % 4) and then the odd one. The two rows that are read at a time lie in different
+banks.
+
+With scalar_loads a lane reads 8 bytes at a time, each to the register where the product takes it. 16 bytes would come
+to neighbouring registers, but neighbouring registers of an operand hold two rows: all would be moved, and the assembler
+keeps two copies. Register i is column 8 * (lane % 2) + 2 * i + lane / 2 % 2. So the four rows that are read at a time
+lie in different banks.
+
+The accumulators of S are P but for the order of keys, as for float32 (products_float32.py). V has two layouts, which
+decide about the columns of acc_o:
+
+- Without columns_in_order a lane reads 16 bytes of a row, 2 neighbouring columns, which are column lane // 4 of 2
+  products. Element i of block j of 16 columns is column 2 * (2 * (lane % 4) + i % 2) + j.
+- With columns_in_order it reads 8 bytes. Element i of block j is column 8 * j + 2 * (lane % 4) + i % 2.
+
+odd_rows_first: P comes from shared memory (shared_weights.py). Of each two neighbouring rows of V, which belong to two
+neighbouring registers, lanes 2 and 3 of each four read the odd one first.
 """
 
 import numpy as np
@@ -39,6 +53,7 @@ def make(config):
         exchanged.put_all,
     )
     by_columns = groups > 1 and config.splits_columns
+    scalar_loads, odd_rows_first, columns_in_order = config.scalar_loads, config.odd_rows_first, config.columns_in_order
     half_steps = steps // 2
     slice_panels = half_steps // config.SLICES if config.sliced else 0  # of a warp's columns
     k_panels, v_panels = (slice_panels, slice_panels) if config.sliced else (half_steps, o_blocks // 2)  # of a warp
@@ -50,14 +65,22 @@ def make(config):
 
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
-        q_lane = q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), (lane & 3) << 1, tile_m)
-        k_lane = k_smem + panel_offset(lane >> 2, (lane & 3) << 1, tile_n)
+        chunk, half, first = (lane & 3) << 1, int32(0), (lane & 3) << 1
+        if scalar_loads:
+            chunk, half = (lane & 1) << 2, (lane & 2) << 2
+        column, column_half = lane >> 2, int32(0)
+        if columns_in_order:
+            column, column_half = lane >> 3, (lane & 4) << 1
+        if odd_rows_first:
+            first += (lane & 2) >> 1
+        q_lane = q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), chunk, tile_m) + half
+        k_lane = k_smem + panel_offset(lane >> 2, chunk, tile_n) + half
         if by_columns:
             q_lane += group_of(warp) * (half_steps * q_panel)
             k_lane += group_of(warp) * (k_panels * kv_panel)
         else:
             k_lane += group_of(warp) * (own_blocks * 1024)
-        v_lane = v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (v_panels * kv_panel)
+        v_lane = v_smem + panel_offset(first, column, tile_n) + column_half + group_of(warp) * (v_panels * kv_panel)
         return q_lane, k_lane, v_lane, place(lane, warp, q_smem)
 
     @inlined
@@ -83,7 +106,21 @@ def make(config):
         ld_st.load_v2_f64(values, 2, second + ahead)
 
     @inlined
-    def add_panel(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
+    def add_panel_by_scalar_loads(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
+        """As add_panel_by_vector_loads."""
+        for strip in range(strips):
+            for i in range(4):
+                for half in range(2):
+                    at = (q_lane ^ int32(i << 4)) + (q_ahead + strip * 2048 + half * 1024)
+                    q_frag[strip * 8 + 2 * i + half] = ld_st.load_f64(int32(at))
+        for n in range(blocks):
+            for i in range(4):
+                k_frag[i] = ld_st.load_f64(int32((k_lane ^ int32(i << 4)) + (k_ahead + n * 1024)))
+            for strip in range(strips):
+                add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
+
+    @inlined
+    def add_panel_by_vector_loads(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
         """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys. The panels are so many bytes ahead of
         the lane's places, which is added behind the swizzle: so no place is kept for each panel."""
         q_second, k_second = q_lane ^ int32(16), k_lane ^ int32(16)
@@ -97,6 +134,8 @@ def make(config):
             for strip in range(strips):
                 add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
 
+    add_panel = add_panel_by_scalar_loads if scalar_loads else add_panel_by_vector_loads
+
     @inlined
     def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, blocks, 4) = Q . K^T over so many panels."""
@@ -108,9 +147,32 @@ def make(config):
             q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
-    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
+    def set_to_zero(acc_s, q_frag, k_frag, q_lane, k_lane):
+        for i in range(own_count):
+            acc_s[i] = float64(0)
+
+    def and_panel(before, n):
+        """Panel by panel and no loop, which LLVM would not write out: where it ends sums would move between registers,
+        and so wait for products, and only then the next operands would be read."""
+        q_ahead, k_ahead = np.int32(n * q_panel), np.int32(n * kv_panel)
+
+        @inlined
+        def add(acc_s, q_frag, k_frag, q_lane, k_lane):
+            before(acc_s, q_frag, k_frag, q_lane, k_lane)
+            add_panel(own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead)
+
+        return add
+
+    @inlined
+    def add_scores_in_loop(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
         add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
+
+    add_scores = add_scores_in_loop
+    if scalar_loads:
+        add_scores = set_to_zero
+        for n in range(steps):
+            add_scores = and_panel(add_scores, n)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
@@ -145,13 +207,25 @@ def make(config):
                 p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
-    def add_rows(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
+    def add_rows_by_scalar_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
+        """As add_rows_by_vector_loads."""
+        for n in range(panels):
+            for j in range(2):
+                for key in range(4):
+                    at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
+                    v_frag[key] = ld_st.load_f64(int32(at + n * kv_panel))
+                for strip in range(strips):
+                    at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
+                    add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, v_frag, 0)
+
+    @inlined
+    def add_rows_by_vector_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
         """acc_o, so many panels from `first` on, += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y
         on."""
         column = cuda.local.array(4, float64)
         for n in range(panels):
-            for key in range(4):  # 2 * (lane % 4), the next, and both 8 further
-                at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
+            for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
+                at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024
                 ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
             for j in range(2):
                 for key in range(4):
@@ -159,6 +233,8 @@ def make(config):
                 for strip in range(strips):
                     at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
+
+    add_rows = add_rows_by_scalar_loads if columns_in_order else add_rows_by_vector_loads
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):

@@ -15,9 +15,10 @@ from ..steps.plain import first_row_of
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
 
-def row_writer(dtype, blocks, vectorized):
+def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     """-> write_row, a device function, for rows of `blocks` times 8 columns. vectorized: columns are neighbours, rows
-    begin at multiples of 16 bytes and are a multiple of 16 bytes long."""
+    begin at multiples of 16 bytes and are a multiple of 16 bytes long. columns_in_order: of float64
+    (products_float64.py), each block has 8 columns that lie together, and the lane 2 of them."""
     double, item_size = dtype == "float64", 8 if dtype == "float64" else 4
     chunk = 16 // item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
     store, real = elements.storer(dtype), numbers.of(dtype).real
@@ -31,6 +32,24 @@ def row_writer(dtype, blocks, vectorized):
             for j in range(4):
                 words[j] = values[j].view(np.uint32)
             memory.store_v4(to, words, 0)
+
+    @inlined
+    def write_row_in_order(acc, r, lane, target, row_at, column_stride, columns_left):
+        """As write_row."""
+        values = cuda.local.array(2, real)
+        first_column = int32((lane & 3) * 2)
+        to = memory.address(target, row_at + first_column * column_stride)
+        for n in range(blocks):
+            for j in range(2):
+                values[j] = acc[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + j]
+            column = int32(first_column + 8 * n)
+            if vectorized:
+                if column < columns_left:
+                    store_16_bytes(values, to + 64 * n)
+            else:
+                for j in range(2):
+                    if int32(column + j) < columns_left:
+                        store(target, row_at + int32(column + j) * column_stride, values[j])
 
     @inlined
     def write_row(acc, r, lane, target, row_at, column_stride, columns_left):
@@ -51,7 +70,7 @@ def row_writer(dtype, blocks, vectorized):
                         if int32(column + j) < columns_left:
                             store(target, row_at + int32(column + j) * column_stride, values[j])
 
-    return write_row
+    return write_row_in_order if columns_in_order else write_row
 
 
 def make(config):
@@ -68,7 +87,8 @@ def make(config):
         config.ROW_STATE_BYTES,
         config.write_lse,
     )
-    head_dim_v, write_row = config.head_dim_v, row_writer(config.dtype, o_blocks, config.o_vectorized)
+    head_dim_v = config.head_dim_v
+    write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
     real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
     to_natural = real(1 / exponent_unit(config))
 

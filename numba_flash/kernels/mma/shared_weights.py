@@ -4,9 +4,11 @@ In float32 the queries of each 8 lie in the order 0, 2, 4, 6, 1, 3, 5, 7. So ldm
 products_float32.py takes, and what lanes write at a time lies in different banks. For the banks' sake rows are 16 bytes
 longer than they need be, too.
 
-In float64 lanes read pairs of a row, and single numbers of a column of every other key. Chunks of 16 bytes trade places
-within each 128 bytes: the chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the key's bit 0.
-So 8 pairs of two neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
+In float64 lanes read single numbers, of a row and of a column of every other key. Of two neighbouring queries lanes 2
+and 3 of each four read the odd one first, as they do with the rows that these are multiplied with (`odd_rows_first` in
+products_float64.py). So 16 lanes read from different banks. Chunks of 16 bytes trade places within each 128 bytes: the
+chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the key's bit 0. So 8 pairs of two
+neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
 """
 
 from collections.abc import Callable
@@ -87,14 +89,16 @@ def make(pitch, strips, double):
                 ldmatrix.x4(p_frag, strip * 8 + half * 4, at + (strip * 16 * pitch + half * 8) * 4)
 
     @inlined
+    def operand_place_f64(lane, smem):
+        return int32(place_f64(lane, smem) + ((lane & 2) << 2))
+
+    @inlined
     def operand_f64(p_frag, at):
-        values = cuda.local.array(2, float64)
         for strip in range(strips):
-            for half in range(2):
+            for i in range(4):
                 for r in range(2):
-                    load_v2_f64(values, 0, (at ^ int32(half << 6)) + (strip * 16 + 8 * r) * (pitch * 8))
-                    p_frag[strip * 8 + half * 4 + r] = values[0]
-                    p_frag[strip * 8 + half * 4 + 2 + r] = values[1]
+                    moved_at = at ^ int32(((i >> 1) << 6) + ((i & 1) << 3))
+                    p_frag[strip * 8 + 2 * i + r] = load_f64(int32(moved_at + (strip * 16 + 8 * r) * (pitch * 8)))
 
     @inlined
     def turned_place(lane, smem):
@@ -122,6 +126,6 @@ def make(pitch, strips, double):
                     p_frag[4 * n + 2 * x + r] = load_f64(int32((at ^ int32((x ^ r) << 6)) + (8 * n + x) * (pitch * 8)))
 
     if double:
-        ways = place_f64, moved_f64, pair_f64, put_f64, place_f64, operand_f64, turned_place_f64, turned_f64
+        ways = place_f64, moved_f64, pair_f64, put_f64, operand_place_f64, operand_f64, turned_place_f64, turned_f64
         return SharedWeights(*ways)
     return SharedWeights(place, moved, pair, put, operand_place, operand, turned_place, turned)
