@@ -20,7 +20,9 @@ from contract_functions import BY_PLACE
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.select import backward_tiles, backward_wide
+from numba_flash.config.wide_backward import WideFusedConfig
+from numba_flash.ptx.sim import now, tma
+from numba_flash.select import backward_tiles, backward_wide, tiles
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -172,7 +174,11 @@ def one_kernel(request, monkeypatch, nothing_remembered):
         if f"mma_wide_{form}_{dtype}" in backward_tiles.TABLES:
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}_{dtype}", rows)
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q > 0)
-    return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
+    rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
+    of_row = dict(own_rows=row.own_rows, other_rows=row.other_rows) | tiles.columns(row)
+    [config] = [x for x in explained(rung.problem(36, 50, head_dim=8)).configs if isinstance(x, WideFusedConfig)]
+    assert {name: getattr(config, name) for name in of_row} == of_row
+    return rung
 
 
 @pytest.mark.parametrize("how", ONE_KERNEL)
@@ -211,3 +217,26 @@ def test_columns_that_two_blocks_share(one_kernel, head_dims):
     """Each has 64, or 128 of which the second has 2 of q and none of v."""
     case = one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=head_dims[0], head_dim_v=head_dims[1])
     one_kernel.check(case, causal=True)
+
+
+@pytest.mark.parametrize(
+    "one_kernel",
+    [
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, one_staging_buffer=True)),
+        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+    ],
+    indirect=True,
+)
+def test_the_place_of_a_part_is_free_when_copies_have_read_it(one_kernel, monkeypatch):
+    """The next tile waits, even for a slow carrier."""
+    leave = tma._leave
+
+    def late(*given):
+        me = now.current()
+        for _ in range(200):
+            me.turns.let_others_run(me)
+        leave(*given)
+
+    monkeypatch.setattr(tma, "_leave", late)
+    one_kernel.check(one_kernel.problem(36, 50, batch=1, heads=2, heads_kv=1, head_dim=24, head_dim_v=40))
