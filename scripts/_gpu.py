@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import time
 from importlib import metadata
+from typing import Any, ClassVar
 
 import numpy as np
 from _clone import commit
@@ -111,10 +112,14 @@ class Ahead:
 
     only = False
     note = "compiled ahead, not run"
+    jobs: ClassVar[list[Any]] = []  # of all checks: together they keep all cores busy until the end
 
 
 def compile_ahead(jobs):
     """Compile every (Config, compute capability) that is not in the disk cache, on all cores."""
+    if Ahead.only:
+        Ahead.jobs.extend(jobs)
+        return
     missing = [x for x in dict.fromkeys(jobs) if compiled.read_cache(x[0], compiled.architecture(x[1])) is None]
     own = [x for x in missing if not _can_be_sent(x)]
     if missing:
