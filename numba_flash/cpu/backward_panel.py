@@ -164,13 +164,13 @@ def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
             count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
-    if load(plan, slot.SEEDED, INT):  # dP is that of the weight before dropout
+    if load(plan, slot.SEEDED, INT):  # dP is that of the weight before any is dropped
         count(ds, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     else:
         score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
-    if load(plan, slot.SEEDED, INT):  # dV takes P after dropout
+    if load(plan, slot.SEEDED, INT):  # dV takes P after weights are dropped
         count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
 
 

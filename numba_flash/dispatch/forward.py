@@ -258,7 +258,7 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
     if seed is None and not problem.seeded:
         return given
     number = seed_number(seed)
-    # A seed without dropout is allowed: a model may need it in other calls.
+    # A seed is allowed even if nothing is dropped: a model may need it in other calls.
     return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
 
 

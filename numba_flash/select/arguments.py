@@ -104,8 +104,8 @@ BACKWARD_WORKSPACE = (
     AUX_SUMS,
 )
 COUNTERS = "counters"  # of wgmma: its tile counters (gpu/tile_counters.py)
-# With dropout: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a weight; how
-# often a kept weight counts.
+# Where weights drop: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a
+# weight; how often a kept weight counts.
 SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 
 

@@ -185,7 +185,7 @@ def _can_be_one_kernel(problem: BackwardProblem) -> bool:
         return False
     by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
-    # With dropout, registers do not suffice for tiles of 128 queries.
+    # Where weights are dropped, registers do not suffice for tiles of 128 queries.
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
@@ -259,7 +259,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
-    with dropout: registers are scarce.
+    where weights are dropped: registers are scarce.
     """
     forward = problem.forward
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)

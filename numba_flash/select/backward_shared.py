@@ -81,7 +81,7 @@ def _by_element(problem: BackwardProblem) -> str:
     if not found:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
-        return "mask_mod" if found == ["mask_mod"] else "mask or dropout"
+        return "mask_mod" if found == ["mask_mod"] else "mask or dropped weights"
     used, bias = dict(forward.uses), forward.array("bias")
     others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):

@@ -577,7 +577,7 @@ def by_element_gates():
     of_level = {
         "bias by TMA": dict(boxed=dict(bias="bfloat16", **lengths)),
         "mask_mod": dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
-        "mask or dropout": dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
+        "mask or dropped weights": dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
         "bias and mask": dict(read=read | lengths),
         "one kind": dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
                          dropout=dropped | rich),

@@ -230,7 +230,7 @@ def make(config):
 
     @inlined
     def start_dp(acc_dp, q_smem, thread, score):
-        """acc_dp <- -delta of each row, so that the product gives dP - delta. With dropout finish_dp scales it
+        """acc_dp <- -delta of each row, so that the product gives dP - delta. Where weights drop, finish_dp scales it
         later."""
         for r in range(rows):
             minus_delta = uint32(ld_st.load_b32(of_row(r, thread, q_smem) + 12)).view(np.float32)

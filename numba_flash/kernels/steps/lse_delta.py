@@ -135,8 +135,8 @@ def starter(config, strips, blocks):
 
     @inlined
     def start_dp(acc_dp, rows_smem, lane, score):
-        """acc_dp <- -delta of each column, so that the product gives dP - delta. With dropout finish_dp scales it
-        later."""
+        """acc_dp <- -delta of each column, so that the product gives dP - delta. Where weights drop, finish_dp scales
+        it later."""
         four = cuda.local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
@@ -152,7 +152,7 @@ def starter(config, strips, blocks):
 
 
 def finisher(config, strips, blocks):
-    """-> finish_dp, a device function for the same fragments, with dropout."""
+    """-> finish_dp, a device function for the same fragments, where weights are dropped."""
 
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, lane, score):

@@ -8,13 +8,11 @@ and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 Each key tile contributes a part to dQ. Bulk copies add up the parts in float32 in global memory; the next kernel scales
 and rounds the sum (backward_round).
 
-Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py says which and why).
-A counter for each query tile holds the number of parts added so far. A block waits for its turn. The first part is
-stored instead of added, so no memory has to be set to zero. With ordered False only the first part waits for its turn.
-A query tile has config.dq_lines sums, each with its own counter. Its parts go to these sums in rotation, so each line
-of waiting parts is shorter, and wgmma_backward_round adds up the sums. With config.key_tiles a block has all keys of a
-head, one tile after another, and its consumers add up the parts themselves (backward_single). Then there are no sums in
-global memory, no turns and no ticket.
+Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
+query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
+added, so no memory has to be set to zero. With ordered False only the first part waits for its turn. A query tile has
+config.dq_lines sums, to which its parts go in rotation, and wgmma_backward_round adds up these sums. With
+config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
 
 Roles. Two threads load tiles, as in wgmma_backward_dkdv. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
@@ -23,19 +21,16 @@ of the next tile and dQ of this one are issued after dV and dK, and dP when half
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-The dropped weights of the next tile are computed during its S and this tile's dQ. With dropout, dP must be multiplied
-before delta is subtracted, so the accumulators of dP do not begin with -delta.
-
-The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
+Where weights are dropped, those of the next tile are found during its S and this tile's dQ. The single kernel and the
+adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
 next tile arrive while consumers round dK and dV of this one. So dK and dV are staged in the place of dS: up to head_dim
 64 side by side in one of the two, above that one after the other in both.
 
 The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so
-all threads wait for it before the block takes its ticket. With config.key_tiles the block's number determines its work.
-K, V, dO and the first Q, which no kernel of a backward writes, are already being loaded when the producer waits for lse
-and delta. Consumers wait before they do anything else, so every block has waited.
+all threads wait for it before the block takes its ticket. With config.key_tiles no block takes one: K, V, dO and the
+first Q are already being loaded when the producer waits. Consumers wait before they do anything else.
 
 Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_tiles without the last factor, and with
 config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
@@ -45,7 +40,7 @@ wgmma_backward_dkdv. With config.key_tiles there are no turns and dq_sums, but d
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import (
     bar,
@@ -53,21 +48,16 @@ from ...ptx import (
     griddepcontrol,
     ld_st,
     mbarrier,
-    memory,
     setmaxnreg,
     shared,
     shfl,
     special,
     stmatrix,
-    tma,
     wgmma,
 )
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
-from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import parts_before
-from . import backward_block_tiles, backward_keys, backward_single, backward_state
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, KEYS, MEMBERS, STEP, STOP
+from . import backward_block_tiles, backward_dq_adding, backward_keys, backward_single, backward_state
+from .backward_state import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STEP, STOP
 
 
 def make(config):
@@ -76,11 +66,8 @@ def make(config):
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    # Of a second panel no columns past head_dim are added: these copies are what the L2 has most to do with.
-    second_chunks = min(head_dim_padded - dq_columns, dq_columns) // 8 if config.dq_panels == 2 else dq_columns // 8
-    second_bytes = part_bytes * second_chunks // (dq_columns // 8)
-    turns_at, ordered, all_keys = TURNS_AT, config.ordered, config.key_tiles > 0
-    stays, lines, one_panel = config.stays, config.dq_lines, config.dq_panels == 1
+    second_chunks = backward_dq_adding.second_part(config) // (64 * 8 * 4)  # of 8 columns
+    all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
     padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
 
@@ -101,18 +88,15 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     wait, arrive, arrive_if, bar_sync = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, bar.sync
-    fence_init, fence_async, fence_global = fence.mbarrier_init, fence.proxy_async, fence.proxy_async_global
+    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
-    store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
-    wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
-    address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
     produce_a, produce_no_a, produce_b = keys.produce_a, keys.produce_no_a, keys.produce_b
     tiles = backward_block_tiles.make(config, keys.of_word)
-    of_word, state_of, take, next_tile, leave = keys.of_word, tiles.state_of, tiles.take, tiles.next_tile, tiles.leave
+    state_of, take, next_tile, leave = tiles.state_of, tiles.take, tiles.next_tile, tiles.leave
     has_tile, warp_has_tile = tiles.has_tile, tiles.warp_has_tile
     first_tile, following_tile = keys.first_tile, keys.following_tile
     issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
@@ -123,6 +107,7 @@ def make(config):
     lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
     has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, _, _, word, _ = backward_state.make(config)
+    add_dq = backward_dq_adding.make(config, keys, tiles)
     leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
     a_stage_of, _ = backward_state.ring(config.stages_a)
     b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
@@ -146,83 +131,6 @@ def make(config):
             n = produce_b(base, state_of(base, w), n, arrays, strides)
             leave(base, w)
             w = int32(w + 1)
-
-    @inlined
-    def parts_before_mine(own, i, step, sizes):
-        """How many key tiles add to query tile i before the block's own."""
-        first_key, first_query = int64(of_word(own, FIRST_ROW)), int64(i) * tile_m
-        last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
-        q_start, keys = first_key - query_position(own), int64(of_word(own, KEYS))
-        first_pos, last_pos = first_query + q_start, last_query + q_start
-        return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
-
-    @inlined
-    def line_of(tile, before, me):
-        """Of a query tile that has so many parts before the block's own: -> (where the sum is to which it adds, how
-        many parts of that come before)."""
-        dealt = uint32(before // uint32(lines)) if lines > 1 else before
-        own_line = int32(before - dealt * uint32(lines)) if lines > 1 else int32(0)
-        return (tile * lines + own_line) * 2 + me, dealt
-
-    @inlined
-    def query_position(own):
-        """first_key - q_start, for one thread."""
-        high = of_word(own, backward_state.POS_HIGH)
-        return int64(high) << int64(32) | int64(uint32(of_word(own, backward_state.POS_LOW)))
-
-    @inlined
-    def add_dq_of_tile(base, own, n, me, arrays, sizes):
-        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
-        first one is the n-th of all. -> n"""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        heads_before = int64(of_word(own, BATCH)) * sizes.heads + of_word(own, HEAD)
-        begin, stop = of_word(own, BEGIN), of_word(own, STOP)
-        step, members = of_word(own, STEP), of_word(own, MEMBERS)
-        end = int32(n + members * (stop - begin))
-        member, i = int32(0), first_tile(begin, stop, step)
-        part, before, seen = int64(0), uint32(0), uint32(0)
-        own_bytes = part_bytes if me == 0 else second_bytes
-        if n < end:
-            part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
-            seen = load_acquire(address(arrays.turns, turns_at + part))
-        while n < end:
-            turn = address(arrays.turns, turns_at + part)
-            # Without an order only the first part, which is stored, comes before all others.
-            while seen < (before if ordered else min(before, uint32(1))):
-                seen = load_acquire(turn)
-            place = dq_stage_of(n) * 2 + me
-            wait(base + at.dq_full + 8 * place, dq_phase_of(n))
-            fence_global()
-            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
-            hands_on = ordered or before == 0
-            if before == 0:
-                store_bytes(target, staged, own_bytes)
-            else:
-                add_bytes(target, staged, own_bytes)
-            commit_bytes()
-            n = int32(n + 1)
-            i, member = following_tile(i, member, step, members)
-            if n < end:  # the next turn is looked at while this copy is under way
-                tile = (heads_before + member) * m_tiles + i
-                part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
-                seen = load_acquire(address(arrays.turns, turns_at + part))
-            wait_read()
-            arrive(base + at.dq_empty + 8 * place)
-            if hands_on:
-                wait_added()
-                fence_global()
-                add_release(turn, uint32(1))
-        return n
-
-    @inlined
-    def add_dq(base, me, arrays, sizes):
-        """add_dq_of_tile for one tile after the other."""
-        w, n = int32(0), int32(0)
-        while has_tile(base, w):
-            n = add_dq_of_tile(base, state_of(base, w), n, me, arrays, sizes)
-            leave(base, w)
-            w = int32(w + 1)
-        wait_added()
 
     @inlined
     def zero_tail(base, rows, thread):

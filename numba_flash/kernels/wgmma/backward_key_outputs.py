@@ -1,6 +1,6 @@
 """Writes dK and dV of a key tile from a block's sums, in 16 bits. Rows that are not finite are computed again.
 
-dK is multiplied by scale. With dropout dV is multiplied by how often a kept weight counts.
+dK is multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
 """
 
 from numba import float32, int32, uint32

@@ -390,7 +390,7 @@ def make(config):
                         else:
                             p[x] = acc_s[i]
                             ds[x] = p[x] * (acc_dp[i] + minus_delta)
-                        # With dropout mask_bits would take too many registers here, and P is 0 where they hide a score.
+                        # Where weights drop, mask_bits would take too many registers; P is 0 where they hide a score.
                         if masked and (acc_s[i] == 0 if drops else not is_seen(mask_bits, r, n, x)):
                             ds[x] = float32(0)  # dP may be NaN there
                     if of_dv:

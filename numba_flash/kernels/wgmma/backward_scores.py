@@ -1,5 +1,5 @@
 """How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if a caller's functions, a bias, a mask
-or dropout act on single scores.
+or dropped weights act on single scores.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It

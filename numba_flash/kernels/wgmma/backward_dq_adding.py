@@ -1,0 +1,114 @@
+"""Parts of dQ from shared memory to their sums in global memory, in the order of kernels/steps/dq_order.py.
+
+One thread for each consumer warpgroup does it, so that no consumer waits for a turn.
+"""
+
+from numba import int32, int64, uint32
+
+from ...ptx import fence, mbarrier, memory, tma
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.lse_delta import TURNS_AT
+from ..steps.plain import parts_before
+from . import backward_state
+from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, KEYS, MEMBERS, STEP, STOP
+
+
+def second_part(config):
+    """Bytes of the second warpgroup's part: of its panel of 64 columns those up to head_dim, because these copies take
+    most of the L2 cache's bandwidth. With one panel it has half of the rows, and all columns."""
+    columns = min(config.head_dim_padded - 64, 64) if config.dq_panels == 2 else 64
+    return config.dq_part_bytes * columns // 64
+
+
+def make(config, keys, tiles):
+    """-> add_dq, a device function. keys: a KeyBlock; tiles: BlockTiles."""
+    tile_m, tile_n, plan, at = config.tile_m, config.tile_n, config.shared_plan(), config.barriers()
+    part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
+    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
+    wait, arrive, fence_global = mbarrier.wait, mbarrier.arrive, fence.proxy_async_global
+    store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
+    wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
+    address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
+    of_word, first_tile, following_tile = keys.of_word, keys.first_tile, keys.following_tile
+    state_of, has_tile, leave = tiles.state_of, tiles.has_tile, tiles.leave
+    dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
+
+    @inlined
+    def parts_before_mine(own, i, step, sizes):
+        """How many key tiles add to query tile i before the block's own."""
+        first_key, first_query = int64(of_word(own, FIRST_ROW)), int64(i) * tile_m
+        last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
+        q_start, keys = first_key - query_position(own), int64(of_word(own, KEYS))
+        first_pos, last_pos = first_query + q_start, last_query + q_start
+        return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
+
+    @inlined
+    def line_of(tile, before, me):
+        """Of a query tile that has so many parts before the block's own: -> (where the sum is to which it adds, how
+        many parts of that come before)."""
+        dealt = uint32(before // uint32(lines)) if lines > 1 else before
+        own_line = int32(before - dealt * uint32(lines)) if lines > 1 else int32(0)
+        return (tile * lines + own_line) * 2 + me, dealt
+
+    @inlined
+    def query_position(own):
+        """first_key - q_start, for one thread."""
+        high = of_word(own, backward_state.POS_HIGH)
+        return int64(high) << int64(32) | int64(uint32(of_word(own, backward_state.POS_LOW)))
+
+    @inlined
+    def add_dq_of_tile(base, own, n, me, arrays, sizes):
+        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
+        first one is the n-th of all. -> n"""
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        heads_before = int64(of_word(own, BATCH)) * sizes.heads + of_word(own, HEAD)
+        begin, stop = of_word(own, BEGIN), of_word(own, STOP)
+        step, members = of_word(own, STEP), of_word(own, MEMBERS)
+        end = int32(n + members * (stop - begin))
+        member, i = int32(0), first_tile(begin, stop, step)
+        part, before, seen = int64(0), uint32(0), uint32(0)
+        own_bytes = part_bytes if me == 0 else second_bytes
+        if n < end:
+            part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
+            seen = load_acquire(address(arrays.turns, turns_at + part))
+        while n < end:
+            turn = address(arrays.turns, turns_at + part)
+            # Without an order only the first part, which is stored, comes before all others.
+            while seen < (before if ordered else min(before, uint32(1))):
+                seen = load_acquire(turn)
+            place = dq_stage_of(n) * 2 + me
+            wait(base + at.dq_full + 8 * place, dq_phase_of(n))
+            fence_global()
+            target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
+            hands_on = ordered or before == 0
+            if before == 0:
+                store_bytes(target, staged, own_bytes)
+            else:
+                add_bytes(target, staged, own_bytes)
+            commit_bytes()
+            n = int32(n + 1)
+            i, member = following_tile(i, member, step, members)
+            if n < end:  # the next turn is looked at while this copy is under way
+                tile = (heads_before + member) * m_tiles + i
+                part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
+                seen = load_acquire(address(arrays.turns, turns_at + part))
+            wait_read()
+            arrive(base + at.dq_empty + 8 * place)
+            if hands_on:
+                wait_added()
+                fence_global()
+                add_release(turn, uint32(1))
+        return n
+
+    @inlined
+    def add_dq(base, me, arrays, sizes):
+        """add_dq_of_tile for one tile after the other."""
+        w, n = int32(0), int32(0)
+        while has_tile(base, w):
+            n = add_dq_of_tile(base, state_of(base, w), n, me, arrays, sizes)
+            leave(base, w)
+            w = int32(w + 1)
+        wait_added()
+
+    return add_dq
