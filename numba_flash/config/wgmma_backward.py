@@ -283,13 +283,14 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 class WgmmaFusedConfig(WgmmaDkdvConfig):
     """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
-    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64. ordered:
-    the parts are added in the order of their keys, so that equal calls give equal bits. key_tiles: so many tiles hold
-    all keys of a head. The block owns one after the other, adds up dQ in shared memory, and writes it in 16 bits. With
-    0 it owns tiles of many heads. stays: the block takes one tile after the other, and puts dK and dV together in the
-    place of dS while the next K and V come. lse_first: S begins with -lse / scale
-    instead of 0, so that nothing has to wait for lse afterwards; for a scale that is not 0, and where no weights are
-    dropped. dq_lines: how many sums of dQ there are, to which key tiles add in turn: so a line of parts is shorter.
+    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
+
+    ordered: the parts of dQ are added in the order of their keys, so that equal calls give equal bits. key_tiles: this
+    many tiles hold all keys of a head; the block owns one after the other, adds up dQ in shared memory and writes it in
+    16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one tile after another,
+    and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the accumulators of S begin with
+    -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that is not 0, and only if no
+    weights are dropped. dq_lines: the number of sums of dQ, to which key tiles add in turn.
     """
 
     ordered: bool = True

@@ -217,9 +217,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
-    least = (
-        8192 if widest <= 64 or not every_key else 16384
-    )  # of wide heads and all keys, small batches would lose more
+    # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.
+    least = 8192 if widest <= 64 or not every_key else 16384
     return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
 
 
