@@ -72,9 +72,15 @@ ROWS = {
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv, dq = ROWS[how]
     monkeypatch.setitem(
-        backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),)
+        backward_tiles.TABLES,
+        "wgmma_dkdv",
+        (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element=backward_tiles.BY_ELEMENT[-1]),),
     )
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq, by_element="all"),))
+    monkeypatch.setitem(
+        backward_tiles.TABLES,
+        "wgmma_dq",
+        (backward_tiles.WgmmaDq(256, False, *dq, by_element=backward_tiles.BY_ELEMENT[-1]),),
+    )
     case = rung.problem(40, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     generator = np.random.default_rng(2)
     mask = generator.random((40, 130)) < 0.7

@@ -117,9 +117,15 @@ def test_strides(rung, forward, how):
 )
 def test_tiles(rung, dkdv, dq, monkeypatch, nothing_remembered):
     monkeypatch.setitem(
-        backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element="all"),)
+        backward_tiles.TABLES,
+        "wgmma_dkdv",
+        (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element=backward_tiles.BY_ELEMENT[-1]),),
     )
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq, by_element="all"),))
+    monkeypatch.setitem(
+        backward_tiles.TABLES,
+        "wgmma_dq",
+        (backward_tiles.WgmmaDq(256, False, *dq, by_element=backward_tiles.BY_ELEMENT[-1]),),
+    )
     case = rung.problem(136, 200, batch=1, heads=1, head_dim=24, head_dim_v=40, dtype="bfloat16")
     case.options["bias"] = random_bias(136, 200, dtype="bfloat16")
     assert in_boxes(case)
