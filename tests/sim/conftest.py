@@ -125,6 +125,21 @@ def slow_products(monkeypatch):
     monkeypatch.setattr(sim_wgmma, "together", late)
 
 
+@pytest.fixture
+def rows_for_every_kind(monkeypatch, nothing_remembered):
+    """-> a function: gives wgmma's two backward kernels one row each, for whatever decides about single scores."""
+
+    def use(dkdv, dq):
+        for kernel, kind, columns in (
+            ("wgmma_dkdv", backward_tiles.WgmmaDkdv, dkdv),
+            ("wgmma_dq", backward_tiles.WgmmaDq, dq),
+        ):
+            row = kind(256, False, *columns, by_element=backward_tiles.BY_ELEMENT[-1])
+            monkeypatch.setitem(backward_tiles.TABLES, kernel, (row,))
+
+    return use
+
+
 def tensor(kernel):
     rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
     return dataclasses.replace(rung, limits=TENSOR)

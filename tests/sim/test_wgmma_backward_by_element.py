@@ -11,7 +11,6 @@ from metamorphic import both_close
 
 from numba_flash import mods, testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries
-from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +68,8 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ROWS)
-def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
-    dkdv, dq = ROWS[how]
-    monkeypatch.setitem(
-        backward_tiles.TABLES,
-        "wgmma_dkdv",
-        (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element=backward_tiles.BY_ELEMENT[-1]),),
-    )
-    monkeypatch.setitem(
-        backward_tiles.TABLES,
-        "wgmma_dq",
-        (backward_tiles.WgmmaDq(256, False, *dq, by_element=backward_tiles.BY_ELEMENT[-1]),),
-    )
+def test_every_kind_of_row(rung, how, rows_for_every_kind):
+    rows_for_every_kind(*ROWS[how])
     case = rung.problem(40, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     generator = np.random.default_rng(2)
     mask = generator.random((40, 130)) < 0.7

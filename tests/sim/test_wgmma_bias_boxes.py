@@ -16,8 +16,8 @@ from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.steps.head_rounds import entry_and_head
 from numba_flash.machine.target import Target
-from numba_flash.select import backward_tiles, tiles
 from numba_flash.select import forward as select
+from numba_flash.select import tiles
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +115,8 @@ def test_strides(rung, forward, how):
         ((32, 64, 3, 1, False), (64, 128, 3, 2)),
     ],
 )
-def test_tiles(rung, dkdv, dq, monkeypatch, nothing_remembered):
-    monkeypatch.setitem(
-        backward_tiles.TABLES,
-        "wgmma_dkdv",
-        (backward_tiles.WgmmaDkdv(256, False, *dkdv, by_element=backward_tiles.BY_ELEMENT[-1]),),
-    )
-    monkeypatch.setitem(
-        backward_tiles.TABLES,
-        "wgmma_dq",
-        (backward_tiles.WgmmaDq(256, False, *dq, by_element=backward_tiles.BY_ELEMENT[-1]),),
-    )
+def test_tiles(rung, dkdv, dq, rows_for_every_kind):
+    rows_for_every_kind(dkdv, dq)
     case = rung.problem(136, 200, batch=1, heads=1, head_dim=24, head_dim_v=40, dtype="bfloat16")
     case.options["bias"] = random_bias(136, 200, dtype="bfloat16")
     assert in_boxes(case)
