@@ -12,6 +12,7 @@ from numba import int32, int64, uint32
 
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.repeated import repeated
 from . import Placed, user
 
 
@@ -64,23 +65,17 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def apply_alone(product, at, arrays, strides, score):
         return applied_alone(product, at, TRUE, arrays, strides, score)
 
-    @inlined
-    def nothing(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
-        pass
-
-    def and_block(before: Any, n: int, inside: bool) -> Any:
-        """Adds block n of 8 columns to the blocks before. Each is a function of its own: in one long function the
-        compiler would not unroll the loop, and the scores would lie in memory. inside: all scores count; no branch
-        surrounds a score, so they are computed side by side."""
+    def one_block(inside: bool) -> Any:
+        """Block n of 8 columns. inside: all scores count; no branch surrounds a score, so they are computed side by
+        side."""
 
         @inlined
-        def block(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
-            before(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score)
+        def block(n, acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
             # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
             for i in range(2):
-                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n % 16) + i)
+                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n & 15) + i)
                 for r in range(2 * strips):
-                    word, place = r * words + n // 16, ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                    word, place = r * words + (n >> 4), ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                     if inside or mask_bits[word] & bit != 0:
                         row = int32(first + r * 8)
                         if shared:  # inside, a row may not exist
@@ -96,9 +91,9 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
         return block
 
-    every_block, every_inside, present = nothing, nothing, has_score_mod or has_mask_mod
-    for n in range(blocks if present else 0):  # without functions, do not compile a block for nothing
-        every_block, every_inside = and_block(every_block, n, False), and_block(every_inside, n, True)
+    # Without functions there is nothing to compile.
+    present = has_score_mod or has_mask_mod
+    every_block, every_inside = (repeated(one_block(inside), blocks if present else 0) for inside in (False, True))
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):

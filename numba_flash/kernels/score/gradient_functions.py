@@ -16,6 +16,7 @@ from numba import int32, uint32
 
 from ..steps import numbers
 from ..steps.inlined import inlined
+from ..steps.repeated import repeated
 from . import At, Placed, user
 
 
@@ -77,42 +78,28 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
     ask = alone(config, derivative)
 
     @inlined
-    def nothing(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
-        pass
+    def block(n, acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
+        """Block n of 8 columns."""
+        # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
+        for i in range(2):
+            column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
+            for r in range(2 * strips):
+                place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                if shown_bits[r] & bit != 0:
+                    query = int32(first_query + (column if of_keys else r * 8))
+                    key = int32(first_key + (r * 8 if of_keys else column))
+                    at = At(b, h, query, key, q_start + query)
+                    acc_s[place], slope, seen = ask(acc_s[place], at, asks, arrays, strides, score)
+                    if scales_dp:
+                        acc_dp[place] *= slope
+                    if has_mask_mod:
+                        if not seen:
+                            shown_bits[r] &= ~bit
 
-    def and_block(before: Any, n: int) -> Any:
-        """Adds block n of 8 columns to the blocks before. Each is a function of its own: in one long function the
-        compiler would not unroll the loop, and the scores would lie in memory."""
-
-        @inlined
-        def block(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
-            before(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score)
-            # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
-            for i in range(2):
-                column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
-                for r in range(2 * strips):
-                    place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                    if shown_bits[r] & bit != 0:
-                        query = int32(first_query + (column if of_keys else r * 8))
-                        key = int32(first_key + (r * 8 if of_keys else column))
-                        at = At(b, h, query, key, q_start + query)
-                        acc_s[place], slope, seen = ask(acc_s[place], at, asks, arrays, strides, score)
-                        if scales_dp:
-                            acc_dp[place] *= slope
-                        if has_mask_mod:
-                            if not seen:
-                                shown_bits[r] &= ~bit
-
-        return block
-
-    apply = nothing
-    for n in range(blocks if present(config) else 0):
-        apply = and_block(apply, n)
-
-    # For scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s, acc_dp <-
-    # times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's, of a head;
-    # query 0 is at position q_start.
-    return apply
+    # It does this for scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s,
+    # acc_dp <- times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's,
+    # of a head; query 0 is at position q_start.
+    return repeated(block, blocks if present(config) else 0)
 
 
 @functools.cache
@@ -122,16 +109,12 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
     visible = user.make(config, "mask_mod", placed=True) if config.has("mask_mod") else None
     way = 1 if of_keys else -1  # way: 1 if columns are queries
 
-    @inlined
-    def nothing(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
-        pass
-
-    def and_block(before: Any, n: int, inside: bool) -> Any:
-        """As in on_fragments. inside: all scores count so far; no branch surrounds a call, so they run side by side."""
+    def one_block(inside: bool) -> Any:
+        """Block n of 8 columns. inside: all scores count so far; no branch surrounds a call, so they run side by
+        side."""
 
         @inlined
-        def block(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
-            before(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
+        def block(n, shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
             for i in range(2):
                 column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
                 for r in range(2):
@@ -144,9 +127,8 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
 
         return block
 
-    guarded, inside, every_bit = nothing, nothing, uint32((1 << (columns // 4)) - 1)
-    for n in range(columns // 8 if visible is not None else 0):
-        guarded, inside = and_block(guarded, n, False), and_block(inside, n, True)
+    blocks, every_bit = columns // 8 if visible is not None else 0, uint32((1 << (columns // 4)) - 1)
+    guarded, inside = (repeated(one_block(all_count), blocks) for all_count in (False, True))
 
     @inlined
     def ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):

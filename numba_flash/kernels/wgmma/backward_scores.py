@@ -21,6 +21,7 @@ from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.repeated import repeated
 from . import backward_state, bias_boxes
 from .backward_state import BATCH, FIRST_ROW, HEAD, KEYS, POS_CUT, POS_FREE
 
@@ -157,18 +158,12 @@ def make(config, of_keys):
             number = number if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
         return number
 
-    @inlined
-    def nothing(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
-        pass
-
-    def and_pair(before: Any, pair: int, inside: bool) -> Any:
-        """-> a function for this pair of 8 columns, which first calls that for the pairs before. Each pair is a
-        function of its own: in one long function the compiler would not unroll the loop, and the scores would lie in
-        memory. inside: all scores count; no branch surrounds a score, so the pairs are computed side by side."""
+    def one_pair(inside: bool) -> Any:
+        """-> a function for one pair of 8 columns. inside: all scores count; no branch surrounds a score, so the pairs
+        are computed side by side."""
 
         @inlined
-        def of_pair(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
-            before(acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score)
+        def of_pair(pair, acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
             four = cuda.local.array(4, uint32)
             p = cuda.local.array(4, float32)
             biased = cuda.local.array(4, uint32)
@@ -210,9 +205,7 @@ def make(config, of_keys):
 
         return of_pair
 
-    every_pair, every_pair_inside = nothing, nothing
-    for pair in range(pairs):
-        every_pair, every_pair_inside = and_pair(every_pair, pair, False), and_pair(every_pair_inside, pair, True)
+    every_pair, every_pair_inside = (repeated(one_pair(inside), pairs) for inside in (False, True))
 
     @inlined
     def to_weights(base, i, member, acc_s, p_frag, lse, bias, own, term, distance, every, arrays, strides, score):
