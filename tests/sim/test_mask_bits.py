@@ -28,9 +28,9 @@ MASKS = {
 }
 
 
-def ranges_of(mask, threads, of_keys):
-    """-> {which: (pieces, 2)}, of the mask of one head."""
-    q, k = (np.zeros((1, 1, n, 8), np.float16) for n in (ROWS, COLUMNS))
+def pieces_of(mask, threads, of_keys):
+    """-> (pieces, words of one), of the mask of one head."""
+    q, k = (np.zeros((1, 1, n, 8), np.float16) for n in mask.shape[2:])
     problem = api.prepare_call(q, k, k, dict(mask=mask, kernel="wgmma"))[1].problem
     config = MaskBitsConfig(threads=threads, of_keys=of_keys)
     pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
@@ -38,8 +38,62 @@ def ranges_of(mask, threads, of_keys):
     given = dict(mask=mask, mask_bits=made, mask_bits_of_keys=made)
     ready = launch.on_gpu(config, Target.of(None), pieces, forward_values(config.kernel, problem))
     ready.run([arrays.read(name, given[name]) for name in parameters_of(config).arrays], 0)
-    words = made.reshape(pieces, PIECE * row_words + ENDS)
+    return made.reshape(pieces, PIECE * row_words + ENDS)
+
+
+def ranges_of(mask, threads, of_keys):
+    """-> {which: (pieces, 2)}."""
+    words = pieces_of(mask, threads, of_keys)
     return {which: words[:, which : which + 2].astype(np.int64) for which in (SEEN_BY_SOME, SEEN_BY_ALL)}
+
+
+def bits_of(words, columns):
+    """-> (rows of all pieces, columns): what the bits of the pieces say."""
+    x = np.arange(columns)
+    word, bit = x // 128 * 4 + x % 8 // 2, x % 128 // 8 * 2 + x % 2
+    rows = words[:, ENDS:].reshape(len(words) * PIECE, -1)
+    return (rows[:, word] >> bit.astype(np.uint32) & 1).astype(bool)
+
+
+def laid_out(mask, how):
+    """The same mask in other memory, of a head."""
+    rows, columns = mask.shape
+    if how == "column by column":
+        return np.asfortranarray(mask)
+    if how == "column by column, padded":
+        return laid_out(mask.T, "padded").T
+    if how == "backwards":
+        return np.ascontiguousarray(mask[::-1, ::-1])[::-1, ::-1]
+    step, offset, more = {"contiguous": (1, 0, 0), "padded": (1, 0, -columns % 16), "from the second byte": (1, 1, 15),
+                          "every second byte": (2, 0, 4)}[how]  # fmt: skip
+    memory = np.ones((rows, step * (columns + more + offset)), bool)  # what is around it counts as seen
+    found = memory[:, offset : offset + step * columns : step]
+    found[...] = mask
+    return found
+
+
+LAYOUTS = ["contiguous", "padded", "from the second byte", "every second byte", "column by column",
+           "column by column, padded", "backwards"]  # fmt: skip
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("columns", [300, 134])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_of_a_mask(layout, columns, of_keys):
+    """Read by words, by 16 rows at a time, or byte by byte; the last rows and columns are fewer than the others."""
+    mask = np.random.default_rng(3).random((ROWS, columns)) < 0.7
+    words = pieces_of(laid_out(mask, layout)[None, None], 64, of_keys)
+    seen = mask.T if of_keys else mask
+    found = bits_of(words, seen.shape[1])
+    assert (found[: len(seen)] == seen).all()
+    assert not found[len(seen) :].any()
+
+
+def test_any_byte_but_0_shows():
+    mask = np.random.default_rng(4).choice(np.array([0, 1, 128, 255], np.uint8), (ROWS, 304))
+    for of_keys, seen in ((False, mask), (True, mask.T)):
+        words = pieces_of(mask.view(bool)[None, None], 32, of_keys)
+        assert (bits_of(words, seen.shape[1])[: len(seen)] == (seen != 0)).all()
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
@@ -56,11 +110,10 @@ def test_ranges_of_a_mask(name, threads, of_keys):
         shown = np.flatnonzero(rows.any(0))
         some = (shown[0], shown[-1] + 1) if len(shown) else (columns, 0)
         assert tuple(found[SEEN_BY_SOME][piece]) == some
-        first, end = 0, columns
-        for one in rows:
-            own = int(one.argmax()) if one.any() else columns
-            hidden = np.flatnonzero(~one[own:])
-            first, end = max(first, own), min(end, own + int(hidden[0]) if len(hidden) else columns)
+        whole = rows.all(0)
+        first = int(whole.argmax()) if whole.any() else columns
+        cut = np.flatnonzero(~whole[first:])
+        end = first + int(cut[0]) if len(cut) else columns
         assert tuple(found[SEEN_BY_ALL][piece]) == (first, end)
         assert rows[:, first:end].all()
 

@@ -22,6 +22,7 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from ...ptx import bits, shfl, special
 from ..steps import elements
+from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 
 ROUNDS = 7
@@ -167,16 +168,6 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
         for m in reversed(range(begin, end)):
             found = one_more(found, m)
         return found
-
-    @inlined
-    def exchange(own, lane_bit, distance, keep, shift):
-        """own <- merged with bits of the lane `distance` away, which differs in lane_bit. It is a transposition: the
-        place of a bit and lane_bit exchange their meanings. keep: the places with lane_bit set; shift: the distance of
-        places."""
-        came = bfly_b32(own, distance)
-        came = uint32(came << uint32(shift)) if lane_bit == 0 else uint32(came >> uint32(shift))
-        own_places = uint32(keep ^ 0xFFFFFFFF) if lane_bit == 0 else uint32(keep)
-        return uint32((own & own_places) | (came & ~own_places))
 
     @inlined
     def nothing(kept, first_key, b, h, first, tile_pos, seed, dropped):

@@ -7,24 +7,40 @@ key padding take a few hundred bytes.
 The bits lie in pieces of 16 rows, each of ENDS + PIECE * row_words words. A row has four words for 128 columns: bit 2 *
 n + i of word c is column 8 * n + 2 * c + i, which the lanes with lane % 4 == c hold (ptx/fragments.py). Two ranges
 [first, end) of columns precede the rows. Outside the first one no row of the piece sees a column, so tiles there are
-left out. Inside the second one every row sees every column, so tiles there need no mask: a row contributes the columns
-from the first one that it sees up to the next one that it does not see. With key padding the two ranges are equal.
+left out. Inside the second one every row sees every column, so tiles there need no mask: it goes from the first column
+that all rows see to the next one that some do not. With key padding the two ranges are equal.
 
     row's first word = b * strides[0] + h * strides[1] + row // 16 * strides[2] + ENDS + row % 16 * row_words
 
-Rows are queries and columns keys, or with config.of_keys the other way around. Launch: grid (pieces), block
+Rows are queries and columns keys, or with config.of_keys the other way around. A lane has four columns of 128 and reads
+16 rows of them: a word for the four columns if columns are adjacent in memory, 4 or 16 bytes for the rows if rows are,
+and otherwise byte by byte. A warp has a run of columns, so that it knows its own range. Launch: grid (pieces), block
 (config.threads).
 """
 
+from typing import Any, NamedTuple
+
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, shfl, special, vote
+from ...ptx import bits, memory, shfl, special
+from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
-AT_ONCE = 4  # words of all four kinds that are read at a time: a read takes a while
+ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
+BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
+
+
+class Piece(NamedTuple):
+    """Where in the mask 16 rows begin, and how they lie there."""
+
+    at: Any  # index of the first row's first column, int64
+    row_stride: Any  # in bytes, as column_stride
+    column_stride: Any
+    columns: Any
+    rows: Any  # a bit for each row that exists
 
 
 @inlined
@@ -37,24 +53,22 @@ def _of_keys(arrays):
     return arrays.mask_bits_of_keys
 
 
+@inlined
+def _nonzero_bytes(word):
+    """-> bit 8 * n: whether byte n of a word is not 0."""
+    return ((word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F) | word) >> uint32(7) & uint32(0x01010101)
+
+
 def make(config):
-    threads, of_keys = config.threads, config.of_keys
-    warps, at_once = threads // 32, 4 * AT_ONCE
-    four_of_each = 4 * warps
+    warps, of_keys = config.threads // 32, config.of_keys
     result = _of_keys if of_keys else _of_queries
-    ballot, bfly, highest = vote.ballot, shfl.bfly_b32, bits.highest
+    bfly, count = shfl.bfly_b32, bits.count
+    load_b32, load_v4, address = memory.load_b32_if, memory.load_v4_if, memory.address
     thread_index, block_index = special.thread_index, special.block_index
+    ends_of_warps = 5 * warps
 
     @inlined
-    def word_of(ballots, c):
-        """ballots: of the columns 4 * lane + k, for each k, in four uint32."""
-        low, high = ballots[2] if c & 1 else ballots[0], ballots[3] if c & 1 else ballots[1]
-        shift, every_second = uint32(c >> 1), uint32(0x55555555)
-        return uint32((low >> shift & every_second) | (high >> shift & every_second) << uint32(1))
-
-    @inlined
-    def place_of(block, strides, sizes):
-        """-> (b, h, piece, rows, columns, the mask's strides of a row and of a column)."""
+    def piece_of(block, strides, sizes):
         rows, columns = (sizes.seqlen_k, sizes.seqlen_q) if of_keys else (sizes.seqlen_q, sizes.seqlen_k)
         row_stride, column_stride = strides.mask[2], strides.mask[3]
         if of_keys:
@@ -63,68 +77,149 @@ def make(config):
         heads = int32(sizes.heads) if strides.mask[1] != 0 else int32(1)
         head = divide(block, pieces)
         b = divide(head, heads)
-        return b, int32(head - b * heads), int32(block - head * pieces), rows, columns, row_stride, column_stride
+        h, first_row = int32(head - b * heads), int32(block - head * pieces) * PIECE
+        at = b * strides.mask[0] + h * strides.mask[1] + first_row * row_stride
+        left = min(int64(rows - first_row), int64(PIECE)) if row_stride != 0 else int64(PIECE)
+        there = uint32((uint32(1) << uint32(left)) - uint32(1))
+        return Piece(int64(at), row_stride, column_stride, int32(columns), there)
 
     @inlined
-    def first_shown(ballots, begin, columns):
-        """The first of the 128 columns from `begin` on that is shown; `columns` if none is."""
-        first = int32(columns)
+    def way_of(piece, place):
+        """How to read it. place: its address."""
+        way = int32(BY_BYTES)
+        if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
+            way = int32(BY_WORDS)
+        elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and count(piece.rows) & 3 == 0:
+            way = int32(BY_ROWS)
+        return way
+
+    @inlined
+    def read_words(seen, column, piece, place):
+        """seen[x] bit 2 * r + i <- whether row r sees column + 2 * x + i. Columns past the end are not read."""
+        words = cuda.local.array(8, uint32)
+        rows, at = piece.rows if column < piece.columns else uint32(0), place + int64(column)
+        for x in range(2):  # first each for 8 rows: two columns in the low half of a word, two in the high half
+            for r in range(8):
+                words[r] = load_b32(at, rows >> uint32(8 * x + r) & uint32(1))
+                at += piece.row_stride
+            seen[x] = uint32(0)
+            for r in range(8):
+                four = _nonzero_bytes(words[r])
+                seen[x] |= ((four | four >> uint32(7)) & uint32(0x00030003)) << uint32(2 * r)
+        low, high = seen[0], seen[1]
+        seen[0] = low & uint32(0xFFFF) | high << uint32(16)
+        seen[1] = low >> uint32(16) | high & uint32(0xFFFF0000)
+
+    @inlined
+    def read_rows(seen, column, piece, place):
+        """Likewise, with the rows of a column in 16 bytes."""
+        words = cuda.local.array(16, uint32)
+        if (place | piece.column_stride) & 15 == 0 and piece.rows == ALL_ROWS:
+            for k in range(4):
+                at = place + int64(column + k) * piece.column_stride
+                load_v4(words, 4 * k, at, uint32(column + k < piece.columns))
+        else:
+            for k in range(4):
+                at = place + int64(column + k) * piece.column_stride
+                rows = piece.rows if column + k < piece.columns else uint32(0)
+                for four in range(4):
+                    words[4 * k + four] = load_b32(at + 4 * four, rows >> uint32(4 * four) & uint32(1))
+        for x in range(2):
+            seen[x] = uint32(0)
+            for i in range(2):
+                for four in range(4):  # the product moves bit 8 * n to 24 + 2 * n
+                    moved = uint32(_nonzero_bytes(words[8 * x + 4 * i + four]) * uint32(0x01041040)) >> uint32(24)
+                    seen[x] |= (moved & uint32(0x55)) << uint32(8 * four + i)
+
+    @inlined
+    def read_bytes(seen, column, piece, mask):
+        """Likewise, byte by byte."""
+        seen[0], seen[1] = uint32(0), uint32(0)
+        for r in range(count(piece.rows)):
+            for k in range(4):
+                own = int64(column + k)
+                if own < piece.columns:
+                    if mask[piece.at + r * piece.row_stride + own * piece.column_stride] != 0:
+                        seen[k // 2] |= uint32(1) << uint32(2 * r + k % 2)
+
+    @inlined
+    def write(seen, lane, found, at):
+        """The bits of 128 columns: found[at] is the first row's first word, found[at + row_words] the second row's.
+        Rows and the lanes' columns change places, so that two lanes have a row, each two words of it."""
+        for x in range(2):
+            word = exchange(seen[x], lane & int32(2), 2, 0xCCCCCCCC, 2)
+            word = exchange(word, lane & int32(4), 4, 0xF0F0F0F0, 4)
+            word = exchange(word, lane & int32(8), 8, 0xFF00FF00, 8)
+            word = exchange(word, lane & int32(16), 16, 0xFFFF0000, 16)
+            found[at + 2 * (lane & int32(1)) + x] = word
+
+    @inlined
+    def rows_of(seen, k):
+        """The rows that see the lane's k-th column: bit 2 * r for row r."""
+        return seen[k // 2] >> uint32(k % 2) & EVERY_SECOND
+
+    @inlined
+    def first_whole(seen, column, piece, every_row):
+        """The first of the lane's columns that all rows see; piece.columns if there is none."""
+        first = int32(piece.columns)
         for k in range(4):
-            if ballots[k] != 0:
-                first = min(first, int32(begin + 4 * highest(ballots[k] & (~ballots[k] + uint32(1))) + k))
+            if rows_of(seen, k) == every_row:
+                first = min(first, int32(column + k))
         return first
+
+    @inlined
+    def first_of_warp(column):
+        for distance in (1, 2, 4, 8, 16):
+            column = min(column, int32(bfly(uint32(column), distance)))
+        return column
 
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
         thread = thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        b, h, piece, rows, columns, row_stride, column_stride = place_of(block_index(), strides, sizes)
-        row_words = int64(((columns + 127) >> 7) << 2)
+        piece = piece_of(block_index(), strides, sizes)
+        columns, place, found = piece.columns, address(arrays.mask, piece.at), result(arrays)
+        way, groups = way_of(piece, place), int32((columns + 127) >> 7)
+        row_words = int64(groups) << 2
         to = int64(block_index()) * (PIECE * row_words + ENDS)
-        ballots = cuda.local.array(4, uint32)
-        seen = cuda.local.array(at_once, uint32)
-        ends = cuda.shared.array(four_of_each, int32)
-        found = result(arrays)
+        ends = cuda.shared.array(ends_of_warps, int32)
+        seen = cuda.local.array(2, uint32)
+        every_row = EVERY_SECOND >> uint32(32 - 2 * count(piece.rows))
         first, end = int32(columns), int32(0)
-        whole_first, whole_end = int32(0), int32(columns)
-        for in_piece in range(warp, PIECE, warps):
-            row = int64(piece) * PIECE + in_piece
-            base = b * strides.mask[0] + h * strides.mask[1] + row * row_stride
-            there, shown_from = row < rows or row_stride == 0, int32(columns)
-            for step in range(0, int32(row_words >> 2), AT_ONCE):
-                for i in range(at_once):
-                    column = int64(step + i // 4) * 128 + 4 * lane + i % 4
-                    seen[i] = uint32(0)
-                    if column < columns and there:
-                        seen[i] = uint32(arrays.mask[base + column * column_stride])
-                for part in range(AT_ONCE):
-                    begin = int32((step + part) * 128)
-                    for k in range(4):
-                        ballots[k] = ballot(seen[part * 4 + k])
-                    shown_from = min(shown_from, first_shown(ballots, begin, columns))
-                    for k in range(4):
-                        column = int32(begin + 4 * lane + k)
-                        if seen[part * 4 + k] != 0:
-                            first, end = min(first, column), max(end, int32(column + 1))
-                        elif column > shown_from:
-                            whole_end = min(whole_end, column)
-                    if lane < 4 and step + part < int32(row_words >> 2):
-                        at = to + ENDS + in_piece * row_words + int64(step + part) * 4 + lane
-                        found[at] = word_of(ballots, lane)
-            if there:
-                whole_first = max(whole_first, shown_from)
-        for distance in (1, 2, 4, 8, 16):
-            first = min(first, int32(bfly(uint32(first), distance)))
-            end = max(end, int32(bfly(uint32(end), distance)))
-            whole_end = min(whole_end, int32(bfly(uint32(whole_end), distance)))
+        # Of the warp's columns: the first that all rows see, the next that some do not, and the first of those.
+        whole_first, whole_end, cut_first = int32(columns), int32(columns), int32(columns)
+        of_warp = (groups + int32(warps - 1)) // int32(warps)
+        for group in range(warp * of_warp, min((warp + 1) * of_warp, groups)):
+            column = int32(group * 128 + 4 * lane)
+            if way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
+                read_words(seen, column, piece, place)
+            elif way == BY_ROWS:
+                read_rows(seen, column, piece, place)
+            else:
+                read_bytes(seen, column, piece, arrays.mask)
+            write(seen, lane, found, to + ENDS + int64(lane >> int32(1)) * row_words + int64(group) * 4)
+            if whole_first == columns:
+                whole_first = first_of_warp(first_whole(seen, column, piece, every_row))
+            for k in range(4):  # no row sees a column past the end, and the minimum with that changes nothing
+                own, rows = int32(column + k), rows_of(seen, k)
+                first = min(first, own) if rows != 0 else first
+                end = int32(own + 1) if rows != 0 else end
+                cut_first = min(cut_first, own) if rows != every_row else cut_first
+                whole_end = min(whole_end, own) if rows != every_row and own > whole_first else whole_end
+        first, end, cut_first = first_of_warp(first), -first_of_warp(-end), first_of_warp(cut_first)
+        whole_end = first_of_warp(whole_end)
         if lane == 0:
-            ends[4 * warp], ends[4 * warp + 1] = first, end
-            ends[4 * warp + 2], ends[4 * warp + 3] = whole_first, whole_end
+            ends[5 * warp], ends[5 * warp + 1], ends[5 * warp + 2] = first, end, cut_first
+            ends[5 * warp + 3], ends[5 * warp + 4] = whole_first, whole_end
         cuda.syncthreads()
         if thread == 0:
+            whole_first, whole_end = int32(columns), int32(columns)
             for other in range(warps):
-                first, end = min(first, ends[4 * other]), max(end, ends[4 * other + 1])
-                whole_first, whole_end = max(whole_first, ends[4 * other + 2]), min(whole_end, ends[4 * other + 3])
+                first, end = min(first, ends[5 * other]), max(end, ends[5 * other + 1])
+                if whole_first == columns:
+                    whole_first, whole_end = ends[5 * other + 3], ends[5 * other + 4]
+                else:
+                    whole_end = min(whole_end, ends[5 * other + 2])
             found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
             found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
 
