@@ -227,13 +227,13 @@ class Timer:
     The L2 is written over before each. Peers take turns, so that a clock that drifts hits all of them alike.
     """
 
-    SPIN = 300_000  # cycles, about 150 us
+    SPIN, LONGEST_SPIN = 300_000, 20_000_000  # cycles, about 150 us and 10 ms
     ATTEMPTS = 100
 
     def __init__(self):
         import torch
 
-        self._torch = torch
+        self._torch, self._spin = torch, self.SPIN
         self._flush = torch.empty(2**28, dtype=torch.int8, device="cuda")  # several times the L2
 
     def once(self, name, function):
@@ -242,14 +242,15 @@ class Timer:
         for _ in range(self.ATTEMPTS):
             start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
-            cuda._sleep(self.SPIN)
+            cuda._sleep(self._spin)
             start.record()
             function()
             stop.record()
             if not start.query():  # the GPU is spinning still
                 break
+            self._spin = min(2 * self._spin, self.LONGEST_SPIN)  # some peers take long to launch
         else:
-            raise RuntimeError(f"the host took longer than {self.SPIN} cycles to launch {name}, {self.ATTEMPTS} times")
+            raise RuntimeError(f"the host took longer than {self._spin} cycles to launch {name}, {self.ATTEMPTS} times")
 
         def wait():
             stop.synchronize()
@@ -262,6 +263,7 @@ class Timer:
         for function in functions.values():
             function()  # loaded, and memory for its results in the pool
         self._torch.cuda.synchronize()
+        self._spin = self.SPIN
         times = {name: [] for name in functions}
         for _ in range(repeats):
             waits = {name: self.once(name, function) for name, function in functions.items()}
