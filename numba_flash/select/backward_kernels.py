@@ -195,9 +195,10 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
     If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
     has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
-    pass. Under a mask two long heads go two ways, one long head has short lines (dq_lines), and parts of a group count
-    as heads. Without an order there is no line. The batch size may not decide: a row's bits must not depend on it.
-    Short sequences are assumed to come in batches. If all keys are one tile, there are no parts.
+    pass: eight heads, or twice as many key tiles as run at a time, because only the first ones wait. Under a mask two
+    long heads go two ways, one long head has short lines (dq_lines), and parts of a group count as heads. Without an
+    order there is no line. The batch size may not decide: a row's bits must not depend on it. Short sequences are
+    assumed to come in batches. If all keys are one tile, there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
@@ -214,7 +215,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
     two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    few = lines < (8 if every_key else 4) and not two_ways and dq_lines(problem) == 1
+    twice = lines * forward.seqlen_k >= 2 * AT_A_TIME * WgmmaFusedConfig.KEYS
+    many_tiles = every_key and twice and forward.seqlen_q >= forward.seqlen_k
+    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
     # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.

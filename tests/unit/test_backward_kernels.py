@@ -712,7 +712,9 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=2, **long) == kernels(64, heads=2, **long) == kernels(heads=1, **long) == one
     assert kernels(heads=3, **long) == kernels(64, heads=1, **long) == two
     assert kernels(heads=2, causal=True, seqlen_q=16383, seqlen_k=16383) == two
-    assert kernels(heads=2, seqlen_q=16384, seqlen_k=16384) == two
+    # If every query sees every key: few heads with twice as many key tiles as run at a time.
+    assert kernels(heads=2, seqlen_q=16384, seqlen_k=16384) == kernels(heads=4, seqlen_q=8192, seqlen_k=8192) == one
+    assert kernels(heads=4, seqlen_q=8191, seqlen_k=8191) == kernels(heads=4, seqlen_q=512, seqlen_k=8192) == two
     assert kernels(72, causal=True) == kernels(80, causal=True) == kernels(80, 512, 512, causal=True) == one
     assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
     # Parts of a group are heads of their own under a mask.
