@@ -16,7 +16,7 @@ class MaskBitsConfig(LaunchFacts):
     dtype: ClassVar[str] = "bool"
     compute_dtype: ClassVar[str] = "float32"
     shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 2
+    blocks_per_sm: ClassVar[int] = 2  # so that 32 warps read at a time; a thread then has 64 registers
 
     def __post_init__(self) -> None:
         if self.threads < 32 or self.threads % 32:

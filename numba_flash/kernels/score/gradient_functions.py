@@ -72,7 +72,11 @@ def present(config: Any) -> bool:
 @functools.cache
 def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivative: bool = True) -> Any:
     """-> apply, a device function for a tile of `columns` columns, of which a warp has `strips` strips of 16 rows.
-    derivative: dS is computed; otherwise acc_dp does not change."""
+
+    For scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s, and acc_dp <-
+    acc_dp times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's, of a
+    head; query 0 is at position q_start. derivative: dS is computed; otherwise acc_dp does not change.
+    """
     blocks, has_mask_mod = columns // 8, config.has("mask_mod")
     scales_dp = derivative and config.has("score_mod")
     ask = alone(config, derivative)
@@ -96,9 +100,6 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
                         if not seen:
                             shown_bits[r] &= ~bit
 
-    # It does this for scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s,
-    # acc_dp <- times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's,
-    # of a head; query 0 is at position q_start.
     return repeated(block, blocks if present(config) else 0)
 
 
