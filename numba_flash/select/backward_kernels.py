@@ -195,9 +195,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
 
     If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
     has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
-    pass: eight heads, or twice as many key tiles as run at a time, because only the first ones wait. Under a mask two
-    long heads go two ways, one long head has short lines (dq_lines), and parts of a group count as heads. Without an
-    order there is no line. The batch size may not decide: a row's bits must not depend on it. Short sequences are
+    pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
+    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_lines) lines are short. Without
+    an order there is no line. The batch size may not decide: a row's bits must not depend on it. Short sequences are
     assumed to come in batches. If all keys are one tile, there are no parts.
     """
     forward = problem.forward
@@ -215,8 +215,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
     two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    twice = lines * forward.seqlen_k >= 2 * AT_A_TIME * WgmmaFusedConfig.KEYS
-    many_tiles = every_key and twice and forward.seqlen_q >= forward.seqlen_k
+    key_tiles, enough = lines * forward.seqlen_k // WgmmaFusedConfig.KEYS, 2 if widest <= 64 else 1.5
+    many_tiles = every_key and key_tiles >= enough * AT_A_TIME and forward.seqlen_q >= forward.seqlen_k
     few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_lines(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
@@ -246,13 +246,20 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
 def dq_lines(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in rotation.
 
-    If one head has as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
-    after the one before (kernels/steps/dq_order.py).
+    If few heads have as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
+    after the one before (kernels/steps/dq_order.py). More sums shorten this wait and take more of the L2 cache.
+    docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
-    alone = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return WgmmaFusedConfig.MOST_LINES if alone and wide and problem.deterministic else 1
+    every_key = forward.left is None and forward.right is None
+    key_tiles = forward.heads_kv * forward.seqlen_k // WgmmaFusedConfig.KEYS
+    most_heads = 4 if every_key and forward.seqlen_q >= forward.seqlen_k else 1
+    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
+    if narrow or not problem.deterministic or forward.heads > most_heads:
+        return 1
+    if forward.heads <= 2:
+        return WgmmaFusedConfig.MOST_LINES if key_tiles >= AT_A_TIME else 1
+    return 2 if key_tiles >= 1.5 * AT_A_TIME else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:

@@ -118,9 +118,10 @@ def test_sums_in_lines(rung, options, one_kernel, monkeypatch):
 
     monkeypatch.setattr(arrays, "scratch", filled)
     monkeypatch.setattr(select_backward, "dq_lines", lambda *_: 2)
-    rung.check(rung.problem(270, 270, batch=1, heads=1, head_dim=69, head_dim_v=23), **options)
+    heads = 1 if options else 2
+    rung.check(rung.problem(270, 270, batch=1, heads=heads, head_dim=69, head_dim_v=23), **options)
     (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
-    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(5, 2, 2)
+    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(heads * 5, 2, 2)
     most = 1 if "window" in options else 2  # whose queries see 41 keys
     assert counts[:, 0].max() == most and counts[:, 1].max() == 1, "each count began with 0"
     assert (counts[..., 0] == counts[..., 1]).all(), "both warpgroups have as many parts"

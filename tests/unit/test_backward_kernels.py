@@ -704,7 +704,8 @@ def test_when_one_kernel_takes_all_gradients():
     of_group = dict(heads=32, heads_kv=4, seqlen_q=900, seqlen_k=77, causal=True)
     assert kernels(**of_group) == [*one[:2], "wgmma_add_parts"]
     assert "wgmma_fused" not in kernels(seqlen_k=77, softcap=5.0) + kernels(80, seqlen_k=77)
-    assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
+    assert kernels(heads=5, seqlen_q=4096, seqlen_k=4096) == kernels(seqlen_q=2047, seqlen_k=2047) == two
+    assert kernels(heads=7, seqlen_q=4096, seqlen_k=4096) == one
     assert kernels(heads=4, seqlen_q=4096, seqlen_k=4096, causal=True) == one
     assert kernels(heads=3, seqlen_q=8192, seqlen_k=8192, causal=True) == two
     # Long heads: two of them under a mask, or one with sums of dQ in lines.
@@ -712,9 +713,10 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=2, **long) == kernels(64, heads=2, **long) == kernels(heads=1, **long) == one
     assert kernels(heads=3, **long) == kernels(64, heads=1, **long) == two
     assert kernels(heads=2, causal=True, seqlen_q=16383, seqlen_k=16383) == two
-    # If every query sees every key: few heads with twice as many key tiles as run at a time.
-    assert kernels(heads=2, seqlen_q=16384, seqlen_k=16384) == kernels(heads=4, seqlen_q=8192, seqlen_k=8192) == one
-    assert kernels(heads=4, seqlen_q=8191, seqlen_k=8191) == kernels(heads=4, seqlen_q=512, seqlen_k=8192) == two
+    # If every query sees every key: few heads with 1.5 times as many key tiles as run at a time, narrow ones with 2.
+    assert kernels(heads=4, seqlen_q=6144, seqlen_k=6144) == kernels(64, heads=4, seqlen_q=8192, seqlen_k=8192) == one
+    assert kernels(heads=4, seqlen_q=6016, seqlen_k=6016) == kernels(64, heads=4, seqlen_q=8064, seqlen_k=8064) == two
+    assert kernels(heads=4, seqlen_q=512, seqlen_k=8192) == two
     assert kernels(72, causal=True) == kernels(80, causal=True) == kernels(80, 512, 512, causal=True) == one
     assert kernels(heads=32, heads_kv=8) == one and kernels(heads=32, heads_kv=4) == two
     # Parts of a group are heads of their own under a mask.
@@ -793,6 +795,36 @@ def test_a_long_head_alone_has_sums_of_dq_in_lines():
         assert all(getattr(config, "dq_lines", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
     assert kernels(causal=True, deterministic=False)[1][1].dq_lines == 1
     assert kernels(causal=True, seqlen_q=16383)[1][1].kernel == "wgmma_dkdv"
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "head_dim", "lines"),
+    [
+        (2, 8192, 128, 4),  # 128 key tiles, as many as run at a time
+        (2, 8064, 128, 0),
+        (3, 8192, 96, 2),  # 192 key tiles
+        (4, 6144, 128, 2),
+        (4, 6016, 128, 0),
+        (6, 4096, 128, 1),
+        (5, 16384, 128, 1),
+        (4, 8192, 64, 1),  # 256 key tiles
+        (4, 8064, 64, 0),
+    ],
+)
+def test_a_few_long_heads_that_see_all_keys_have_sums_of_dq_in_lines(heads, seqlen, head_dim, lines):
+    """0: two kernels. The batch size does not matter."""
+    for batch in (1, 4):
+        of_q = (batch, heads, seqlen, head_dim)
+        given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o", "k", "v")}
+        made = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"))
+        start, *others = wgmma_configs(made, HOPPER)
+        assert [config.kernel for config in others] == (
+            ["wgmma_fused", "wgmma_round"] if lines else ["wgmma_dkdv", "wgmma_dq"]
+        )
+        if lines:
+            assert {config.dq_lines for config in (start, *others)} == {lines}
+    any_order = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"), deterministic=False)
+    assert {getattr(config, "dq_lines", 1) for config in wgmma_configs(any_order, HOPPER)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -470,8 +470,9 @@ def backward_gates():
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
                 yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
                 if row.tile_m == 64:
-                    in_lines = dataclasses.replace(fused, dq_lines=WgmmaFusedConfig.MOST_LINES)
-                    yield f"wgmma_fused-{row.head_dim}-lines", in_lines
+                    for lines in (2, WgmmaFusedConfig.MOST_LINES):
+                        in_lines = dataclasses.replace(fused, dq_lines=lines)
+                        yield f"wgmma_fused-{row.head_dim}-{lines}-lines", in_lines
                 narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
                 yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, key_tiles=1)
                 fewer = row.head_dim * 3 // 4
@@ -495,8 +496,10 @@ def backward_gates():
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)
             yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
             if row.tile_m == 64:
-                features["dq_lines"] = WgmmaFusedConfig.MOST_LINES
-                yield f"wgmma_round-{row.head_dim}-{name}-lines", WgmmaRoundConfig(**features, kernel="wgmma_round")
+                for lines in (2, WgmmaFusedConfig.MOST_LINES):
+                    features["dq_lines"] = lines
+                    in_lines = WgmmaRoundConfig(**features, kernel="wgmma_round")
+                    yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", in_lines
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)

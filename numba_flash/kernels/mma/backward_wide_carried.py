@@ -121,9 +121,9 @@ def make(config):
 
     @inlined
     def done_with(place):
-        """All lanes of the warp have read what is to come next to a place whose mbarrier this is."""
-        bar.warp_sync()
-        mbarrier.arrive_if(place, special.thread_index() & int32(31) == 0)
+        """The lane has read what is in a place whose mbarrier this is. Each lane arrives for itself: if one arrived for
+        its warp, racecheck would not see that the others have read, too."""
+        mbarrier.arrive(place)
 
     @inlined
     def place_of_incoming_scores(k_smem):
@@ -167,11 +167,10 @@ def make(config):
 
     @inlined
     def begin(k_smem):
-        """One thread: mbarriers of the tiles' places. A thread that fetches arrives for itself, one of each warp that
-        computes for the warp."""
+        """One thread: mbarriers of the tiles' places."""
         mbarrier.init(k_smem + int32(full), loaders)
-        mbarrier.init(k_smem + int32(q_empty), workers // 32)
-        mbarrier.init(k_smem + int32(do_empty), workers // 32)
+        mbarrier.init(k_smem + int32(q_empty), workers)
+        mbarrier.init(k_smem + int32(do_empty), workers)
         if one_buffer:
             mbarrier.init(k_smem + int32(staging_empty), 1)
 
