@@ -307,7 +307,7 @@ def mask_bits_layout(problem: Problem, of_keys: bool = False) -> tuple[int, tupl
     if of_keys:
         rows, columns, by_row = columns, rows, mask.strides[3]
     row_words = -(-columns // 128) * 4
-    pieces = -(-rows // MASK_PIECE) if by_row else 1
+    pieces = -(-rows // MASK_PIECE) if by_row or not rows else 1  # without rows there is nothing to read
     piece = MASK_PIECE * row_words + MASK_ENDS
     heads = p.heads if mask.strides[1] else 1
     batch = p.batch if mask.strides[0] else 1

@@ -5,6 +5,7 @@ import contract_backward
 import numpy as np
 import pytest
 
+import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.api import forward as api
 from numba_flash.config.mask_bits import MaskBitsConfig
@@ -137,6 +138,18 @@ def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
     if turned:
         mask, case = mask.swapaxes(2, 3), rung.problem(170, ROWS, batch=1, heads=1, heads_kv=1, head_dim=8)
     rung.check(case, mask=mask)
+
+
+@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
+@pytest.mark.parametrize("shape", [(0, 20), (5, 0)], ids=["no queries", "no keys"])
+def test_an_empty_mask_is_not_read(kernel, shape):
+    """NumPy gives an array without elements any strides: those of a mask that all rows share, too."""
+    queries, keys = shape
+    q, k = np.ones((1, 6, queries, 16), np.float16), np.ones((1, 2, keys, 16), np.float16)
+    for mask in (np.broadcast_to(np.ones((1, 6, queries, 1), bool), (1, 6, *shape)), np.ones((1, 1, 1, keys), bool)):
+        o, lse = numba_flash.attention(q, k, k, mask=mask, kernel=kernel, return_lse=True)
+        made = numba_flash.attention_backward(o, q, k, k, o, lse, mask=mask, kernel=kernel)
+        assert [x.shape for x in made[:3]] == [q.shape, k.shape, k.shape] and not any(x.any() for x in made[:3])
 
 
 # Positions hide some scores, in some of the tiles that a mask cuts; and where they hide none, ALiBi asks for them.
