@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..problem.options import BY_NAME, SEEDED, Uses, changes_scores
+from ..problem.options import BY_NAME, SEEDED, Uses, changes_by_distance_alone, changes_scores
 from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
 
 L2_BYTES = 16 * 2**20  # of K and V on which all blocks of the GPU work at the same time, so that they stay in L2
@@ -104,6 +104,11 @@ class Config(LaunchFacts):
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score by scale * q . k is anything but 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
+
+    @property
+    def by_distance_alone(self) -> bool:
+        """Whether scores change by the distance of a query and a key, and by nothing else."""
+        return changes_by_distance_alone(self.uses)
 
     @property
     def threads(self) -> int:

@@ -23,6 +23,7 @@ class Option(NamedTuple):
     gradient: str = ""  # its field of AttentionGradients
     gradient_on_tensor_cores: bool = True
     positive: bool = False  # of a number: it must be above 0
+    by_distance: bool = False  # it takes a number of the row times |q_pos - k_pos| from a score
     derivative: bool = False  # whether a score after it has a derivative by the score before it that is not 1
     function: bool = False  # a function of the caller's own
     seeded: bool = False  # each call brings a seed
@@ -37,7 +38,15 @@ OPTIONS = (
     Option("softcap", "score", positive=True, derivative=True),
     Option("bias", "score", "scores", FLOATS, gradient="dbias"),
     Option("mask", "mask", "scores", ("bool",)),
-    Option("alibi_slopes", "score", "heads", FLOATS, gradient="dalibi_slopes", gradient_on_tensor_cores=False),
+    Option(
+        "alibi_slopes",
+        "score",
+        "heads",
+        FLOATS,
+        gradient="dalibi_slopes",
+        gradient_on_tensor_cores=False,
+        by_distance=True,
+    ),
     Option("mask_mod", "mask", function=True),
     Option("aux", "functions"),  # any number of arrays that the functions read
     Option("seqlens_k", "keys", "batch", ("int32",)),
@@ -180,6 +189,12 @@ def uses(**given: Any) -> Uses:
 def changes_scores(used: Uses) -> bool:
     """Whether a score is more than scale * product."""
     return any(BY_NAME[name].acts_on == "score" for name, _ in used)
+
+
+def changes_by_distance_alone(used: Uses) -> bool:
+    """Whether a score is scale * product less a number of its row times |q_pos - k_pos|."""
+    changing = [BY_NAME[name] for name, _ in used if BY_NAME[name].acts_on == "score"]
+    return len(changing) == 1 and changing[0].by_distance
 
 
 def of_scores(used: Uses) -> Uses:

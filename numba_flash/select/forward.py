@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config.forward import ITEM_SIZE, Config
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, changes_scores
+from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
 from .arguments import parameters_of, tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
@@ -195,6 +195,7 @@ def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Conf
 def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     reads = _reads_scores(problem)
+    sloped = changes_by_distance_alone(problem.uses) and problem.scale > 0
     plain = not (reads or changes_scores(problem.uses) or problem.scale <= 0)
     rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
 
@@ -202,6 +203,8 @@ def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
         if getattr(row, "reads", reads) != reads or (reads and getattr(row, "unread", False)):
             return False
         if getattr(row, "masked", False) and not _reads_mask_alone(problem):
+            return False
+        if getattr(row, "sloped", False) and not sloped:
             return False
         if min(problem.head_dim, problem.head_dim_v) <= getattr(row, "above", 0):
             return False

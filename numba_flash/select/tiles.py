@@ -61,6 +61,7 @@ class Wgmma(NamedTuple):
     plain: bool = False  # only for scores that no option changes
     unread: bool = False  # not where something is read or asked for each score
     masked: bool = False  # only where a mask is read for each score, and nothing else
+    sloped: bool = False  # only for scores that ALiBi alone changes
     gpu: str = MEASURED
 
 
@@ -121,6 +122,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "wgmma": (
         Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8, plain=True),
+        Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True, sloped=True),
         Wgmma(64, 192, 96, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
         Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, masked=True),
         Wgmma(64, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
@@ -179,6 +181,7 @@ NOT_COLUMNS = (
     "functions",
     "unread",
     "masked",
+    "sloped",
     "by_element",
     "dv_tile_m",
     "linear",

@@ -318,12 +318,18 @@ def carried_gates():
             yield name.replace("wide_carried", "dq_finish") + words, WideDqFinishConfig(**of_finish)
 
 
+def name_of(kernel, row):
+    return f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}" + "-sloped" * getattr(row, "sloped", False)
+
+
 def of_row(kernel, row):
     """The Config that select makes of a row of its table, for plain attention with all of the row's head_dim, or where
     that does not fit with 64 columns less of v. With softcap where another row is for plain attention, and with a mask
-    where the row is for masks.
+    or ALiBi where the row is for these.
     """
     options = dict(softcap=5.0) if getattr(row, "unread", False) else {}
+    if getattr(row, "sloped", False):
+        options = dict(alibi_slopes=empty(2, dtype="float32"))
     if getattr(row, "masked", False):
         options = dict(mask=empty(1, 1, 4096, 4096, dtype="bool", strides=(2**24, 2**24, 4096, 1)))
     with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
@@ -636,21 +642,25 @@ def gates():
     configs |= simt_gates()
     for kernel in rungs.TENSOR:
         table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
-        configs |= {f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}": of_row(kernel, row) for row in table}
+        configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
         for row in table:  # what sinks alone add
-            name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}"
+            name = name_of(kernel, row)
             read = dict(mask="bool") if getattr(row, "masked", False) else {}
-            configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
+            if not getattr(row, "sloped", False):
+                configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
     for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
-        name, whole = f"wgmma-{row.head_dim}-{row.tile_m}x{row.tile_n}", of_row("wgmma", row)
+        name, whole = name_of("wgmma", row), of_row("wgmma", row)
         for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
             configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
         if row.head_dim > 64:
             configs[f"{name}-paired"] = dataclasses.replace(whole, cluster=2)
+        if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
+            given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
+            configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)
     reasons = FAILING | DEPENDS
     assert set(reasons) <= set(configs), "rows are named that are gone"
     for name, config in configs.items():

@@ -27,6 +27,7 @@ def config_of(tune, kernel, row, head_dim, head_dim_v=None):
     )
     read = dict(bias=empty(4096, 4096)) if getattr(row, "reads", False) else {}
     read |= dict(mask=empty(4096, 4096, dtype="bool")) if getattr(row, "masked", False) else {}
+    read |= dict(alibi_slopes=empty(64, dtype="float32")) if getattr(row, "sloped", False) else {}
     found = tune["prepare"](kernel, row, q, q, v, dict(kernel=kernel) | read)
     return found and found[1].choice.config
 

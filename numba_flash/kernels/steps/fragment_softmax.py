@@ -26,6 +26,19 @@ LN_2 = 0.6931471805599453
 
 def make(config, strips):
     """-> (start, update, finish), device functions. Rows as in kernels/score/fragments.py."""
+    start, update_shifted, finish = make_shifted(config, strips, False)
+
+    @inlined
+    def update(acc_s, m, l, alpha, scale_log2):
+        """update_shifted by nothing."""
+        return update_shifted(acc_s, m, l, alpha, scale_log2, m)
+
+    return start, update, finish
+
+
+def make_shifted(config, strips, shifted):
+    """Likewise. shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
+    (kernels/score/one_side.py); otherwise it reads no shift."""
     blocks = config.tile_n // 8
     rows = 2 * strips
     scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)
@@ -42,9 +55,9 @@ def make(config, strips):
             l[r] = real(0)
 
     @inlined
-    def in_units(s, scale_log2):
-        """A score in units of log2(e); a finished score stays in its own units."""
-        return s if scores_finished else s * scale_log2
+    def in_units(s, factor):
+        """A score in units of log2(e), but for its shift; a finished score stays in its own units."""
+        return s if scores_finished and not shifted else s * factor
 
     @inlined
     def tops(acc_s, top):
@@ -68,10 +81,10 @@ def make(config, strips):
             top[r] = maximum(top[r], bfly(top[r], 2))
 
     @inlined
-    def move(top, m, l, alpha, scale_log2):
+    def move(top, m, l, alpha):
         """m <- top if it is more than rescale_threshold larger; updates alpha and l to match."""
         for r in range(rows):
-            old, new = m[r], in_units(top[r], scale_log2)
+            old, new = m[r], top[r]
             if rescale_threshold > 0:
                 m[r] = new if new - old > rescale_threshold else old
             else:
@@ -80,31 +93,36 @@ def make(config, strips):
             l[r] *= alpha[r]
 
     @inlined
-    def update(acc_s, m, l, alpha, scale_log2):
+    def update_shifted(acc_s, m, l, alpha, factor, shift):
         """acc_s <- p; m, l <- with this tile; alpha (rows,) <- the factor of the older part of O and l.
 
         -> whether some alpha of the warp is not 1.
         """
         top = cuda.local.array(rows, real)
         tops(acc_s, top)
+        for r in range(rows):
+            top[r] = in_units(top[r], factor)
+            if shifted:
+                top[r] += shift[r]
         moved = uint32(1)
         if rescale_threshold > 0:
             for r in range(rows):
                 alpha[r] = real(1)
             some = uint32(0)
             for r in range(rows):
-                some |= uint32(1) if in_units(top[r], scale_log2) - m[r] > rescale_threshold else uint32(0)
+                some |= uint32(1) if top[r] - m[r] > rescale_threshold else uint32(0)
             moved = any_lane(some)
         if moved != 0:
             exchange(top)
-            move(top, m, l, alpha, scale_log2)
+            move(top, m, l, alpha)
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
             even, odd = l[r], real(0)
+            lacking = m[r] - shift[r] if shifted else m[r]
             for n in range(blocks):
                 at = base + 4 * n
                 for i in range(2):
-                    acc_s[at + i] = exponential(in_units(acc_s[at + i], scale_log2) - m[r])
+                    acc_s[at + i] = exponential(in_units(acc_s[at + i], factor) - lacking)
                 if n % 2:
                     odd += acc_s[at] + acc_s[at + 1]
                 else:
@@ -135,7 +153,7 @@ def make(config, strips):
             alpha[r] = alpha[r] * inverse if has_term else inverse
             lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
 
-    return start, update, finish
+    return start, update_shifted, finish
 
 
 def in_16_bits(config, strips):

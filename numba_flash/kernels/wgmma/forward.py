@@ -28,7 +28,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments, sum_terms, tile_walk
+from ..score import fragments, one_side, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.stage import LOG2_E, exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
@@ -91,11 +91,12 @@ def make(config):
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, of_scores = read.reads, tile_scores.make(config)
-    find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
+    find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
     bias_boxes = config.bias_boxes
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
-    start, softmax, finish = fragment_softmax.make(config, 1)
+    one_sided, inverse_scale_of, linear_ends, _, _ = one_side.make(config)
+    start, softmax, finish = fragment_softmax.make_shifted(config, 1, one_sided)
     kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
@@ -212,12 +213,13 @@ def make(config):
         alpha = cuda.local.array(2, float32)
         terms = cuda.local.array(2, float32)
         distance = cuda.local.array(2, float32)
+        shift = cuda.local.array(2, float32)  # of the rows' scores (kernels/score/one_side.py)
         mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
         shown_bits = cuda.local.array(bits_words, uint32)  # by the mask that was given
         kept = cuda.local.array(kept_words, uint32)  # which weights count
         loaded = cuda.local.array(bias_words, uint32)  # (2, tile_n / 8, 2), in 16 bits two in one
         words = cuda.local.array(o_words, uint32)
-        scale_log2 = score.scale * log2_e
+        factor = score.scale * log2_e
         me = int32(warpgroup - 1)  # which of the consumers
         following = int32(0) if me == consumers - 1 else int32(me + 1)
         elected = thread_index() & int32(31) == 0
@@ -252,12 +254,17 @@ def make(config):
                     first_row, lane = rows_of_lane()
                     row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
                     terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
+            inverse_scale, side, before, after = float32(0), int32(0), int32(0), int32(0)
+            if one_sided:
+                inverse_scale = inverse_scale_of(terms, score)
+                before, after = linear_ends(position(work_tile), inverse_scale)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
             if reads:
                 load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
             if scores_finished or has_mask or masked or has_score_mod or asks:
                 find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
+                side = side_of(j, before, after, terms, distance, shift)
             find_kept(j, work_tile, kept, arrays, sizes)
             wait_all()
             pin_s(acc_s)
@@ -266,9 +273,9 @@ def make(config):
                 if has_score_mod or asks:
                     apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                 if scores_finished:
-                    finish_scores(base, acc_s, terms, distance, loaded, taken, score)
+                    factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
                 hide_scores(acc_s, mask_bits)
-            softmax(acc_s, m, l, alpha, scale_log2)
+            softmax(acc_s, m, l, alpha, factor, shift)
             drop_some(acc_s, kept)
             to_p(acc_s, p_frag)
             if padded:
@@ -288,14 +295,15 @@ def make(config):
                         load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
+                    side = side_of(j, before, after, terms, distance, shift)
                     find_kept(j, work_tile, kept, arrays, sizes)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
-                        finish_scores(base, acc_s, terms, distance, loaded, taken, score)
+                        factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
                     hide_scores(acc_s, mask_bits)
-                    moved = softmax(acc_s, m, l, alpha, scale_log2)
+                    moved = softmax(acc_s, m, l, alpha, factor, shift)
                     drop_some(acc_s, kept)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)
@@ -307,15 +315,16 @@ def make(config):
                     issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
                     if scores_finished or has_score_mod or asks:
                         find_visible(j, work_tile, sizes, mask_bits, distance)
+                        side = side_of(j, before, after, terms, distance, shift)
                     find_kept(j, work_tile, kept, arrays, sizes)
                     scores_are_there(base, elected, acc_s, j == begin, taken, seen)
                     if has_score_mod or asks:
                         apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
                     if scores_finished:
-                        finish_scores(base, acc_s, terms, distance, loaded, taken, score)
+                        factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
                     if has_score_mod or asks:
                         hide_scores(acc_s, mask_bits)
-                    moved = softmax(acc_s, m, l, alpha, scale_log2)
+                    moved = softmax(acc_s, m, l, alpha, factor, shift)
                     drop_some(acc_s, kept)
                     weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
                     taken = int32(taken + 1)

@@ -1,9 +1,10 @@
 """What a consumer does with the scores of a key tile after their product: options, masks and the caller's functions."""
 
-from numba import cuda, int32, uint32
+from numba import cuda, float32, int32, uint32
 
 from ...ptx import fence, mbarrier
-from ..score import fragment_functions, fragments, reads
+from ..score import fragment_functions, fragments, one_side, reads
+from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
 from . import barriers, bias_boxes
 from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
@@ -11,7 +12,7 @@ from .work_tile import position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    """-> (find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
+    """-> (find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
     functions. apply_inside: to a tile in which only mask_mod removes something."""
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_direct, load_bits = read.origin, read.load_bias, read.load_bits
@@ -25,6 +26,8 @@ def make(config):
     stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
     wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
     functions = fragment_functions.make(config)
+    one_sided, _, _, to_shift, to_linear = one_side.make(config)
+    log2_e = float32(LOG2_E)
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -71,11 +74,28 @@ def make(config):
         arrive(base + BIAS_EMPTY + 8 * at)
 
     @inlined
-    def finish_scores(base, acc_s, terms, distance, loaded, n, score):
-        """acc_s <- finished scores of the n-th key tile."""
-        if boxed:
-            load_bias(base, loaded, n)
-        finish(acc_s, terms, distance, loaded, score)
+    def side_of(j, before, behind, terms, distance, shift):
+        """On which side of the queries key tile j lies (one_side.py): 1, -1, or 0 for both. shift <- of its scores. Run
+        it during products, behind find_visible."""
+        side = int32(0)
+        if one_sided:
+            side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
+            to_shift(terms, distance, side, shift)
+        return side
+
+    @inlined
+    def finish_scores(base, acc_s, terms, distance, loaded, n, side, inverse_scale, score):
+        """acc_s <- finished scores of the n-th key tile; if it lies on one side, scores that lack their shift and the
+        factor that is returned."""
+        factor = float32(1)
+        if one_sided and side != 0:
+            to_linear(acc_s, terms, side, inverse_scale)
+            factor = score.scale * log2_e
+        else:
+            if boxed:
+                load_bias(base, loaded, n)
+            finish(acc_s, terms, distance, loaded, score)
+        return factor
 
     @inlined
     def hide_scores(acc_s, mask_bits):
@@ -101,5 +121,5 @@ def make(config):
 
         return apply if functions.present else nothing
 
-    made = find_visible, find_shown, load_for_scores, finish_scores, hide_scores
+    made = find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores
     return (*made, applying(functions.apply), applying(functions.apply_inside))
