@@ -26,6 +26,18 @@ class FragmentFunctions(NamedTuple):
     ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
 
 
+class Place(NamedTuple):
+    """Where the scores of a lane lie."""
+
+    b: Any
+    h: Any  # the head of the query tile's first row
+    first_row: Any  # the lane's, in the query tile
+    last_row: Any  # of the query tile, that exists
+    first_key: Any  # the lane's
+    tile_pos: Any  # position of the query tile's first query
+    ahead: Any  # position of the lane's first row less first_key
+
+
 @functools.cache
 def make(config: Any, strips: int = 1) -> FragmentFunctions:
     """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
@@ -65,35 +77,37 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def apply_alone(product, at, arrays, strides, score):
         return applied_alone(product, at, TRUE, arrays, strides, score)
 
-    def one_block(inside: bool) -> Any:
+    @inlined
+    def block(n, acc_s, mask_bits, place, inside, asks, arrays, strides, score):
         """Block n of 8 columns. inside: all scores count; no branch surrounds a score, so they are computed side by
         side."""
-
-        @inlined
-        def block(n, acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score):
-            # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
-            for i in range(2):
-                k_pos, bit = int32(first_key + n * 8 + i), uint32(1) << uint32(2 * (n & 15) + i)
-                for r in range(2 * strips):
-                    word, place = r * words + (n >> 4), ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                    if inside or mask_bits[word] & bit != 0:
-                        row = int32(first + r * 8)
-                        if shared:  # inside, a row may not exist
-                            row = min(row, last)
-                        query = int32(uint32(row) // uint32(group))
-                        q_pos, head = int64(tile_pos + query), int32(h + row - query * group)
-                        own_ahead = q_pos - k_pos if shared else ahead + (r * 8 - n * 8 - i)
-                        at = Placed(b, head, query, k_pos, q_pos, own_ahead)
-                        acc_s[place], seen = applied(acc_s[place], at, asks, arrays, strides, score)
-                        if has_mask_mod:
-                            if not seen:
-                                mask_bits[word] &= ~bit
-
-        return block
+        # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
+        for i in range(2):
+            k_pos, bit = int32(place.first_key + n * 8 + i), uint32(1) << uint32(2 * (n & 15) + i)
+            for r in range(2 * strips):
+                word, index = r * words + (n >> 4), ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                if inside or mask_bits[word] & bit != 0:
+                    row = int32(place.first_row + r * 8)
+                    if shared:  # inside, a row may not exist
+                        row = min(row, place.last_row)
+                    query = int32(uint32(row) // uint32(group))
+                    q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
+                    ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
+                    at = Placed(place.b, head, query, k_pos, q_pos, ahead)
+                    acc_s[index], seen = applied(acc_s[index], at, asks, arrays, strides, score)
+                    if has_mask_mod:
+                        if not seen:
+                            mask_bits[word] &= ~bit
 
     # Without functions there is nothing to compile.
     present = has_score_mod or has_mask_mod
-    every_block, every_inside = (repeated(one_block(inside), blocks if present else 0) for inside in (False, True))
+    every_block = repeated(block, blocks if present else 0)
+
+    @inlined
+    def place_of(j, b, h, first_row, lane, tile_pos, queries_left):
+        first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
+        last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
+        return Place(b, h, first, last, first_key, tile_pos, ahead)
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
@@ -102,14 +116,12 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         asks: whether mask_mod removes something of this tile (tile_walk.py). first_row: the warp's, in the query tile,
         whose first query is at position tile_pos; h: the head of its first row.
         """
-        first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
+        place = place_of(j, b, h, first_row, lane, tile_pos, queries_left)
         for r in range(2 * strips):
-            if int32(uint32(first + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+            if int32(uint32(place.first_row + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
-        first_key = int32(j * tile_n + first_column_of(lane))
-        ahead = tile_pos + first - first_key
-        every_block(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, asks, arrays, strides, score)
+        every_block(acc_s, mask_bits, place, FALSE, asks, arrays, strides, score)
 
     @inlined
     def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
@@ -118,11 +130,9 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         if has_score_mod and asks:  # score_mod only for scores that mask_mod leaves
             apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
         else:
-            first, last = int32(first_row + first_row_of(lane)), int32(queries_left * group - 1)
-            first_key = int32(j * tile_n + first_column_of(lane))
-            ahead = tile_pos + first - first_key
+            place = place_of(j, b, h, first_row, lane, tile_pos, queries_left)
             # Without a score_mod this is called where mask_mod decides.
             alone = FALSE if has_score_mod else TRUE
-            every_inside(acc_s, mask_bits, first_key, ahead, b, h, first, last, tile_pos, alone, arrays, strides, score)
+            every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
     return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)

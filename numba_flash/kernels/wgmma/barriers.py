@@ -32,6 +32,7 @@ def ring(count):
     return place_of, phase_of
 
 
+@functools.cache
 def make(config):
     """-> (the places of the mbarriers, work_tile_of), the last one a device function.
 

@@ -90,12 +90,13 @@ def make(config):
     mask_words = fragments.tile(config, 1).mask_words
     read, has_mask = score_reads.make(config, 1), config.has("mask")
     bias_words, bits_words = read.bias_words, read.bits_words
-    reads, of_scores = read.reads, tile_scores.make(config)
+    reads, sides = read.reads, one_side.make(config)
+    one_sided, inverse_scale_of, linear_ends, _, _ = sides
+    of_scores = tile_scores.make(config, sides)
     find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
     bias_boxes = config.bias_boxes
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
-    one_sided, inverse_scale_of, linear_ends, _, _ = one_side.make(config)
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, one_sided)
     kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
@@ -166,7 +167,7 @@ def make(config):
         wait_for_k(base, n)
         pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, n)
-        issue_outputs(base, acc_o, p_frag, n - 1)
+        issue_outputs(base, acc_o, p_frag, int32(n - 1))
         pingpong_arrive(following)
 
     @inlined
@@ -198,7 +199,7 @@ def make(config):
         """P of a tile, whose softmax ran beside P . V, and O with the new maximum. V is given back."""
         wait_all()
         pin_o(acc_o)
-        consumer_release(base, V_EMPTY, n - 1, elected)
+        consumer_release(base, V_EMPTY, int32(n - 1), elected)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
 
@@ -335,7 +336,7 @@ def make(config):
             seen = int32(seen + 1)
             wait_for_work_tile(base, seen)
             pingpong_wait(me)
-            issue_outputs(base, acc_o, p_frag, taken - 1)
+            issue_outputs(base, acc_o, p_frag, int32(taken - 1))
             q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
             wait_for_q(base, seen)
             wait_for_k(base, taken)
@@ -347,7 +348,7 @@ def make(config):
                 load_terms(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
-            consumer_release(base, V_EMPTY, taken - 1, elected)
+            consumer_release(base, V_EMPTY, int32(taken - 1), elected)
 
             tile = tile_of(work_tile)
             first_row, lane = rows_of_lane()
@@ -379,7 +380,7 @@ def make(config):
                         head = tile.b * sizes.heads + tile.h + row - query * group
                         arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
             if o_place == "q":
-                o_smem = base + buffer_of(seen - 1) * q_bytes
+                o_smem = base + buffer_of(int32(seen - 1)) * q_bytes
             else:
                 o_smem = base + o_at + (first_row >> 4) * o_bytes
             if o_place:
@@ -405,8 +406,8 @@ def make(config):
                 recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
             warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_place == "q":
-                arrive_if(base + Q_EMPTY + 8 * buffer_of(seen - 1), lane == 0)
-            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(seen - 1), lane == 0)
+                arrive_if(base + Q_EMPTY + 8 * buffer_of(int32(seen - 1)), lane == 0)
+            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(int32(seen - 1)), lane == 0)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do

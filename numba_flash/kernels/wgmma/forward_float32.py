@@ -109,8 +109,8 @@ def make(config):
     read = score_reads.make(config, 1)
     reads, bias_type = read.reads, read.bias_type
     bias_words, bits_words = read.bias_words, read.bits_words
-    of_scores = tile_scores.make(config)
-    find_visible, find_shown, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
+    of_scores = tile_scores.make(config, None)
+    find_visible, find_shown, _, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
     has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
@@ -341,7 +341,7 @@ def make(config):
             else:
                 apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
         if scores_finished:
-            finish_scores(base, acc_s, terms, distance, loaded, n, score)
+            finish_scores(base, acc_s, terms, distance, loaded, n, int32(0), float32(0), score)
         if masked or has_score_mod or asks:
             hide_scores(acc_s, mask_bits)
         moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)

@@ -5,6 +5,8 @@ Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait
 release it.
 """
 
+from typing import NamedTuple
+
 from numba import int32, int64
 
 from ...ptx import cluster, mbarrier, special, tma
@@ -14,6 +16,17 @@ from ..steps.integers import divide
 from . import barriers, bias_boxes, query_tiles
 from .barriers import BEGIN, FIRST_QUERY, H_KV, STATES, STOP, WORK, WORK_TILES, B, H
 from .query_tiles import field_of
+
+
+class Ring(NamedTuple):
+    """Where tiles of K or of V are."""
+
+    full_at: int
+    empty_at: int
+    tiles_at: int
+    tile_bytes: int
+    panels: int
+    map_at: int  # where its tensor map is among the kernel's
 
 
 def make(config):
@@ -43,6 +56,8 @@ def make(config):
     walk = tile_walk.make(config)
     has_states, behind = walk.present, walk.behind
     set_up = barriers.starter(config, 1)
+    k_ring = Ring(K_FULL, K_EMPTY, k_at, k_bytes, k_panels, 128)
+    v_ring = Ring(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
 
     @inlined
     def load_q(base, i, h, first_query, b):
@@ -61,31 +76,23 @@ def make(config):
         for panel in range(k_panels):
             prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
 
-    def ring_loader(full_at, empty_at, tiles_at, tile_bytes, panels, map_at):
-        """-> load, for the ring of K or V tiles; map_at: where its tensor map is among the kernel's."""
-
-        @inlined
-        def load(base, n, j, h_kv, b):
-            """Loads tile j of a head, the block's n-th."""
-            stage = stage_of(n)
-            full = base + full_at + 8 * stage
-            wait(base + empty_at + 8 * stage, phase_of(n) ^ 1)
-            expect(full, tile_bytes)
-            for panel in range(panels):
-                to = base + tiles_at + stage * tile_bytes + panel * kv_panel
-                if blocks > 1:  # a part of the rows, for all blocks of the cluster; they load the others
-                    row = rank() * part_rows
-                    every = (1 << blocks) - 1
-                    multicast_4d(
-                        to + row * 128, maps_address() + map_at, full, panel * 64, j * tile_n + row, h_kv, b, every
-                    )
-                else:
-                    load_4d(to, maps_address() + map_at, full, panel * 64, j * tile_n, h_kv, b)
-
-        return load
-
-    load_k = ring_loader(K_FULL, K_EMPTY, k_at, k_bytes, k_panels, 128)
-    load_v = ring_loader(V_FULL, V_EMPTY, v_at, v_bytes, v_panels, 256)
+    @inlined
+    def load(ring, base, n, j, h_kv, b):
+        """Loads tile j of a head, the block's n-th, of K or of V."""
+        stage = stage_of(n)
+        full = base + ring.full_at + 8 * stage
+        wait(base + ring.empty_at + 8 * stage, phase_of(n) ^ 1)
+        expect(full, ring.tile_bytes)
+        for panel in range(ring.panels):
+            to = base + ring.tiles_at + stage * ring.tile_bytes + panel * kv_panel
+            if blocks > 1:  # a part of the rows, for all blocks of the cluster; they load the others
+                row = rank() * part_rows
+                every = (1 << blocks) - 1
+                multicast_4d(
+                    to + row * 128, maps_address() + ring.map_at, full, panel * 64, j * tile_n + row, h_kv, b, every
+                )
+            else:
+                load_4d(to, maps_address() + ring.map_at, full, panel * 64, j * tile_n, h_kv, b)
 
     @inlined
     def claim(base, i, t, arrays, strides, sizes):
@@ -120,9 +127,11 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         work_tile = work_tile_of(base, i)
         wait(base + TILE_FULL, 0)
-        load_k(base, n, int32(field_of(work_tile + STOP) - 1), field_of(work_tile + H_KV), field_of(work_tile + B))
+        load(
+            k_ring, base, n, int32(field_of(work_tile + STOP) - 1), field_of(work_tile + H_KV), field_of(work_tile + B)
+        )
         while field_of(work_tile + WORK) != 0:
-            next_tile = work_tile_of(base, i + 1)
+            next_tile = work_tile_of(base, int32(i + 1))
             begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
             ask_at, behind_j = min(begin + 1, j), j
             if has_states:
@@ -137,11 +146,11 @@ def make(config):
                     arrive_if(base + ASKED, j == ask_at)
                 source, next_j = work_tile, int32(behind_j if has_states else j - 1)
                 if j == begin:
-                    wait(base + TILE_FULL + 8 * tile_place_of(i + 1), tile_phase_of(i + 1))
+                    wait(base + TILE_FULL + 8 * tile_place_of(int32(i + 1)), tile_phase_of(int32(i + 1)))
                     source, next_j = next_tile, int32(field_of(next_tile + STOP) - 1)
                 # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
-                load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
+                load(k_ring, base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
+                load(v_ring, base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
                 n = int32(n + 1)
                 j = int32(behind_j if has_states else j - 1)
             i = int32(i + 1)

@@ -3,7 +3,7 @@
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import fence, mbarrier
-from ..score import fragment_functions, fragments, one_side, reads
+from ..score import fragment_functions, fragments, reads
 from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
 from . import barriers, bias_boxes
@@ -11,8 +11,10 @@ from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
 
 
-def make(config):
-    """-> (find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
+def make(config, sides):
+    """sides: a OneSide; None if no tile may be linear.
+
+    -> (find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
     functions. apply_inside: to a tile in which only mask_mod removes something."""
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_direct, load_bits = read.origin, read.load_bias, read.load_bits
@@ -26,7 +28,7 @@ def make(config):
     stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
     wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
     functions = fragment_functions.make(config)
-    one_sided, _, _, to_shift, to_linear = one_side.make(config)
+    one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
 
     @inlined
@@ -84,17 +86,24 @@ def make(config):
         return side
 
     @inlined
+    def finish_whole(base, acc_s, terms, distance, loaded, n, score):
+        """acc_s <- finished scores of the n-th key tile."""
+        if boxed:
+            load_bias(base, loaded, n)
+        finish(acc_s, terms, distance, loaded, score)
+
+    @inlined
     def finish_scores(base, acc_s, terms, distance, loaded, n, side, inverse_scale, score):
-        """acc_s <- finished scores of the n-th key tile; if it lies on one side, scores that lack their shift and the
-        factor that is returned."""
+        """Likewise; but scores of a tile on one side lack their shift and the factor that is returned."""
         factor = float32(1)
-        if one_sided and side != 0:
-            to_linear(acc_s, terms, side, inverse_scale)
-            factor = score.scale * log2_e
+        if one_sided:
+            if side != 0:
+                to_linear(acc_s, terms, side, inverse_scale)
+                factor = score.scale * log2_e
+            else:
+                finish_whole(base, acc_s, terms, distance, loaded, n, score)
         else:
-            if boxed:
-                load_bias(base, loaded, n)
-            finish(acc_s, terms, distance, loaded, score)
+            finish_whole(base, acc_s, terms, distance, loaded, n, score)
         return factor
 
     @inlined
