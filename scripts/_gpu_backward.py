@@ -450,7 +450,8 @@ def check_memory(kernel, options, tools):
     seqlen = 32768
     taken, of_gradients, workspace = grown(seqlen, 1)
     _, _, of_half = grown(seqlen // 2, 1)
-    assert 0 <= taken - of_gradients - workspace < 16 * 512, (taken, of_gradients, workspace)  # CuPy rounds each up
+    # CuPy rounds each array up, and may have room for a small one.
+    assert taken <= of_gradients + workspace + 16 * 512, (taken, of_gradients, workspace)
     assert workspace <= 2 * of_half, (workspace, of_half)
     gradients, beside = (f"{x / 2**20:.0f} MiB" for x in (of_gradients, workspace))
     return f"seqlen {seqlen}: {beside} beside gradients of {gradients}"

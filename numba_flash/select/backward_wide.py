@@ -60,10 +60,11 @@ KERNEL_OF_ALL: dict[type[WideFusedConfig], str] = {
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[BackwardConfig]:
     """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
-    It computes five products instead of seven."""
+    It computes five products instead of seven. It needs a query: without one no previous kernel would set its ticket to
+    0."""
     forward = problem.forward
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes:
+    if not {"dq", "dk", "dv"} <= set(problem.wanted) or not rows_of_16_bytes or not forward.seqlen_q:
         return []
     carries = forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64)
     rows: list[tuple[type[WideFusedConfig], Any]] = []

@@ -6,7 +6,11 @@ import pytest
 
 from numba_flash import testing
 from numba_flash.api import forward as api
+from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.score import one_side
+from numba_flash.machine.target import Target
+from numba_flash.select import forward as select
+from numba_flash.select import tiles
 
 SLOPES = np.array([0.5, 0.03], np.float32)
 
@@ -67,18 +71,30 @@ def test_a_slope_that_is_too_steep(rung, slope):
         testing.check(case, o, other_lse, "wgmma")
 
 
-@pytest.mark.parametrize("position", [0, 30, 31, 32, 62, 100, -1, -63, -64, -(2**40), 2**31, 2**62])
+def test_bits_do_not_depend_on_the_rows_of_a_block(rung, monkeypatch, nothing_remembered):
+    case, found = rung.problem(130, 300, batch=1, heads=1, heads_kv=1, head_dim=16, q_offset=100), []
+    rows = tuple(row._replace(tile_m=128) for row in tiles.rows_for("wgmma", Target.of(None)))
+    monkeypatch.setitem(tiles.TABLES, "wgmma", rows)
+    for tile_m in (64, 128):
+        monkeypatch.setattr(select, "TILE_COST", {tile_m: 1.0})
+        dispatch._plans.clear()
+        assert config_of(case, alibi_slopes=SLOPES[:1]).tile_m == tile_m
+        found.append(rung(case, alibi_slopes=SLOPES[:1]))
+    assert all((x == y).all() for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("position", [0, 16, 17, 30, 31, 32, 62, 100, -1, -15, -16, -(2**40), 2**31, 2**62])
 def test_which_tiles_are_on_one_side(rung, position):
     case = rung.problem(64, 64, batch=1, heads=2, heads_kv=2, head_dim=16)
     config = config_of(case, alibi_slopes=SLOPES)
     made = one_side.make(config)
-    assert made.present and (config.queries, config.tile_n) == (64, 32)
-    before, behind = made.ends(position, np.float32(4))
+    assert made.present and (config.group_size, config.tile_n) == (1, 32)
+    before, behind = made.ends(np.int64(position - 48), np.int32(48), np.float32(4))
     for j in range(8):
         keys = np.arange(32 * j, 32 * j + 32)
         assert (j < before) == (keys.max() <= position)
-        assert (j >= behind) == (keys.min() >= position + 63)
-    assert made.ends(position, np.float32(0)) == (0, one_side.FAR), "none are linear"
+        assert (j >= behind) == (keys.min() >= position + 15)
+    assert made.ends(np.int64(position), np.int32(0), np.float32(0)) == (0, one_side.FAR), "none are linear"
 
 
 def test_only_where_nothing_else_changes_scores(rung):

@@ -29,14 +29,15 @@ class OneSide(NamedTuple):
 
     present: bool  # whether a kernel does so
     inverse_scale: Callable[..., Any]  # (terms, score) -> 1 / scale; 0 for a whole warp if no tile may be linear
-    ends: Callable[..., Any]  # (tile_pos, inverse_scale) -> key tiles j < before and j >= behind are linear
+    ends: Callable[..., Any]  # (tile_pos, first_row, inverse_scale) -> key tiles j < before and j >= behind are linear
     to_shift: Callable[..., Any]  # (terms, distance, side, shift): shift <- as above; side: 1 before, -1 behind
     to_linear: Callable[..., Any]  # (acc_s, terms, side, inverse_scale): acc_s <- as above
 
 
 def make(config: Any) -> OneSide:
-    """For tiles of config.tile_n keys, of which a warp has 16 rows."""
-    tile_n, queries = config.tile_n, config.queries
+    """For tiles of config.tile_n keys, of which a warp has 16 rows. Its rows alone decide: a row's bits must not depend
+    on how many rows a block has."""
+    tile_n, group = config.tile_n, config.group_size
     present = config.by_distance_alone
     least_scale, steepest, log2_e = float32(LEAST_SCALE), float32(STEEPEST), float32(LOG2_E)
 
@@ -50,8 +51,8 @@ def make(config: Any) -> OneSide:
         return found if vote.any_lane(steep) == 0 else float32(0)
 
     @inlined
-    def ends(tile_pos, inverse_scale):
-        first, last = tile_pos, tile_pos + queries - 1
+    def ends(tile_pos, first_row, inverse_scale):
+        first, last = tile_pos + divide(first_row, group), tile_pos + divide(first_row + 15, group)
         before, behind = int32(0), int32(FAR)
         if inverse_scale != 0:
             before = divide(int32(min(max(first + 1, int64(0)), int64(FAR))), tile_n)

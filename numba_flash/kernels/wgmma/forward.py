@@ -258,7 +258,7 @@ def make(config):
             inverse_scale, side, before, after = float32(0), int32(0), int32(0), int32(0)
             if one_sided:
                 inverse_scale = inverse_scale_of(terms, score)
-                before, after = linear_ends(position(work_tile), inverse_scale)
+                before, after = linear_ends(position(work_tile), rows_of_lane()[0], inverse_scale)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
             if reads:
