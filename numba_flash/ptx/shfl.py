@@ -3,6 +3,7 @@
 All 32 lanes take part; no memory is ordered.
 """
 
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
@@ -38,3 +39,19 @@ def idx_b32(typingctx, value, lane):
     """shfl.sync.idx.b32: the value of lane `lane`, uint32. The compiler then knows it is the same in all lanes."""
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
     return asm.scalars(text, types.uint32(types.uint32, types.int32))
+
+
+@cuda.jit(device=True, forceinline=True)
+def sum_f32(value):
+    """The sum over all lanes, in every lane: pairs of neighbours first. float32. Stand-in: sim.shfl.sum_f32."""
+    for distance in (1, 2, 4, 8, 16):
+        value += bfly_f32(value, distance)
+    return value
+
+
+@cuda.jit(device=True, forceinline=True)
+def sum_f64(value):
+    """Likewise of float64. Stand-in: sim.shfl.sum_f64."""
+    for distance in (1, 2, 4, 8, 16):
+        value += bfly_f64(value, distance)
+    return value

@@ -151,6 +151,26 @@ def test_shfl():
     np.testing.assert_array_equal(floats, (i ^ 16) / 2)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_sum_of_a_warp_has_the_bits_of_five_butterflies(dtype):
+    generator, single = np.random.default_rng(3), dtype is np.float32
+    x = (generator.standard_normal(64) * 10.0 ** generator.integers(-6, 6, 64)).astype(dtype)
+    x[40] = np.inf
+
+    def kernel(x, sums, steps):
+        i = cuda.threadIdx.x
+        own = x[i]
+        sums[i] = shfl.sum_f32(own) if single else shfl.sum_f64(own)
+        for distance in (1, 2, 4, 8, 16):
+            own += shfl.bfly_f32(own, distance) if single else shfl.bfly_f64(own, distance)
+        steps[i] = own
+
+    sums, steps = np.zeros(64, dtype), np.zeros(64, dtype)
+    launch(kernel, 64, x, sums, steps)
+    np.testing.assert_array_equal(sums, steps)
+    assert np.isfinite(sums[:32]).all() and np.isinf(sums[32:]).all() and len(set(sums.tolist())) == 2
+
+
 def test_lanes_that_are_not_there_give_nothing():
     def kernel(out):
         out[cuda.threadIdx.x] = shfl.bfly_b32(cuda.threadIdx.x * 3, 33 if cuda.threadIdx.x else 0)

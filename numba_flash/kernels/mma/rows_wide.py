@@ -89,7 +89,7 @@ def make(config):
     )
     head_dim_v = config.head_dim_v
     write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
-    real, _, _, _, _, bfly, _, _ = numbers.of(config.compute_dtype)
+    real, _, _, _, _, bfly, _, _, _ = numbers.of(config.compute_dtype)
     to_natural = real(1 / exponent_unit(config))
 
     @inlined

@@ -43,7 +43,7 @@ def make_shifted(config, strips, shifted):
     rows = 2 * strips
     scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in these units, too
-    real, _, lg2, rcp, maximum, bfly, minus_inf, lowest = numbers.of(config.compute_dtype)
+    real, _, lg2, rcp, maximum, bfly, _, minus_inf, lowest = numbers.of(config.compute_dtype)
     rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
     any_lane, has_term = vote.any_lane, sum_terms.make(config) is not None

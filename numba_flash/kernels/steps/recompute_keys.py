@@ -26,7 +26,7 @@ def make(config, of_dk, of_dv):
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=of_dk)
     has_functions = gradient_functions.present(config)
-    real, bfly = made.real, made.bfly
+    real, warp_sum = made.real, made.warp_sum
     inf = real(math.inf)
     of_query = lse_delta.of_query(config)
 
@@ -64,9 +64,7 @@ def make(config, of_dk, of_dv):
                                 x = int32(lane + 32 * c)
                                 if x < head_dim_v:
                                     dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
-                        for lanes in (1, 2, 4, 8, 16):
-                            product += bfly(product, lanes)
-                            dp += bfly(dp, lanes)
+                        product, dp = warp_sum(product), warp_sum(dp)
                         lse, delta = of_query(b, h, query, arrays, sizes)
                         p, derivative = real(0), real(1)
                         seen, slope = lse != inf and visible(b, h, query, key, arrays, strides), real(1)

@@ -20,7 +20,7 @@ def make(config):
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=True)
     has_functions = gradient_functions.present(config)
-    real, bfly = made.real, made.bfly
+    real, warp_sum = made.real, made.warp_sum
     inf = real(math.inf)
     of_query = lse_delta.of_query(config)
 
@@ -54,9 +54,7 @@ def make(config):
                         x = int32(lane + 32 * c)
                         if x < head_dim_v:
                             dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
-                    for distance in (1, 2, 4, 8, 16):
-                        product += bfly(product, distance)
-                        dp += bfly(dp, distance)
+                    product, dp = warp_sum(product), warp_sum(dp)
                     seen, slope = True, real(1)
                     if has_functions:
                         seen = visible(b, h, query, key, arrays, strides)

@@ -32,7 +32,7 @@ def make(config, warp_rows):
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
     apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
-    bfly, load_b32, minus_inf = shfl.bfly_f32, ld_st.load_b32, float32(-math.inf)
+    warp_sum, load_b32, minus_inf = shfl.sum_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
@@ -62,8 +62,7 @@ def make(config, warp_rows):
                     product = float32(0)
                     for x in range(lane, head_dim, 32):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
-                    for distance in (1, 2, 4, 8, 16):
-                        product += bfly(product, distance)
+                    product = warp_sum(product)
                     seen = visible(tile.b, head, index, key, arrays, strides)
                     if seen:
                         at = At(tile.b, head, index, key, q_pos)

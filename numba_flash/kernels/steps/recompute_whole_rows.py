@@ -35,7 +35,7 @@ def make(config, warp_rows):
         config.write_lse,
     )
     columns = -(-head_dim_v_padded // 32)
-    real, _, log2, _, _, bfly, minus_inf, _ = numbers.of(config.compute_dtype)
+    real, _, log2, _, _, _, warp_sum, minus_inf, _ = numbers.of(config.compute_dtype)
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
@@ -74,8 +74,7 @@ def make(config, warp_rows):
                     product = real(0)
                     for x in range(lane, head_dim, 32):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
-                    for distance in (1, 2, 4, 8, 16):
-                        product += bfly(product, distance)
+                    product = warp_sum(product)
                     seen = visible(tile.b, head, index, key, arrays, strides)
                     if seen:
                         at = At(tile.b, head, index, key, q_pos)

@@ -5,6 +5,8 @@ import numpy as np
 from .registers import check_float, u32
 from .warp import together
 
+LANES = np.arange(32)
+
 
 def bfly_f32(value, lane_mask):
     return together(("shfl.bfly_f32",), _bfly, (check_float(value), lane_mask))
@@ -20,6 +22,23 @@ def bfly_b32(value, lane_mask):
 
 def idx_b32(value, lane):
     return together(("shfl.idx_b32",), _idx, (u32(value), lane))
+
+
+def sum_f32(value):
+    return together(("shfl.sum_f32",), _sum, check_float(value))
+
+
+def sum_f64(value):
+    return together(("shfl.sum_f64",), _sum, np.float64(value))
+
+
+def _sum(warp, given):
+    """As by five butterflies, for which the lanes would have to come together five times."""
+    sums = np.array(given)
+    with np.errstate(all="ignore"):
+        for distance in (1, 2, 4, 8, 16):
+            sums = sums + sums[LANES ^ distance]
+    return list(sums)
 
 
 def _bfly(warp, given):
