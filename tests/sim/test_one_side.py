@@ -83,6 +83,14 @@ def test_bits_do_not_depend_on_the_rows_of_a_block(rung, monkeypatch, nothing_re
     assert all((x == y).all() for x, y in zip(*found, strict=True))
 
 
+def test_an_infinite_slope_leaves_no_weight(rung):
+    """All scores are -inf."""
+    case = rung.problem(20, 100, batch=1, heads=2, heads_kv=2, head_dim=16, q_offset=500)
+    rung.check(case, alibi_slopes=np.array([np.inf, 0.03], np.float32))
+    o, lse = rung(case)
+    assert not o[:, 0].any() and (lse[:, 0] == -np.inf).all() and np.isfinite(lse[:, 1]).all()
+
+
 @pytest.mark.parametrize("position", [0, 16, 17, 30, 31, 32, 62, 100, -1, -15, -16, -(2**40), 2**31, 2**62])
 def test_which_tiles_are_on_one_side(rung, position):
     case = rung.problem(64, 64, batch=1, heads=2, heads_kv=2, head_dim=16)

@@ -30,7 +30,7 @@ class OneSide(NamedTuple):
     present: bool  # whether a kernel does so
     inverse_scale: Callable[..., Any]  # (terms, score) -> 1 / scale; 0 for a whole warp if no tile may be linear
     ends: Callable[..., Any]  # (tile_pos, first_row, inverse_scale) -> key tiles j < before and j >= behind are linear
-    to_shift: Callable[..., Any]  # (terms, distance, side, shift): shift <- as above; side: 1 before, -1 behind
+    to_shift: Callable[..., Any]  # (terms, distance, side, shift): shift <- as above; side: 1 before, -1 behind, 0 both
     to_linear: Callable[..., Any]  # (acc_s, terms, side, inverse_scale): acc_s <- as above
 
 
@@ -63,7 +63,8 @@ def make(config: Any) -> OneSide:
     @inlined
     def to_shift(terms, distance, side, shift):
         for r in range(2):
-            shift[r] = -(terms[r] * float32(side) * log2_e) * distance[r]
+            shifted = -(terms[r] * float32(side) * log2_e) * distance[r]
+            shift[r] = shifted if side != 0 else float32(0)  # also if the slope is not finite
 
     @inlined
     def to_linear(acc_s, terms, side, inverse_scale):
