@@ -33,7 +33,7 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import uses
-from numba_flash.select import arguments, backward_arguments, backward_kernels
+from numba_flash.select import arguments, backward_arguments, backward_kernels, backward_wide
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
 from numba_flash.select.backward_wide import wide_configs
@@ -771,6 +771,19 @@ def test_parts_of_a_group_are_all_of_its_heads():
         heads = [(h_kv, first + n) for h_kv, first, count in taken for n in range(count)]
         assert heads == [(h // group, h) for h in range(3 * group)]
         assert all(0 < count <= (members or group) for *_, count in taken)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
+    """Without one no previous kernel would set its ticket to 0."""
+    monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
+    for seqlen_q, one in ((1, True), (0, False)):
+        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 300, 64)
+        given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")}
+        made = problem(64, dtype=dtype, **given, lse=empty(*of_q[:3], dtype=dtype))
+        kernels = [config.kernel for config in wide_configs.__wrapped__(made, HOPPER)]
+        assert (kernels[1] in ("mma_wide_fused", "mma_wide_carried")) == one
 
 
 def test_a_long_head_alone_has_sums_of_dq_in_lines():
