@@ -121,8 +121,8 @@ def make(config):
 
     @inlined
     def done_with(place):
-        """The lane has read what is in a place whose mbarrier this is. Each lane arrives for itself: if one arrived for
-        its warp, racecheck would not see that the others have read, too."""
+        """The lane has read the tile whose `empty` mbarrier is at `place`. Each lane arrives for itself: racecheck does
+        not follow one arrival for a whole warp."""
         mbarrier.arrive(place)
 
     @inlined

@@ -20,14 +20,14 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from .stage import LOG2_E
 
-LEAST_SCALE, STEEPEST = 1e-30, 1e30  # nothing overflows
+LEAST_SCALE, STEEPEST = 1e-30, 1e30  # within these limits no number overflows
 FAR = 2**30  # a position: tiles further away are not linear
 
 
 class OneSide(NamedTuple):
     """Device functions; for rows in fragments as in fragments.py."""
 
-    present: bool  # whether a kernel does so
+    present: bool  # whether the distance is all that changes the kernel's scores
     inverse_scale: Callable[..., Any]  # (terms, score) -> 1 / scale; 0 for a whole warp if no tile may be linear
     ends: Callable[..., Any]  # (tile_pos, first_row, inverse_scale) -> key tiles j < before and j >= behind are linear
     to_shift: Callable[..., Any]  # (terms, distance, side, shift): shift <- as above; side: 1 before, -1 behind, 0 both

@@ -30,7 +30,7 @@ def make(config, strips):
 
     @inlined
     def update(acc_s, m, l, alpha, scale_log2):
-        """update_shifted by nothing."""
+        """update_shifted, for scores without a shift."""
         return update_shifted(acc_s, m, l, alpha, scale_log2, m)
 
     return start, update, finish
