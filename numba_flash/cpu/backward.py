@@ -26,7 +26,7 @@ from .backward_aux import run_aux_float32, run_aux_float64
 from .backward_kernel import GRADIENTS_OF_ROWS, RESULTS, run_phase_float32, run_phase_float64
 from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
-from .cache import c_function, cached
+from .cache import c_function, cached, compile_for
 from .elements import INT
 from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded
 from .functions import OfAux, OwnFunctions, own_functions
@@ -226,6 +226,6 @@ def ready(problem: BackwardProblem) -> Ready:
 def warm_up(problem: BackwardProblem) -> None:
     """Compiles what `Ready.run` would run, or loads it from the cache, and runs nothing."""
     if ready(problem).serial or forked.threads_lost:
-        run_serial.compile((numba.int64, numba.int64, POINTERS))
+        compile_for(run_serial, (numba.int64, numba.int64, POINTERS))
     else:
-        run_parallel.compile((*(numba.int64,) * 4, POINTERS))
+        compile_for(run_parallel, (*(numba.int64,) * 4, POINTERS))

@@ -24,6 +24,7 @@ from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
+from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
 
@@ -136,9 +137,16 @@ def cached(dispatcher: Any) -> Any:
     return dispatcher
 
 
+def compile_for(dispatcher: Any, types: tuple) -> None:
+    """An njit function for these types, if it is not there yet."""
+    with toolchain.compiling():
+        dispatcher.compile(types)
+
+
 def c_function(function: Any, signature: str, announcement: str = "", key: str = "") -> Any:
     """`function` compiled for calls by address, with the cache above. key: identifies what its closure computes."""
     made: Any = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
     made._cache = Cache(function, announcement, key)
-    made.compile()
+    with toolchain.compiling():
+        made.compile()
     return made

@@ -19,7 +19,7 @@ from ..arrays import ITEM_SIZE, host_pointer
 from ..machine import forked, interrupt
 from ..problem.forward import Problem
 from . import plan as slot
-from .cache import c_function, cached
+from .cache import c_function, cached, compile_for
 from .elements import INT
 from .functions import NO_FUNCTIONS, OwnFunctions, own_functions
 from .kernel import run_tasks_float32, run_tasks_float64
@@ -88,7 +88,7 @@ def _kernel(double):
 
 def entry_of(function, types):
     """`function` as compiled for these types. Its dispatcher examines every argument to find it, which takes 0.2 us."""
-    function.compile(types)
+    compile_for(function, types)
     return function.get_overload(types)
 
 
@@ -166,6 +166,6 @@ def warm_up(problem: Problem) -> None:
     if plan.nothing:
         return
     if plan.serial or forked.threads_lost:
-        run_serial.compile((*(numba.int64,) * 3, POINTERS))
+        compile_for(run_serial, (*(numba.int64,) * 3, POINTERS))
     else:
-        run_parallel.compile((*(numba.int64,) * 4, POINTERS))
+        compile_for(run_parallel, (*(numba.int64,) * 4, POINTERS))

@@ -161,12 +161,12 @@ def entry_name(config: AnyConfig) -> str:
 def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
     cuda = toolchain.cuda()
-    function = source(config).py_func
     options: dict[str, Any] = {}
     blocks = config.blocks_per_sm  # the registers must suffice for so many
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
-    with _lock, _compiling_for(cc), toolchain.keeping_garbage():
+    with _lock, _compiling_for(cc), toolchain.compiling():
+        function = source(config).py_func
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
         try:
             ptx, _ = cuda.compile(

@@ -1,15 +1,23 @@
 """toolchain.py: NumPy's missing names, and which numba.cuda is taken."""
 
+import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 import types
 
+import compiler
 import numpy as np
 import pytest
+from machines import HOPPER, problem
 
+from numba_flash.gpu import compiled
 from numba_flash.machine import toolchain
+from numba_flash.select import forward as select
 
 
 def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):
@@ -85,3 +93,66 @@ def test_garbage_is_kept_for_a_while(collecting):
         assert gc.isenabled() == collecting
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def look_up():
+    from numba import types
+
+    return types.Function.get_call_type
+
+
+def test_signatures_are_looked_up_once_while_numba_compiles():
+    from numba import njit, types
+    from numba.core.typing.templates import AbstractTemplate, signature
+
+    before, asked = look_up(), []
+
+    class Template(AbstractTemplate):
+        key = "twice"
+
+        def generic(self, args, kws):
+            asked.append(args)
+            return signature(args[0], *args)
+
+    function, context = types.Function(Template), njit(lambda: 0).targetctx.typing_context
+    with pytest.raises(ZeroDivisionError), toolchain.compiling():
+        for kind in (types.int32, types.int32, types.int64, types.int32):
+            assert function.get_call_type(context, (kind,), {}) == signature(kind, kind)
+        with toolchain.compiling():  # one kernel's compile may start another's
+            function.get_call_type(context, (types.float32,), {})
+        raise ZeroDivisionError
+    assert asked == [(types.int32,), (types.int64,), (types.float32,)]
+    assert look_up() is before
+    function.get_call_type(context, (types.int32,), {})
+    assert len(asked) == 4
+
+
+def test_threads_compile_one_after_the_other():
+    """Or one would leave what another has put in."""
+    before, inside, order = look_up(), threading.Event(), []
+
+    def other():
+        inside.wait()
+        with toolchain.compiling():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with toolchain.compiling():
+        inside.set()
+        time.sleep(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"] and look_up() is before
+
+
+@compiler.needed
+def test_code_is_the_same_as_by_looking_up_each_time(monkeypatch):
+    def instructions():
+        text = compiled.to_ptx(select.select(problem(64), HOPPER, "mma").config, (9, 0))
+        text = re.sub(r"_cudapy_smem_\d+", "", text)  # numbered through the process
+        return re.findall(r"^\t[^.\n].*;$", text, re.M)
+
+    found = instructions()
+    monkeypatch.setattr(toolchain, "_remembering_signatures", contextlib.nullcontext)
+    assert len(found) > 1000 and instructions() == found
