@@ -6,7 +6,12 @@ import os
 import hypothesis
 import pytest
 
+from numba_flash.machine import toolchain
+
 pytest.register_assert_rewrite("contract", "contract_backward", "contract_dropout", "contract_functions", "metamorphic")
+
+if toolchain.simulated():  # before any test imports numba.cuda by itself: NumPy 2.5 warns about it then
+    toolchain.cuda()
 
 # deadline: the first call of a kernel compiles it. derandomize: a red run is red again for everybody.
 hypothesis.settings.register_profile("unit", deadline=None, derandomize=True, max_examples=60, print_blob=True)
