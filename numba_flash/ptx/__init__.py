@@ -25,6 +25,7 @@ if _numba_config.ENABLE_CUDASIM:
         griddepcontrol,
         ld_st,
         ldmatrix,
+        local,
         mbarrier,
         memory,
         minmax,
@@ -51,6 +52,7 @@ else:
         griddepcontrol,
         ld_st,
         ldmatrix,
+        local,
         mbarrier,
         memory,
         minmax,
@@ -67,6 +69,6 @@ else:
 
 __all__ = [
     "approx", "bar", "bits", "cluster", "cp_async", "cvt", "elect", "fence", "fragments", "griddepcontrol", "ld_st",
-    "ldmatrix", "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix", "tma",
-    "vote", "wgmma",
+    "ldmatrix", "local", "mbarrier", "memory", "minmax", "mma", "setmaxnreg", "shared", "shfl", "special", "stmatrix",
+    "tma", "vote", "wgmma",
 ]  # fmt: skip

@@ -1,13 +1,12 @@
 """How an instruction becomes a Numba function: inline PTX, on scalars or on registers of a local array.
 
 An instruction's function returns what `scalars` or `Registers` and `emit` make: its Numba signature
-and the code that places the PTX. A local array (`cuda.local.array`) whose every index is a constant
-after unrolling lives in registers, so "registers of an array" are its elements from an offset on.
+and the code that places the PTX. A local array (local.py) whose every index is a constant after unrolling
+lives in registers, so "registers of an array" are its elements from an offset on.
 """
 
 from llvmlite import ir
 from numba.cuda import types
-from numba.cuda.np import arrayobj
 
 f32, f64, i32, i64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 LETTERS = {f32: "f", f64: "d", i32: "r", i64: "l"}  # PTX register classes, as LLVM's constraints name them
@@ -33,12 +32,11 @@ def scalars(text, signature, effect=True):
 
 
 class Registers:
-    """`count` elements of an array argument, from a position on."""
+    """`count` elements of a local array, from a position on."""
 
-    def __init__(self, context, builder, array_type, array, at, count):
+    def __init__(self, builder, array, at, count):
         self._builder = builder
-        data = arrayobj.make_array(array_type)(context, builder, array).data
-        self.pointers = [builder.gep(data, [builder.add(at, ir.Constant(at.type, i))]) for i in range(count)]
+        self.pointers = [builder.gep(array, [builder.add(at, ir.Constant(at.type, i))]) for i in range(count)]
 
     def load(self):
         return [self._builder.load(pointer) for pointer in self.pointers]

@@ -48,7 +48,7 @@ def store_v4(typingctx, place, values, at, barrier):
     """
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 4)
+        values = asm.Registers(builder, args[1], args[2], 4)
         text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
         asm.emit(builder, f"{text}[$0], {asm.braces(1, 4)}, [$5];", [], [args[0], *values.load(), args[3]])
         return context.get_dummy_value()

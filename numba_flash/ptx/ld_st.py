@@ -28,7 +28,7 @@ def load_v4(typingctx, values, at, address):
     """ld.shared.v4.b32: values[at : at + 4] (local uint32) = 16 bytes at a shared address, a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        values = asm.Registers(builder, args[0], args[1], 4)
         asm.emit(builder, f"ld.shared.v4.b32 {asm.braces(0, 4)}, [$4];", [values], [args[2]])
         return context.get_dummy_value()
 
@@ -40,7 +40,7 @@ def store_v2(typingctx, address, values, at):
     """st.shared.v2.b32: 8 bytes at a shared address, a multiple of 8, = values[at : at + 2] (local uint32)."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        values = asm.Registers(builder, args[1], args[2], 2)
         asm.emit(builder, f"st.shared.v2.b32 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -52,7 +52,7 @@ def store_v4(typingctx, address, values, at):
     """st.shared.v4.b32: 16 bytes at a shared address, a multiple of 16, = values[at : at + 4] (local uint32)."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 4)
+        values = asm.Registers(builder, args[1], args[2], 4)
         asm.emit(builder, f"st.shared.v4.b32 [$0], {asm.braces(1, 4)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -64,7 +64,7 @@ def store_v2_f64(typingctx, address, values, at):
     """st.shared.v2.f64: 16 bytes at a shared address, a multiple of 16, = values[at : at + 2] (local float64)."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        values = asm.Registers(builder, args[1], args[2], 2)
         asm.emit(builder, f"st.shared.v2.f64 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -82,7 +82,7 @@ def load_v2_f64(typingctx, values, at, address):
     """ld.shared.v2.f64: values[at : at + 2] (local float64) = 16 bytes at a shared address, a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 2)
+        values = asm.Registers(builder, args[0], args[1], 2)
         asm.emit(builder, f"ld.shared.v2.f64 {asm.braces(0, 2)}, [$2];", [values], [args[2]])
         return context.get_dummy_value()
 

@@ -23,7 +23,7 @@ def _ldmatrix(count, trans):
         """registers[at : at + count] (local uint32) = matrices at the lanes' shared addresses."""
 
         def codegen(context, builder, signature, args):
-            registers = asm.Registers(context, builder, signature.args[0], args[0], args[1], count)
+            registers = asm.Registers(builder, args[0], args[1], count)
             asm.emit(builder, text, [registers], [args[2]])
             return context.get_dummy_value()
 

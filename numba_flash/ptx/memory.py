@@ -31,7 +31,7 @@ def load_v4(typingctx, values, at, address):
     """ld.global.v4.b32: values[at : at + 4] (local uint32) = 16 bytes at a global address, a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        values = asm.Registers(builder, args[0], args[1], 4)
         asm.emit(builder, f"ld.global.v4.b32 {asm.braces(0, 4)}, [$4];", [values], [args[2]])
         return context.get_dummy_value()
 
@@ -61,7 +61,7 @@ def load_v2_if(typingctx, values, at, address, condition):
     0 without reading where it is 0."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 2)
+        values = asm.Registers(builder, args[0], args[1], 2)
         text = (
             "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }"
         )
@@ -77,7 +77,7 @@ def load_v4_if(typingctx, values, at, address, condition):
     0 without reading where it is 0."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        values = asm.Registers(builder, args[0], args[1], 4)
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
         load = f"@p ld.global.v4.b32 {asm.braces(0, 4)}, [$4];"
         text = f"{{ .reg .pred p; setp.ne.u32 p, $5, 0; {zeros} {load} }}"
@@ -112,7 +112,7 @@ def store_v2(typingctx, address, values, at):
     """st.global.v2.b32 [address], values[at : at + 2]: 8 bytes of a local uint32 array. address: a multiple of 8."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        values = asm.Registers(builder, args[1], args[2], 2)
         asm.emit(builder, f"st.global.v2.b32 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -124,7 +124,7 @@ def store_v4(typingctx, address, values, at):
     """st.global.v4.b32 [address], values[at : at + 4]: 16 bytes of a local uint32 array. address: a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 4)
+        values = asm.Registers(builder, args[1], args[2], 4)
         asm.emit(builder, f"st.global.v4.b32 [$0], {asm.braces(1, 4)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -136,7 +136,7 @@ def store_v2_f64(typingctx, address, values, at):
     """st.global.v2.f64 [address], values[at : at + 2]: 16 bytes of a local float64 array. address: a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 2)
+        values = asm.Registers(builder, args[1], args[2], 2)
         asm.emit(builder, f"st.global.v2.f64 [$0], {asm.braces(1, 2)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 
@@ -149,7 +149,7 @@ def load_v4_relaxed(typingctx, values, at, address):
     16, that another block may have written. cc 7.0."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[0], args[0], args[1], 4)
+        values = asm.Registers(builder, args[0], args[1], 4)
         asm.emit(builder, f"ld.relaxed.gpu.global.v4.b32 {asm.braces(0, 4)}, [$4];", [values], [args[2]])
         return context.get_dummy_value()
 
@@ -162,7 +162,7 @@ def store_v4_relaxed(typingctx, address, values, at):
     blocks may write before and after, in turns. cc 7.0."""
 
     def codegen(context, builder, signature, args):
-        values = asm.Registers(context, builder, signature.args[1], args[1], args[2], 4)
+        values = asm.Registers(builder, args[1], args[2], 4)
         asm.emit(builder, f"st.relaxed.gpu.global.v4.b32 [$0], {asm.braces(1, 4)};", [], [args[0], *values.load()])
         return context.get_dummy_value()
 

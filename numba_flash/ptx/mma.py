@@ -33,9 +33,9 @@ def _product(text, c_count, a_count, b_count, acc, acc_at, a, a_at, b, b_at):
     """The signature and the code of an instruction that adds a product of so many registers to its accumulators."""
 
     def codegen(context, builder, signature, args):
-        acc = asm.Registers(context, builder, signature.args[0], args[0], args[1], c_count)
-        a = asm.Registers(context, builder, signature.args[2], args[2], args[3], a_count)
-        b = asm.Registers(context, builder, signature.args[4], args[4], args[5], b_count)
+        acc = asm.Registers(builder, args[0], args[1], c_count)
+        a = asm.Registers(builder, args[2], args[3], a_count)
+        b = asm.Registers(builder, args[4], args[5], b_count)
         asm.emit(builder, text, [acc], a.load() + b.load(), updates=True, effect=False)
         return context.get_dummy_value()
 

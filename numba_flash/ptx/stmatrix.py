@@ -19,7 +19,7 @@ def _stmatrix(count, trans):
         """Matrices at the lanes' shared addresses = registers[at : at + count] (local uint32)."""
 
         def codegen(context, builder, signature, args):
-            registers = asm.Registers(context, builder, signature.args[1], args[1], args[2], count)
+            registers = asm.Registers(builder, args[1], args[2], count)
             asm.emit(builder, text, [], [args[0], *registers.load()])
             return context.get_dummy_value()
 

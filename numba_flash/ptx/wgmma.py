@@ -51,7 +51,7 @@ def pin(count, first=0):
     @intrinsic
     def pin(typingctx, registers):
         def codegen(context, builder, signature, args):
-            pinned = asm.Registers(context, builder, signature.args[0], args[0], ir.Constant(asm.i32, first), count)
+            pinned = asm.Registers(builder, args[0], ir.Constant(asm.i32, first), count)
             asm.emit(builder, "", [pinned], updates=True)
             return context.get_dummy_value()
 
@@ -106,7 +106,7 @@ def product_shared(n, kind, a_offsets, b_offsets, b_trans):
     @intrinsic
     def product(typingctx, acc, a, b, accumulate):
         def codegen(context, builder, signature, args):
-            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), count)
+            acc = asm.Registers(builder, args[0], asm.start(), count)
             asm.emit(builder, text, [acc], list(args[1:]), updates=True)
             return context.get_dummy_value()
 
@@ -126,8 +126,8 @@ def product_registers(n, kind, b_offsets, b_trans):
     @intrinsic
     def product(typingctx, acc, a, b, accumulate):
         def codegen(context, builder, signature, args):
-            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), count)
-            a = asm.Registers(context, builder, signature.args[1], args[1], asm.start(), a_count)
+            acc = asm.Registers(builder, args[0], asm.start(), count)
+            a = asm.Registers(builder, args[1], asm.start(), a_count)
             asm.emit(builder, text, [acc], [*a.load(), args[2], args[3]], updates=True)
             return context.get_dummy_value()
 
@@ -145,7 +145,7 @@ def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
     @intrinsic
     def product(typingctx, acc, a, b):
         def codegen(context, builder, signature, args):
-            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
+            acc = asm.Registers(builder, args[0], asm.start(), n // 2)
             asm.emit(builder, text, [acc], list(args[1:]), updates=True)
             return context.get_dummy_value()
 
@@ -164,8 +164,8 @@ def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
     @intrinsic
     def product(typingctx, acc, a, b):
         def codegen(context, builder, signature, args):
-            acc = asm.Registers(context, builder, signature.args[0], args[0], asm.start(), n // 2)
-            a = asm.Registers(context, builder, signature.args[1], args[1], asm.start(), a_count)
+            acc = asm.Registers(builder, args[0], asm.start(), n // 2)
+            a = asm.Registers(builder, args[1], asm.start(), a_count)
             asm.emit(builder, text, [acc], [*a.load(), args[2]], updates=True)
             return context.get_dummy_value()
 

@@ -19,12 +19,12 @@ from numba_flash.select.tensor_maps import TensorMap
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
 FAMILIES = (
-    "approx bar bits cluster cp_async cvt elect fence griddepcontrol ld_st ldmatrix mbarrier memory minmax mma "
+    "approx bar bits cluster cp_async cvt elect fence griddepcontrol ld_st ldmatrix local mbarrier memory minmax mma "
     "setmaxnreg shared shfl special stmatrix tma vote wgmma"
 ).split()
 cuda = None  # `numba.cuda`, put here by the fixture: the simulator swaps module globals that are this module
-approx = bar = bits = cluster = cp_async = cvt = elect = fence = griddepcontrol = ld_st = ldmatrix = mbarrier = None
-memory = minmax = mma = setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
+approx = bar = bits = cluster = cp_async = cvt = elect = fence = griddepcontrol = ld_st = ldmatrix = local = None
+mbarrier = memory = minmax = mma = setmaxnreg = shared = shfl = special = stmatrix = tma = vote = wgmma = None
 
 rng = np.random.default_rng(0)
 BASE = 1024  # where dynamic shared memory begins
@@ -248,7 +248,7 @@ def test_ldmatrix_and_stmatrix_are_each_others_inverse(count, trans):
             for i in range(64 * count):
                 smem[i] = source[i]
         cuda.syncthreads()
-        registers = cuda.local.array(6, np.dtype(np.uint32))
+        registers = local.array(6, np.dtype(np.uint32))
         address = shared.address(smem) + lane % (8 * count) * 16
         getattr(ldmatrix, suffix)(registers, 1, address)
         for i in range(count):
@@ -279,8 +279,8 @@ def test_mma(kind):
     def kernel(a, b, c, out):
         lane = cuda.threadIdx.x
         row, pair = lane // 4, lane % 4
-        acc = cuda.local.array(6, np.dtype(np.float32))
-        a_frag, b_frag = cuda.local.array(4, np.dtype(np.uint32)), cuda.local.array(3, np.dtype(np.uint32))
+        acc = local.array(6, np.dtype(np.float32))
+        a_frag, b_frag = local.array(4, np.dtype(np.uint32)), local.array(3, np.dtype(np.uint32))
         for i in range(4):
             a_frag[i] = a[(row + 8 * (i % 2)) * 8 + pair + 4 * (i // 2)]
             acc[2 + i] = c[(row + 8 * (i // 2)) * 8 + 2 * pair + i % 2]
@@ -308,8 +308,8 @@ def test_mma_of_larger_elements(name, depth, dtype):
         lane = cuda.threadIdx.x
         row, column = lane // 4, lane % 4
         kind = np.dtype(np.uint32 if dtype == np.float32 else np.float64)
-        acc, a_frag = cuda.local.array(6, np.dtype(dtype)), cuda.local.array(9, kind)
-        b_frag = cuda.local.array(5, kind)
+        acc, a_frag = local.array(6, np.dtype(dtype)), local.array(9, kind)
+        b_frag = local.array(5, kind)
         for i in range(4):
             acc[2 + i] = c[(row + 8 * (i // 2)) * 8 + 2 * column + i % 2]
         for i in range(depth // 2):
@@ -349,7 +349,7 @@ def test_mma_of_8_rows():
     def kernel(a, b, c, out):
         lane = cuda.threadIdx.x
         row, column = lane // 4, lane % 4
-        values = cuda.local.array(5, np.dtype(np.float64))
+        values = local.array(5, np.dtype(np.float64))
         values[0], values[1] = a[row * 4 + column], b[column * 8 + row]
         for i in range(2):
             values[3 + i] = c[row * 8 + 2 * column + i]
@@ -368,7 +368,7 @@ def test_float64_between_lanes_and_in_memory():
     def kernel(x, out):
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.float64))
-        values = cuda.local.array(3, np.dtype(np.float64))
+        values = local.array(3, np.dtype(np.float64))
         smem[2 * i], smem[2 * i + 1] = x[2 * i], x[2 * i + 1]
         ld_st.load_v2_f64(values, 1, shared.address(smem) + 16 * i)
         values[1] = shfl.bfly_f64(values[1], 1)
@@ -389,7 +389,7 @@ def test_shared_and_global_accesses():
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint32))
         fixed = cuda.shared.array((4, 4), np.dtype(np.float32))
-        values = cuda.local.array(5, np.dtype(np.uint32))
+        values = local.array(5, np.dtype(np.uint32))
         at = shared.address(smem) + 16 * i
         for x in range(4):
             values[1 + x] = 4 * i + x
@@ -914,8 +914,8 @@ def test_wgmma(new, from_registers, b_trans, swizzle, kind):
             ld_st.store_b32(at + b_at + 4 * x, b_smem[x])
         fence.proxy_async()
         cuda.syncthreads()
-        acc = cuda.local.array(n // 2, np.dtype(np.float32))
-        a_frag = cuda.local.array(4 * steps, np.dtype(np.uint32))
+        acc = local.array(n // 2, np.dtype(np.float32))
+        a_frag = local.array(4 * steps, np.dtype(np.uint32))
         row, column = 16 * warp + lane // 4, 2 * (lane % 4)
         for x in range(n // 2):
             acc[x] = c[(row + 8 * (x % 4 // 2)) * n + 8 * (x // 4) + column + x % 2]
@@ -971,7 +971,7 @@ def pipeline(wrong=""):
                     tma.load_2d(a_smem, maps, full, 0, 0)
                     tma.load_2d(b_smem, maps + 128, full, 0, 0)
         else:
-            acc = cuda.local.array(32, np.dtype(np.float32))
+            acc = local.array(32, np.dtype(np.float32))
             for x in range(32):
                 acc[x] = 0
             for step in range(2):
@@ -1077,7 +1077,7 @@ def test_accumulators_are_not_there_before_the_wait():
 
         def kernel(out):
             smem = cuda.shared.array(0, np.dtype(np.uint8))
-            acc, frag = cuda.local.array(4, np.dtype(np.float32)), cuda.local.array(4, np.dtype(np.float32))
+            acc, frag = local.array(4, np.dtype(np.float32)), local.array(4, np.dtype(np.float32))
             frag[:] = 0
             b = wgmma.descriptor(128, 128, 0)(shared.address(smem))
             wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, b, b, 0)
@@ -1090,7 +1090,7 @@ def test_accumulators_are_not_there_before_the_wait():
 def test_register_operands_are_not_changed_while_a_product_runs():
     def kernel():
         smem = cuda.shared.array(0, np.dtype(np.uint8))
-        acc, frag = cuda.local.array(4, np.dtype(np.float32)), cuda.local.array(4, np.dtype(np.uint32))
+        acc, frag = local.array(4, np.dtype(np.float32)), local.array(4, np.dtype(np.uint32))
         frag[:] = 0
         acc[:] = 0
         wgmma.product_registers(8, "f16", (0,), 0)(acc, frag, wgmma.descriptor(128, 128, 0)(shared.address(smem)), 1)
@@ -1128,7 +1128,7 @@ def test_lanes_at_one_instruction_in_two_places():
 
 def test_lanes_with_different_registers():
     def kernel():
-        registers = cuda.local.array(4, np.dtype(np.uint32))
+        registers = local.array(4, np.dtype(np.uint32))
         smem = cuda.shared.array(0, np.dtype(np.uint8))
         ldmatrix.x1(registers, cuda.threadIdx.x // 31, shared.address(smem))
 
@@ -1182,7 +1182,7 @@ def test_part_of_a_warp_or_warpgroup():
 
 def test_a_warpgroups_threads_must_give_the_same_descriptors():
     def kernel():
-        acc = cuda.local.array(4, np.dtype(np.float32))
+        acc = local.array(4, np.dtype(np.float32))
         smem = cuda.shared.array(0, np.dtype(np.uint8))
         a = wgmma.descriptor(128, 128, 0)(shared.address(smem))
         wgmma.product_shared(8, "f16", (0,), (0,), 0)(acc, a, a + np.uint64(cuda.threadIdx.x // 100), 0)
@@ -1258,7 +1258,7 @@ def test_a_loop_that_asks_memory_for_ever(monkeypatch):
 def test_an_access_that_is_none(text, match):
     def kernel(g_pointer, r_pointer):
         i = cuda.threadIdx.x
-        values = cuda.local.array(4, np.dtype(np.uint32))
+        values = local.array(4, np.dtype(np.uint32))
         smem = cuda.shared.array(0, np.dtype(np.uint8))
         at, g, r = shared.address(smem), memory.address(g_pointer, 0), memory.address(r_pointer, 0)
         wrong(at, g, r, i, values)
@@ -1415,7 +1415,7 @@ def test_a_tile_is_written_over_when_everyone_has_read_it(barrier):
     def kernel():
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint8))
-        at, values = shared.address(smem), cuda.local.array(1, np.dtype(np.uint32))
+        at, values = shared.address(smem), local.array(1, np.dtype(np.uint32))
         if i == 0:
             mbarrier.init(at + 256, 1)
         cuda.syncthreads()
@@ -1448,7 +1448,7 @@ def test_two_warpgroups_may_set_the_same_rows_to_zero(same):
     def kernel():
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint8))
-        at, acc = shared.address(smem), cuda.local.array(4, np.dtype(np.float32))
+        at, acc = shared.address(smem), local.array(4, np.dtype(np.float32))
         ld_st.store_b32(at + 1024 + 4 * (i % 128), 0 if same else i // 128)
         fence.proxy_async()
         bar.sync(1 + i // 128, 128)
@@ -1471,7 +1471,7 @@ def test_a_fence_is_of_all_that_a_thread_wrote_last(fenced):
     def kernel():
         i = cuda.threadIdx.x
         smem = cuda.shared.array(0, np.dtype(np.uint8))
-        at, acc, four = shared.address(smem), cuda.local.array(4, np.dtype(np.float32)), np.full(4, i, np.uint32)
+        at, acc, four = shared.address(smem), local.array(4, np.dtype(np.float32)), np.full(4, i, np.uint32)
         ld_st.store_v4(at + 16 * i, four, 0)
         bar.sync(1, 128)
         if i == 1:
@@ -1510,7 +1510,7 @@ def test_a_number_is_written_over_when_everyone_has_read_it():
 def test_blocks_do_not_store_the_same_element(how, apart):
     def kernel(out):
         at = (8 if apart else 4) * cuda.blockIdx.x + 4 * cuda.threadIdx.x
-        words = cuda.local.array(4, np.dtype(np.uint32))
+        words = local.array(4, np.dtype(np.uint32))
         if how == "element":
             out[at] = 1
         elif how == "store_v4":
@@ -1586,7 +1586,7 @@ def by_index(array, out):
 def by_address(array, out):
     if cuda.threadIdx.x != 7:
         griddepcontrol.wait()
-    four = cuda.local.array(4, np.dtype(np.uint32))
+    four = local.array(4, np.dtype(np.uint32))
     memory.load_v4(four, 0, memory.address(array, 0))  # read
 
 

@@ -195,6 +195,7 @@ USES = {
         "made(f, u, uint64(2))",
         (8, "f16", (4, 0, 0), (0, 2, 4), 1),
     ),
+    "local.array": ("st.local", "w = local.array(9, float32); w[0], w[i] = x, x; f[0] = w[i + 1]"),
     "wgmma.descriptor": ("and.b64|and.b32", "u[0] = uint32(made(at))", (16, 1024, 128)),
 }
 for count in (1, 2, 4):
@@ -213,7 +214,7 @@ for rank in (2, 3, 4, 5):
 KERNEL = """
 def kernel(out, x, i):
     smem = cuda.shared.array(0, uint32)
-    f, u, d = cuda.local.array(4, float32), cuda.local.array(4, uint32), cuda.local.array(16, float64)
+    f, u, d = local.array(4, float32), local.array(4, uint32), local.array(16, float64)
     for n in range(4):
         f[n], u[n] = x, uint32(i)
     for n in range(16):

@@ -118,7 +118,7 @@ def as_recorded_table(dtype: str, ndim: int, base_name: str) -> Any:
                 context.make_tuple(builder, whole, part)
                 for part in (numbers[:ndim], numbers[ndim : 2 * ndim], steps[::-1])
             )
-            made.state = context.make_array(sig.args[3])(context, builder, args[3]).data
+            made.state = args[3]
             return made._getvalue()
 
         return signature(t, pointer, sizes, first, reads), codegen

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, ld_st, shared, special
+from ...ptx import cp_async, ld_st, local, shared, special
 from ..score import At, at_scores, counts, fragments, owed, user
 from ..score.owed import Run
 from ..score.stage import FragmentAt
@@ -95,7 +95,7 @@ def make(config):
     @inlined
     def owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score):
         """Adds the terms of the thread's scores of a tile."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         part = divide(thread, tile_n)
         column = int32(thread - part * tile_n)
         first_key, row = int32(place.j * tile_n), int32(part * thread_rows)
@@ -144,17 +144,17 @@ def make(config):
             q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
         )
         registers = Registers(
-            cuda.local.array(count, float32),  # acc_s (tile_n / 8, 4)
-            cuda.local.array(count, float32),  # acc_dp (tile_n / 8, 4)
-            cuda.local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
-            cuda.local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
-            cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
+            local.array(count, float32),  # acc_s (tile_n / 8, 4)
+            local.array(count, float32),  # acc_dp (tile_n / 8, 4)
+            local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            local.array(4, uint32),  # b_frag (16, 16): K or V
         )
         run = Run(
-            cuda.local.array(1, int64),
-            cuda.local.array(1, int64),
-            cuda.local.array(2, float32),
-            cuda.local.array(1, int64),
+            local.array(1, int64),
+            local.array(1, int64),
+            local.array(2, float32),
+            local.array(1, int64),
         )
         start(run)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, cvt, ld_st, memory, shared, shfl, special
+from ...ptx import cp_async, cvt, ld_st, local, memory, shared, shfl, special
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -225,15 +225,15 @@ def make(config):
             q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
         )
         registers = Registers(
-            cuda.local.array(count, float32),  # acc_s (tile_n / 8, 4)
-            cuda.local.array(count, float32),  # acc_dp (tile_n / 8, 4)
-            cuda.local.array(count, float32),  # sums (tile_n / 8, 4)
-            cuda.local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
-            cuda.local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
-            cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
-            cuda.local.array(bias_words, uint32),  # loaded
-            cuda.local.array(rows, uint32),  # shown_bits
-            cuda.local.array(kept_words, uint32),  # kept
+            local.array(count, float32),  # acc_s (tile_n / 8, 4)
+            local.array(count, float32),  # acc_dp (tile_n / 8, 4)
+            local.array(count, float32),  # sums (tile_n / 8, 4)
+            local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            local.array(4, uint32),  # b_frag (16, 16): K or V
+            local.array(bias_words, uint32),  # loaded
+            local.array(rows, uint32),  # shown_bits
+            local.array(kept_words, uint32),  # kept
         )
         for x in range(count):
             registers.sums[x] = float32(0)

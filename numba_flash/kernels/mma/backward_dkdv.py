@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
+from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
@@ -147,10 +147,10 @@ def make(config):
     @inlined
     def weigh(i, registers, k_smem, rows_smem, thread, term, distance, score, masked):
         """p_frag, ds_frag <- P^T and dS^T of query tile i in 16 bits. masked, a constant: some keys are not seen."""
-        four = cuda.local.array(4, uint32)
-        deltas = cuda.local.array(4, uint32)
-        p = cuda.local.array(2, float32)
-        ds = cuda.local.array(2, float32)
+        four = local.array(4, uint32)
+        deltas = local.array(4, uint32)
+        p = local.array(2, float32)
+        ds = local.array(2, float32)
         for r in range(rows):
             seen = uint32(0)
             if has_functions:
@@ -359,21 +359,21 @@ def make(config):
         cuda.syncthreads()
 
         registers = Registers(
-            cuda.local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
-            cuda.local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
-            cuda.local.array(dk_count, float32),  # acc_dk (strips, dk_columns / 8, 4)
-            cuda.local.array(dv_count, float32),  # acc_dv (strips, dv_columns / 8, 4)
-            cuda.local.array(frag_count, uint32),  # p_frag (strips, part / 8, 2)
-            cuda.local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
-            cuda.local.array(k_count, uint32),  # k_frag (strips, head_dim_padded / 16, 4)
-            cuda.local.array(v_count, uint32),  # v_frag (strips, head_dim_v_padded / 16, 4)
-            cuda.local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
-            cuda.local.array(4, uint32),  # b_frag (16, 16): Q or dO
-            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
-            cuda.local.array(bits_words, uint32),  # shown_bits
-            cuda.local.array(kept_words, uint32),  # kept
+            local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
+            local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
+            local.array(dk_count, float32),  # acc_dk (strips, dk_columns / 8, 4)
+            local.array(dv_count, float32),  # acc_dv (strips, dv_columns / 8, 4)
+            local.array(frag_count, uint32),  # p_frag (strips, part / 8, 2)
+            local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
+            local.array(k_count, uint32),  # k_frag (strips, head_dim_padded / 16, 4)
+            local.array(v_count, uint32),  # v_frag (strips, head_dim_v_padded / 16, 4)
+            local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
+            local.array(4, uint32),  # b_frag (16, 16): Q or dO
+            local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            local.array(bits_words, uint32),  # shown_bits
+            local.array(kept_words, uint32),  # kept
         )
-        distance = cuda.local.array(rows, float32)
+        distance = local.array(rows, float32)
         for x in range(dk_count):
             registers.acc_dk[x] = float32(0)
         for x in range(dv_count):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, memory, shared, special
+from ...ptx import cp_async, local, memory, shared, special
 from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -175,7 +175,7 @@ def make(config):
     def finish_dp(registers, rows_smem, score):
         """Finishes all of acc_dp, before it is multiplied by a score_mod's derivative."""
         first_column = own_column()
-        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
+        lse, delta = local.array(2, real), local.array(2, real)
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
             for x in range(2):
@@ -224,7 +224,7 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane))
         first_column = own_column()
-        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
+        lse, delta = local.array(2, real), local.array(2, real)
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
             for x in range(2):
@@ -339,19 +339,19 @@ def make(config):
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
         registers = Registers(
-            cuda.local.array(s_count, real),  # acc_s (strips, columns / 8, 4)
-            cuda.local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
-            cuda.local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
-            cuda.local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
-            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
-            cuda.local.array(own_count, fragment),  # own_frag
-            cuda.local.array(other_count, fragment),  # other_frag
-            cuda.local.array(operand_count, fragment),  # p_frag
-            cuda.local.array(rows, int32),  # first_query
-            cuda.local.array(rows, int32),  # end_query
-            cuda.local.array(kept_words, uint32),  # kept
-            cuda.local.array(bias_words, bias_type),  # loaded (rows, tile_m / 8, 2)
-            cuda.local.array(rows, uint32),  # shown_bits
+            local.array(s_count, real),  # acc_s (strips, columns / 8, 4)
+            local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
+            local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
+            local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
+            local.array(weight_count, real),  # weights (strips, 2, 4)
+            local.array(own_count, fragment),  # own_frag
+            local.array(other_count, fragment),  # other_frag
+            local.array(operand_count, fragment),  # p_frag
+            local.array(rows, int32),  # first_query
+            local.array(rows, int32),  # end_query
+            local.array(kept_words, uint32),  # kept
+            local.array(bias_words, bias_type),  # loaded (rows, tile_m / 8, 2)
+            local.array(rows, uint32),  # shown_bits
         )
         for x in range(dk_count):
             registers.acc_dk[x] = real(0)

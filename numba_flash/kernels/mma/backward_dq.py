@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cp_async, cvt, ld_st, memory, shared, special
+from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -167,8 +167,8 @@ def make(config):
     @inlined
     def weigh(j, registers, q_smem, thread, term, arrays, sizes, score, masked):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
-        four = cuda.local.array(4, uint32)
-        ds = cuda.local.array(2, float32)
+        four = local.array(4, uint32)
+        ds = local.array(2, float32)
         first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
         if drops and not finishes:
             find_kept(first_column, registers.kept, q_smem, thread, arrays, sizes)
@@ -278,18 +278,18 @@ def make(config):
         cuda.syncthreads()
 
         registers = Registers(
-            cuda.local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
-            cuda.local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
-            cuda.local.array(dq_count, float32),  # acc_dq (strips, head_dim_padded / 8, 4)
-            cuda.local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
-            cuda.local.array(q_count, uint32),  # q_frag (strips, head_dim_padded / 16, 4)
-            cuda.local.array(do_count, uint32),  # do_frag (strips, head_dim_v_padded / 16, 4)
-            cuda.local.array(a_count, uint32),  # a_frag (strips, 4): dS from shared memory
-            cuda.local.array(4, uint32),  # b_frag (16, 16): K or V
-            cuda.local.array(rows, float32),  # distance
-            cuda.local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
-            cuda.local.array(bits_words, uint32),  # shown_bits
-            cuda.local.array(kept_words, uint32),  # kept
+            local.array(s_count, float32),  # acc_s (strips, part / 8, 4)
+            local.array(s_count, float32),  # acc_dp (strips, part / 8, 4)
+            local.array(dq_count, float32),  # acc_dq (strips, head_dim_padded / 8, 4)
+            local.array(frag_count, uint32),  # ds_frag (strips, part / 8, 2)
+            local.array(q_count, uint32),  # q_frag (strips, head_dim_padded / 16, 4)
+            local.array(do_count, uint32),  # do_frag (strips, head_dim_v_padded / 16, 4)
+            local.array(a_count, uint32),  # a_frag (strips, 4): dS from shared memory
+            local.array(4, uint32),  # b_frag (16, 16): K or V
+            local.array(rows, float32),  # distance
+            local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            local.array(bits_words, uint32),  # shown_bits
+            local.array(kept_words, uint32),  # kept
         )
         for x in range(dq_count):
             registers.acc_dq[x] = float32(0)

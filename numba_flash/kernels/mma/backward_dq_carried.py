@@ -18,9 +18,9 @@ mbarrier of the other block, whose scores come to that place first.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda, float64, int32, uint32
+from numba import float64, int32, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, mbarrier, special, tma
+from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
@@ -58,9 +58,9 @@ def make(config):
     @inlined
     def leave(k_smem, ds_smem, dq_smem, score):
         """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
-        acc = cuda.local.array(dq_count, float64)  # (columns / 8, 4)
-        operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
-        values = cuda.local.array(2, float64)
+        acc = local.array(dq_count, float64)  # (columns / 8, 4)
+        operand, other = local.array(8, fragment), local.array(other_count, fragment)
+        values = local.array(2, float64)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         strip, column_part = warp % strips, warp // strips

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, int32, int64, uint32, uint64
+from numba import int32, int64, uint32, uint64
 
-from ...ptx import memory, special
+from ...ptx import local, memory, special
 from ..steps import block_state, numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -165,7 +165,7 @@ def make(config):
     @inlined
     def store_new(acc, first, old, at, row, columns_left, score):
         """A row of dQ <- its old values plus the accumulators from `first` on."""
-        values, words = cuda.local.array(chunk, real), cuda.local.array(4, uint32)
+        values, words = local.array(chunk, real), local.array(4, uint32)
         for n in range(2 * panels):
             for x in range(4):
                 words[x] = old[at + 4 * n + x]
@@ -179,9 +179,9 @@ def make(config):
     @inlined
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, for query tile i."""
-        acc = cuda.local.array(dq_count, real)  # (columns / 8, 4)
-        operand, other = cuda.local.array(8, fragment), cuda.local.array(other_count, fragment)
-        old = cuda.local.array(both_count, uint32)
+        acc = local.array(dq_count, real)  # (columns / 8, 4)
+        operand, other = local.array(8, fragment), local.array(other_count, fragment)
+        old = local.array(both_count, uint32)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         strip, first_column = warp % strips, (warp // strips) * columns

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, uint8, uint32
 
-from ...ptx import cp_async, memory, shared, special
+from ...ptx import cp_async, local, memory, shared, special
 from ..score import counts, fragments, gradient_functions, positions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
@@ -273,20 +273,20 @@ def make(config):
             begin = max(begin, divide(first, tile_n))
             stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         registers = Registers(
-            cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
-            cuda.local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
-            cuda.local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
-            cuda.local.array(weight_count, real),  # weights (strips, 2, 4)
-            cuda.local.array(own_count, fragment),  # own_frag
-            cuda.local.array(other_count, fragment),  # other_frag
-            cuda.local.array(operand_count, fragment),  # ds_frag
-            cuda.local.array(rows, int32),  # first_key
-            cuda.local.array(rows, int32),  # end_key
-            cuda.local.array(rows, real),  # lse
-            cuda.local.array(rows, real),  # delta
-            cuda.local.array(kept_words, uint32),  # kept
-            cuda.local.array(bias_words, bias_type),  # loaded (rows, tile_n / 8, 2)
-            cuda.local.array(rows, uint32),  # shown_bits
+            local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
+            local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
+            local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
+            local.array(weight_count, real),  # weights (strips, 2, 4)
+            local.array(own_count, fragment),  # own_frag
+            local.array(other_count, fragment),  # other_frag
+            local.array(operand_count, fragment),  # ds_frag
+            local.array(rows, int32),  # first_key
+            local.array(rows, int32),  # end_key
+            local.array(rows, real),  # lse
+            local.array(rows, real),  # delta
+            local.array(kept_words, uint32),  # kept
+            local.array(bias_words, bias_type),  # loaded (rows, tile_n / 8, 2)
+            local.array(rows, uint32),  # shown_bits
         )
         for x in range(dq_count):
             registers.acc_dq[x] = real(0)

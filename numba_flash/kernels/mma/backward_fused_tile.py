@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64
+from numba import int32, int64
 
-from ...ptx import bar, special
+from ...ptx import bar, local, special
 from ..score import fragments
 from ..score.stage import FragmentAt
 from ..steps import lse_delta, numbers
@@ -115,9 +115,9 @@ def make(config):
         p_place = moved(p_place, part * (own_columns // 8))
         to_ds = int32(ds_at - p_at)
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
-        given = cuda.local.array(2, real)
-        lse, delta = cuda.local.array(2, real), cuda.local.array(2, real)
-        first_query, end_query = cuda.local.array(strips, int32), cuda.local.array(strips, int32)  # that see a key
+        given = local.array(2, real)
+        lse, delta = local.array(2, real), local.array(2, real)
+        first_query, end_query = local.array(strips, int32), local.array(strips, int32)  # that see a key
         for strip in range(strips):
             at_key = int32(walk.first_key + key + strip * 16)
             first, end = key_queries(at_key, walk.q_start, sizes.left, sizes.right, sizes.seqlen_q)

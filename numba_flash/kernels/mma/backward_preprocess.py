@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import cvt, griddepcontrol, memory, shfl, special
+from ...ptx import cvt, griddepcontrol, local, memory, shfl, special
 from ..score.stage import LOG2_E
 from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
@@ -57,8 +57,8 @@ def make(config):
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
         query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
-        four_do = cuda.local.array(4, uint32)
-        four_o = cuda.local.array(4, uint32)
+        four_do = local.array(4, uint32)
+        four_o = local.array(4, uint32)
 
         part = float32(0)
         if query < seqlen_q:

@@ -17,7 +17,7 @@ bytes and are contiguous along dim; dq, dk and dv are contiguous.
 
 from numba import cuda, float64, int32, int64, uint8, uint32
 
-from ...ptx import bar, cluster, cp_async, fence, ld_st, mbarrier, memory, setmaxnreg, shared, special
+from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
 from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
@@ -224,12 +224,12 @@ def make(config):
             return
         take_registers()
         registers = Registers(
-            cuda.local.array(s_count, float64),  # acc (strips, own_columns / 8, 4)
-            cuda.local.array(sum_count, float64),  # acc_dk (strips, columns / 8, 4)
-            cuda.local.array(sum_count, float64),  # acc_dv (strips, columns / 8, 4)
-            cuda.local.array(own_count, fragment),  # own_frag
-            cuda.local.array(other_count, fragment),  # other_frag
-            cuda.local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+            local.array(s_count, float64),  # acc (strips, own_columns / 8, 4)
+            local.array(sum_count, float64),  # acc_dk (strips, columns / 8, 4)
+            local.array(sum_count, float64),  # acc_dv (strips, columns / 8, 4)
+            local.array(own_count, fragment),  # own_frag
+            local.array(other_count, fragment),  # other_frag
+            local.array(own_count, fragment),  # p_frag (strips, 2, 4)
         )
         for x in range(sum_count):
             registers.acc_dk[x] = float64(0)

@@ -19,7 +19,7 @@ of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along di
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, ld_st, memory, shared, special
+from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..score import fragments, positions
 from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
@@ -149,12 +149,12 @@ def make(config):
         if thread == 0:
             keep(walk, state, arrays, strides, sizes)
         registers = Registers(
-            cuda.local.array(s_count, real),  # acc (strips, own_columns / 8, 4)
-            cuda.local.array(sum_count, real),  # acc_dk (strips, columns / 8, 4)
-            cuda.local.array(sum_count, real),  # acc_dv (strips, columns / 8, 4)
-            cuda.local.array(own_count, fragment),  # own_frag
-            cuda.local.array(other_count, fragment),  # other_frag
-            cuda.local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+            local.array(s_count, real),  # acc (strips, own_columns / 8, 4)
+            local.array(sum_count, real),  # acc_dk (strips, columns / 8, 4)
+            local.array(sum_count, real),  # acc_dv (strips, columns / 8, 4)
+            local.array(own_count, fragment),  # own_frag
+            local.array(other_count, fragment),  # other_frag
+            local.array(own_count, fragment),  # p_frag (strips, 2, 4)
         )
         for x in range(sum_count):
             registers.acc_dk[x] = real(0)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float64, int32, uint32
+from numba import float64, int32, uint32
 
-from ...ptx import bar, ld_st, special
+from ...ptx import bar, ld_st, local, special
 from ..steps.inlined import inlined
 
 ROW = 512  # 16 bytes of every lane
@@ -45,7 +45,7 @@ def make(config):
     @inlined
     def put(own, s_lane):
         warp = special.thread_index() >> int32(5)
-        words = cuda.local.array(4, uint32)
+        words = local.array(4, uint32)
         for n in range(strips * half):
             row = (n // half) * blocks + n % half
             for c in range(chunks):
@@ -63,7 +63,7 @@ def make(config):
 
     @inlined
     def get(acc_s, s_lane):
-        words = cuda.local.array(4, uint32)
+        words = local.array(4, uint32)
         for n in range(strips * blocks):
             for c in range(chunks):
                 at = s_lane + (n * chunks + c) * ROW
@@ -77,7 +77,7 @@ def make(config):
     @inlined
     def get_16(weights, s_lane):
         """weights (strips, 2, 4) <- those of 16 columns; s_lane: as much further as get_16 reads of them, ROWS_16."""
-        words = cuda.local.array(4, uint32)
+        words = local.array(4, uint32)
         for strip in range(strips):
             for n in range(2):
                 for c in range(chunks):
@@ -97,7 +97,7 @@ def make(config):
 
     @inlined
     def get_sum(acc_s, s_lane):
-        other, two = s_lane + ((~(special.thread_index() >> int32(5))) & 1) * all_bytes, cuda.local.array(2, float64)
+        other, two = s_lane + ((~(special.thread_index() >> int32(5))) & 1) * all_bytes, local.array(2, float64)
         for n in range(strips * blocks * 2):
             ld_st.load_v2_f64(two, 0, other + n * ROW)
             acc_s[2 * n] += two[0]

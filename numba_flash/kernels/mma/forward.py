@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, memory, shared, special, vote
+from ...ptx import cp_async, local, memory, shared, special, vote
 from ..score import counts, fragment_functions, fragments, longest_first, positions, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
@@ -308,23 +308,23 @@ def make(config):
         q_lane, k_lane, v_lane, s_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
         places = Places(q_smem, q_lane, k_lane, v_lane, s_lane)
         registers = Registers(
-            cuda.local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
-            cuda.local.array(o_count, real),  # acc_o (strips, head_dim_v_padded / 8, 4)
-            cuda.local.array(p_count, fragment),  # p_frag
-            cuda.local.array(q_count, fragment),  # q_frag
-            cuda.local.array(kv_count, fragment),  # kv_frag
-            cuda.local.array(bias_words, bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
+            local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
+            local.array(o_count, real),  # acc_o (strips, head_dim_v_padded / 8, 4)
+            local.array(p_count, fragment),  # p_frag
+            local.array(q_count, fragment),  # q_frag
+            local.array(kv_count, fragment),  # kv_frag
+            local.array(bias_words, bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
         )
         row = Rows(
-            cuda.local.array(rows, real),
-            cuda.local.array(rows, real),
-            cuda.local.array(rows, real),
-            cuda.local.array(rows, real),
-            cuda.local.array(rows, real),
-            cuda.local.array(mask_words, uint32),
-            cuda.local.array(bits_words, uint32),
-            cuda.local.array(rows, int32),
-            cuda.local.array(kept_words, uint32),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(mask_words, uint32),
+            local.array(bits_words, uint32),
+            local.array(rows, int32),
+            local.array(kept_words, uint32),
         )
         start(row.m, row.l)
         for i in range(o_count):

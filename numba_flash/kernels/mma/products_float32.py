@@ -22,9 +22,9 @@ of block j is column 4 * (2 * (lane % 4) + i % 2) + j.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import ld_st, ldmatrix, mma, special
+from ...ptx import ld_st, ldmatrix, local, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from . import exchanged_scores
@@ -85,7 +85,7 @@ def make(config):
     def add_product(acc, acc_at, a_big, a_small, a, b_big, b_small):
         """acc[acc_at : +4] += a . b over 16 columns; the parts of a begin at index a, 8 of each, and there are 4 of
         b."""
-        part = cuda.local.array(4, float32)
+        part = local.array(4, float32)
         for i in range(4):
             part[i] = float32(0)
         for k in range(2):
@@ -99,8 +99,8 @@ def make(config):
     @inlined
     def add_columns(acc_s, q_frag, k_frag, q_at, k_at):
         """acc_s (strips, own_blocks, 4) += Q . K^T over 16 columns, at these addresses of Q and K."""
-        q_big, q_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
-        k_big, k_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        q_big, q_small = local.array(a_count, uint32), local.array(a_count, uint32)
+        k_big, k_small = local.array(4, uint32), local.array(4, uint32)
         for strip in range(strips):
             for half in range(2):
                 ldmatrix.x4(q_frag, strip * 8 + half * 4, (q_at ^ int32(half << 5)) + strip * 2048)  # (16, 8)
@@ -136,7 +136,7 @@ def make(config):
         if groups == 1:
             add_scores(acc_s, q_frag, k_frag, q_lane, k_lane)
         else:
-            own = cuda.local.array(own_count, float32)
+            own = local.array(own_count, float32)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
             put(own, s_lane)
             meet()
@@ -152,8 +152,8 @@ def make(config):
     @inlined
     def add_panel(n, acc_o, p_big, p_small, v_frag, v_lane):
         """32 columns of acc_o += P . V of 16 keys."""
-        column = cuda.local.array(4, uint32)
-        v_big, v_small = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        column = local.array(4, uint32)
+        v_big, v_small = local.array(4, uint32), local.array(4, uint32)
         for key in range(4):  # 2 * (lane % 4), the next, and both + 8
             at = (v_lane ^ int32((key & 1) << 4)) + (key & 1) * 128 + (key >> 1) * 1024
             ld_st.load_v4(v_frag, 4 * key, at + n * kv_panel)
@@ -179,7 +179,7 @@ def make(config):
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):
         """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
-        p_big, p_small = cuda.local.array(a_count, uint32), cuda.local.array(a_count, uint32)
+        p_big, p_small = local.array(a_count, uint32), local.array(a_count, uint32)
         split(p_frag, 0, a_count, p_big, p_small)
         # Two panels for each loop, because LLVM unrolls only so much of one; otherwise acc_o would be indexed.
         add_panels(FIRST, acc_o, p_big, p_small, v_frag, v_lane)
@@ -192,7 +192,7 @@ def make(config):
     @inlined
     def add_keys(y, acc_o, p_frag, v_frag, v_lane):
         """acc_o += P . V of 16 keys."""
-        p_strip = cuda.local.array(a_count, uint32)
+        p_strip = local.array(a_count, uint32)
         for strip in range(strips):
             for i in range(8):
                 p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]

@@ -24,9 +24,9 @@ neighbouring registers, lanes 2 and 3 of each four read the odd one first.
 """
 
 import numpy as np
-from numba import cuda, float64, int32
+from numba import float64, int32
 
-from ...ptx import ld_st, mma, special
+from ...ptx import ld_st, local, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from . import exchanged_scores
@@ -186,7 +186,7 @@ def make(config):
             meet()
             get_sum(acc_s, s_lane)
         else:
-            own = cuda.local.array(own_count, float64)
+            own = local.array(own_count, float64)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
             put(own, s_lane)
             meet()
@@ -222,7 +222,7 @@ def make(config):
     def add_rows_by_vector_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
         """acc_o, so many panels from `first` on, += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y
         on."""
-        column = cuda.local.array(4, float64)
+        column = local.array(4, float64)
         for n in range(panels):
             for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
                 at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024

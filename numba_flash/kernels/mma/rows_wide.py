@@ -4,9 +4,9 @@ Which columns those are: products_float32.py and products_float64.py.
 """
 
 import numpy as np
-from numba import cuda, int32, uint32
+from numba import int32, uint32
 
-from ...ptx import bar, ld_st, memory
+from ...ptx import bar, ld_st, local, memory
 from ..score.stage import exponent_unit
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
@@ -28,7 +28,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
         if double:
             memory.store_v2_f64(to, values, 0)
         else:
-            words = cuda.local.array(4, uint32)
+            words = local.array(4, uint32)
             for j in range(4):
                 words[j] = values[j].view(np.uint32)
             memory.store_v4(to, words, 0)
@@ -36,7 +36,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     @inlined
     def write_row_in_order(acc, r, lane, target, row_at, column_stride, columns_left):
         """As write_row."""
-        values = cuda.local.array(2, real)
+        values = local.array(2, real)
         first_column = int32((lane & 3) * 2)
         to = memory.address(target, row_at + first_column * column_stride)
         for n in range(blocks):
@@ -54,7 +54,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     @inlined
     def write_row(acc, r, lane, target, row_at, column_stride, columns_left):
         """Row r of the lane's, to the row that begins at element row_at of target."""
-        values = cuda.local.array(chunk, real)
+        values = local.array(chunk, real)
         first_column = int32((lane & 3) * (2 * chunk))
         to = memory.address(target, row_at + first_column * column_stride)
         for panel in range(blocks // chunk):

@@ -7,9 +7,9 @@ A thread hands its numbers to the same thread of the other block, into its share
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda, float64, int32, uint32
+from numba import float64, int32, uint32
 
-from ...ptx import bar, cluster, ld_st, mbarrier, special
+from ...ptx import bar, cluster, ld_st, local, mbarrier, special
 from ..steps.inlined import inlined
 from .backward_dq_parts import bits_of_f64
 
@@ -37,7 +37,7 @@ def make(config, count):
         elected = thread & int32(31) == 0
         full, place = int32(bars + 8 * (thread >> int32(5))), int32(at + (thread & int32(31)) * 16)
         to, arrived = cluster.place_in(place, other), cluster.place_in(full, other)
-        words, pair = cuda.local.array(4, uint32), cuda.local.array(2, float64)
+        words, pair = local.array(4, uint32), local.array(2, float64)
         for n in range(count // 2):
             pair[0], pair[1] = acc[2 * n], acc[2 * n + 1]
             bits_of_f64(pair, words)

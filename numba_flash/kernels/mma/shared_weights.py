@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int32
+from numba import float32, float64, int32
 
-from ...ptx import ld_st, ldmatrix
+from ...ptx import ld_st, ldmatrix, local
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 
@@ -74,7 +74,7 @@ def make(pitch, strips, double):
 
     @inlined
     def put_f64(x, y, at):
-        values = cuda.local.array(2, float64)
+        values = local.array(2, float64)
         values[0], values[1] = x, y
         store_v2_f64(at, values, 0)
 

@@ -26,7 +26,7 @@ class FragmentFunctions(NamedTuple):
     ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
 
 
-class Place(NamedTuple):
+class LaneScores(NamedTuple):
     """Where the scores of a lane lie."""
 
     b: Any
@@ -54,28 +54,25 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def all_visible(at, arrays, strides):
         return True
 
-    def applying(placed: bool) -> Any:
-        value = user.make(config, "score_mod", placed=placed) if has_score_mod else unchanged
-        visible = user.make(config, "mask_mod", placed=placed) if has_mask_mod else all_visible
+    value = user.make(config, "score_mod", placed=True) if has_score_mod else unchanged
+    visible = user.make(config, "mask_mod", placed=True) if has_mask_mod else all_visible
 
-        @inlined
-        def applied(product, at, asks, arrays, strides, score):
-            seen = True
-            if has_mask_mod:
-                if asks:
-                    seen = visible(at, arrays, strides)
-            if has_score_mod:
-                if seen:
-                    product = value(product * score.scale, at, arrays, strides)
-            return product, seen
-
-        return applied
-
-    applied, applied_alone = applying(placed=True), applying(placed=False)
+    @inlined
+    def applied(product, at, asks, arrays, strides, score):
+        seen = True
+        if has_mask_mod:
+            if asks:
+                seen = visible(at, arrays, strides)
+        if has_score_mod:
+            if seen:
+                product = value(product * score.scale, at, arrays, strides)
+        return product, seen
 
     @inlined
     def apply_alone(product, at, arrays, strides, score):
-        return applied_alone(product, at, TRUE, arrays, strides, score)
+        head, query, key = int32(at.h), int32(at.q_index), int32(at.k_index)  # as in a tile, so compiled once
+        placed = Placed(at.b, head, query, key, at.q_pos, at.q_pos - at.k_index)
+        return applied(product, placed, TRUE, arrays, strides, score)
 
     @inlined
     def block(n, acc_s, mask_bits, place, inside, asks, arrays, strides, score):
@@ -107,7 +104,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def place_of(j, b, h, first_row, lane, tile_pos, queries_left):
         first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
         last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
-        return Place(b, h, first, last, first_key, tile_pos, ahead)
+        return LaneScores(b, h, first, last, first_key, tile_pos, ahead)
 
     @inlined
     def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):

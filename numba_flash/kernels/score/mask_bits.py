@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, memory, shfl, special
+from ...ptx import bits, local, memory, shfl, special
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -96,7 +96,7 @@ def make(config):
     @inlined
     def read_words(seen, column, piece, place):
         """seen[x] bit 2 * r + i <- whether row r sees column + 2 * x + i. Columns past the end are not read."""
-        words = cuda.local.array(8, uint32)
+        words = local.array(8, uint32)
         rows, at = piece.rows if column < piece.columns else uint32(0), place + int64(column)
         for x in range(2):  # first each for 8 rows: two columns in the low half of a word, two in the high half
             for r in range(8):
@@ -113,7 +113,7 @@ def make(config):
     @inlined
     def read_rows(seen, column, piece, place):
         """Likewise, with the rows of a column in 16 bytes."""
-        words = cuda.local.array(16, uint32)
+        words = local.array(16, uint32)
         if (place | piece.column_stride) & 15 == 0 and piece.rows == ALL_ROWS:
             for k in range(4):
                 at = place + int64(column + k) * piece.column_stride
@@ -183,7 +183,7 @@ def make(config):
         row_words = int64(groups) << 2
         to = int64(block_index()) * (PIECE * row_words + ENDS)
         ends = cuda.shared.array(ends_of_warps, int32)
-        seen = cuda.local.array(2, uint32)
+        seen = local.array(2, uint32)
         every_row = EVERY_SECOND >> uint32(32 - 2 * count(piece.rows))
         first, end = int32(columns), int32(0)
         # Of the warp's columns: the first that all rows see, the next that some do not, and the first of those.

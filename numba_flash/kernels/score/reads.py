@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float64, int32, int64, uint32, uint64
+from numba import float64, int32, int64, uint32, uint64
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cvt, memory, special, vote
+from ...ptx import cvt, local, memory, special, vote
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
@@ -219,7 +219,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         """-> (first, end, first, end) over all pieces that hold these rows, of `heads` heads from h on. Only columns of
         the first range are shown in any of the rows; all columns of the second are shown in all of them. In 32 bits,
         because wgmma's scheduler, the caller, has few registers."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         bits, by = bits_of(arrays, strides)
         first, end, whole_first, whole_end = int32(most), int32(0), int32(0), int32(most)
         piece = int32(first_row) >> 4

@@ -12,6 +12,7 @@ from numba import config as numba_config
 from numba import cuda, int64
 
 from ...config.forward import ITEM_SIZE
+from ...ptx import local
 from ..steps.inlined import inlined
 
 
@@ -109,7 +110,7 @@ def _compiled_recorded(config: Any) -> Any:
 
     @inlined
     def owed(s, at, read, arrays, strides, sizes):
-        state = cuda.local.array(reads, int64)  # in registers
+        state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
         y = call(*((number(s),) + where(at) + tables(arrays, strides, sizes, state)))
         return result(y), slope(y), state[2], state[0]

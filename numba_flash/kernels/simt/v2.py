@@ -17,7 +17,7 @@ import math
 
 from numba import cuda
 
-from ...ptx import shared
+from ...ptx import local, shared
 from ..score import At, positions, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, tiles
@@ -69,9 +69,9 @@ def make(config):
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
-        s_part = cuda.local.array(keys_at_once, compute)  # (keys_at_once,)
-        o_part = cuda.local.array(columns, compute)  # (columns,)
-        o_k = cuda.local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
+        s_part = local.array(keys_at_once, compute)  # (keys_at_once,)
+        o_part = local.array(columns, compute)  # (columns,)
+        o_k = local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
         # line 2: load Q_i; behind the strides: how many rows exist, this thread, and how many threads there are
         first_row = i * tile_m

@@ -8,7 +8,7 @@ Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes 
 
 from numba import cuda, int64
 
-from ...ptx import shared
+from ...ptx import local, shared
 from ..score import At, around_score_mod, owed, positions, user
 from ..score.owed import Run
 from ..steps import ds_rows, elements, tiles
@@ -65,10 +65,10 @@ def make(config):
         own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         run = Run(
-            cuda.local.array(1, int64),
-            cuda.local.array(words, int64),
-            cuda.local.array(2, compute),
-            cuda.local.array(1, int64),
+            local.array(1, int64),
+            local.array(words, int64),
+            local.array(2, compute),
+            local.array(1, int64),
         )
         start(run)
 

@@ -12,7 +12,7 @@ memory. One thread per query row.
 
 from numba import cuda
 
-from ...ptx import shared
+from ...ptx import local, shared
 from ..score import positions
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
@@ -63,7 +63,7 @@ def make(config):
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
-        sums = cuda.local.array(width, compute)  # (width,): of this thread's rows, in registers
+        sums = local.array(width, compute)  # (width,): of this thread's rows, in registers
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         for y in range(width):

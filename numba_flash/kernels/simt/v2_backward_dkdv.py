@@ -16,7 +16,7 @@ lengths: threads past the last key take part in loads and barriers and store not
 
 from numba import cuda
 
-from ...ptx import shared
+from ...ptx import local, shared
 from .. import score
 from ..score import At, positions, tile_walk, weights
 from ..steps import elements, rows, tiles
@@ -64,8 +64,8 @@ def make(config):
         do_smem = shared.pointer(smem, qdo_at + tile_m * width)
         weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
         derivative_smem = shared.pointer(smem, derivative_at)  # (tile_n, s_row)
-        products = cuda.local.array(at_once, compute)  # (at_once,)
-        acc = cuda.local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
+        products = local.array(at_once, compute)  # (at_once,)
+        acc = local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
         # line 1: load K_j, V_j
         k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)

@@ -11,7 +11,7 @@ lengths: threads past the last query take part in loads and barriers and store n
 
 from numba import cuda
 
-from ...ptx import shared
+from ...ptx import local, shared
 from ..score import positions, tile_walk
 from ..steps import ds_rows, elements, rows, tiles
 from ..steps.ds_rows import Row, RowTiles
@@ -55,7 +55,7 @@ def make(config):
         k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
         v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
         ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
-        dq_k = cuda.local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
+        dq_k = local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
 
         # listing 8, line 1: load Q_i, dO_i
         q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)

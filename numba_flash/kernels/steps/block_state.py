@@ -5,9 +5,9 @@ alone take as long as a third of the products of a small tile (H200). Reading a 
 costs nothing.
 """
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
-from ...ptx import ld_st
+from ...ptx import ld_st, local
 from .inlined import inlined
 
 SIZE = 16  # bytes of a note
@@ -27,7 +27,7 @@ def put(address, x, y):
 @inlined
 def get(address):
     """-> the two int64 that `put` stored there."""
-    four = cuda.local.array(4, uint32)
+    four = local.array(4, uint32)
     load_v4(four, 0, address)
     return int64(four[0]) | int64(four[1]) << 32, int64(four[2]) | int64(four[3]) << 32
 

@@ -2,8 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from numba import cuda
-
+from ...ptx import local
 from ..score import At, by_head, weights
 from ..score import make as make_score
 from . import elements, rows
@@ -58,8 +57,8 @@ def make(config, of_product, products_at=0):
         Returns the tile's share of the gradient of an option that is one number for each head (Stage.by_head): the sum
         of dS times the score's derivative by that number.
         """
-        s_part = cuda.local.array(at_once, compute)  # (at_once,)
-        dp_part = cuda.local.array(at_once, compute)  # (at_once,)
+        s_part = local.array(at_once, compute)  # (at_once,)
+        dp_part = local.array(at_once, compute)  # (at_once,)
         share = compute(0)
         for y in range(0, tile_n, at_once):
             dot_k(s_part, tiles.q, tiles.q_at, tiles.k, y * k_row)  # S = Q K^T

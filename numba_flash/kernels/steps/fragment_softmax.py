@@ -12,9 +12,9 @@ float16 or float32. Then almost no tile changes m, so lanes exchange nothing and
 idea of FlashAttention-4).
 """
 
-from numba import cuda, uint32
+from numba import uint32
 
-from ...ptx import cvt, vote
+from ...ptx import cvt, local, vote
 from ..score import sum_terms
 from ..score.fragments import exponential_of
 from ..score.stage import exponent_unit
@@ -98,7 +98,7 @@ def make_shifted(config, strips, shifted):
 
         -> whether some alpha of the warp is not 1.
         """
-        top = cuda.local.array(rows, real)
+        top = local.array(rows, real)
         tops(acc_s, top)
         for r in range(rows):
             top[r] = in_units(top[r], factor)

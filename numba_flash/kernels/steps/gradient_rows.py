@@ -6,9 +6,9 @@ last product these warps may store their gradient there, and no other warp has t
 
 import functools
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import bar, cvt, ld_st, memory, shfl
+from ...ptx import bar, cvt, ld_st, local, memory, shfl
 from .inlined import inlined
 from .plain import first_column_of, first_row_of, panel_offset
 
@@ -60,7 +60,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
     @inlined
     def store_wide(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
         # Eight lanes for each row and panel. As in steps/output_rows.py, loads are adjacent, and so are stores.
-        words = cuda.local.array(word_count, uint32)
+        words = local.array(word_count, uint32)
         column = int32((lane & 7) << 3)
         for step in range(warp_rows // 4):
             in_warp = int32((lane >> 3) + 4 * step)

@@ -10,10 +10,10 @@ of the last one that do not exist have +inf and 0.
 import math
 
 import numpy as np
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cp_async, ld_st, memory
+from ...ptx import cp_async, ld_st, local, memory
 from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
@@ -137,7 +137,7 @@ def starter(config, strips, blocks):
     def start_dp(acc_dp, rows_smem, lane, score):
         """acc_dp <- -delta of each column, so that the product gives dP - delta. Where weights drop, finish_dp scales
         it later."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
             for strip in range(strips):
@@ -157,7 +157,7 @@ def finisher(config, strips, blocks):
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, lane, score):
         """acc_dp <- dP times how often its weight counts, minus delta."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         for n in range(blocks // 2):
             ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
             for strip in range(strips):

@@ -1,8 +1,8 @@
 """Stores rows of O from shared to global memory, 16 bytes for each lane if the output allows it."""
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
-from ...ptx import ld_st, memory
+from ...ptx import ld_st, local, memory
 from .inlined import inlined
 from .plain import panel_offset
 
@@ -32,7 +32,7 @@ def make(config, warp_rows, columns, own_place=False):
     def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
         # Eight lanes for each row and panel. Independent instructions are adjacent: a warp that wrote one piece after
         # the other would take as long as two key tiles.
-        words = cuda.local.array(word_count, uint32)
+        words = local.array(word_count, uint32)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         # The last panel may reach past this part; those columns belong to the next part.
         columns_left = int32(min(head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)

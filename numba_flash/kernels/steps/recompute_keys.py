@@ -6,8 +6,9 @@ the key, and 0 * NaN is NaN. Such a row is computed here, query by query, withou
 
 import math
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
+from ...ptx import local
 from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
@@ -34,8 +35,8 @@ def make(config, of_dk, of_dv):
     def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of the tile at
         first_key."""
-        row_dk = cuda.local.array(parts, real)
-        row_dv = cuda.local.array(parts_v, real)
+        row_dk = local.array(parts, real)
+        row_dv = local.array(parts_v, real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))

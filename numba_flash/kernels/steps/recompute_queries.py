@@ -2,8 +2,9 @@
 
 import math
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
+from ...ptx import local
 from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
@@ -28,7 +29,7 @@ def make(config):
     def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
-        row_dq = cuda.local.array(parts, real)
+        row_dq = local.array(parts, real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))

@@ -8,9 +8,9 @@ marks rows of O that are not finite. They are computed here, key by key, without
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import float32, int32, int64
 
-from ...ptx import ld_st, shfl
+from ...ptx import ld_st, local, shfl
 from ..score import At, at_scores, counts, fragment_functions, fragments
 from ..score.stage import FragmentAt
 from . import elements
@@ -42,7 +42,7 @@ def make(config, warp_rows):
         columns_left = int32(
             min(head_dim_v - first_column, head_dim_v_padded)
         )  # the next row states belong to another block
-        row_o = cuda.local.array(columns, float32)
+        row_o = local.array(columns, float32)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
             note = row_states + row * row_state_bytes

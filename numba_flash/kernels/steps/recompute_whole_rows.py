@@ -10,9 +10,9 @@ down by a power of 2, so that l is at most 1. Then no sum is larger than the lar
 
 import math
 
-from numba import cuda, int32, int64
+from numba import int32, int64
 
-from ...ptx import ld_st
+from ...ptx import ld_st, local
 from ..score import At, at_scores, counts, fragment_functions, fragments, sum_terms
 from ..score.stage import FragmentAt, exponent_unit
 from . import elements, numbers
@@ -51,7 +51,7 @@ def make(config, warp_rows):
         columns_left = int32(
             min(head_dim_v - first_column, head_dim_v_padded)
         )  # the next row states belong to another block
-        row_o = cuda.local.array(columns, real)
+        row_o = local.array(columns, real)
         for row in range(first_row, first_row + warp_rows):
             query, head = row // group, tile.h + row % group
             if query < queries_left and load_b32(row_states + row * row_state_bytes) != 0:

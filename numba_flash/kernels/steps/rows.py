@@ -1,7 +1,6 @@
 """Products of a thread's own row with a tile in shared memory that all threads read at the same addresses."""
 
-from numba import cuda
-
+from ...ptx import local
 from .inlined import inlined
 
 # Rows of tiles are padded with zeros to a multiple of DEPTH, so that no step needs a test.
@@ -41,7 +40,7 @@ def adder(row, tile_rows, dtype, compute):
 
         A weight of 0 adds nothing, even times NaN or Inf.
         """
-        part = cuda.local.array(columns, compute)  # (columns,)
+        part = local.array(columns, compute)  # (columns,)
         for x0 in range(0, row, columns):
             for x in range(columns):
                 part[x] = compute(0)  # a sum of its own: short sums round less than one long one

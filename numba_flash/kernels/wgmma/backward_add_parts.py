@@ -12,7 +12,7 @@ dv_sums likewise. dk and dv are contiguous.
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import griddepcontrol, memory, shared, special
+from ...ptx import griddepcontrol, local, memory, shared, special
 from ..score import positions
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -36,7 +36,7 @@ def make(config):
         @inlined
         def add(acc, sums, first_part, parts, tiles, tile, thread):
             """acc (blocks, 4) <- the sum of all parts of the tile."""
-            four = cuda.local.array(4, uint32)
+            four = local.array(4, uint32)
             for part in range(parts):
                 at = ((int64(first_part + part) * tiles + tile) * (padded // 8) * 128 + thread) * 4
                 for block in range(blocks):
@@ -52,8 +52,8 @@ def make(config):
     def add_parts(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
         base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
-        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v / 8, 4)
+        acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
+        acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
         thread, block = thread_index(), block_index()
         own_tiles = divide(int32(sizes.seqlen_k) + int32(63), 64)
         head_of_all = divide(block, own_tiles)

@@ -31,7 +31,7 @@ what wgmma_backward_add_parts reads.
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, local, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..steps.inlined import FALSE, TRUE, inlined
 from . import backward_key_work, backward_keys, backward_query_walk, backward_scores, backward_state
 from .backward_scores import Own
@@ -75,19 +75,19 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 keys of the block's tile."""
-        acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        mask_bits = cuda.local.array(mask_words, uint32)
-        distance = cuda.local.array(2, float32)
+        acc_s = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dp = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
+        p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        mask_bits = local.array(mask_words, uint32)
+        distance = local.array(2, float32)
         own = Own(
-            cuda.local.array(bits_words, uint32),
-            cuda.local.array(shown_words, uint32),
-            cuda.local.array(kept_words, uint32),
-            cuda.local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
+            local.array(bits_words, uint32),
+            local.array(shown_words, uint32),
+            local.array(kept_words, uint32),
+            local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
         )
         me = int32(warpgroup - 1)  # index of the consumer
         elected = thread_index() & int32(31) == 0

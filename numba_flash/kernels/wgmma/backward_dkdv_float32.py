@@ -18,7 +18,7 @@ of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; d
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import memory, setmaxnreg, shared, shfl, special
+from ...ptx import local, memory, setmaxnreg, shared, shfl, special
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -93,17 +93,17 @@ def make(config):
     def consume_first(base, arrays, strides, sizes, score):
         """S and P of all query tiles, and dV."""
         held = Held(
-            cuda.local.array(s_count, float32),
-            cuda.local.array(other_count, float32),
-            cuda.local.array(mask_words, uint32),
-            cuda.local.array(distance_count, float32),
-            cuda.local.array(bias_words, bias_type),
-            cuda.local.array(bits_words, uint32),
+            local.array(s_count, float32),
+            local.array(other_count, float32),
+            local.array(mask_words, uint32),
+            local.array(distance_count, float32),
+            local.array(bias_words, bias_type),
+            local.array(bits_words, uint32),
         )
-        lse = cuda.local.array(query_count, float32)  # (tile_m / 8, 2)
-        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = cuda.local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
-        even, odd = cuda.local.array(dv_even, float32), cuda.local.array(dv_odd, float32)
+        lse = local.array(query_count, float32)  # (tile_m / 8, 2)
+        acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
+        p_frag = local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        even, odd = local.array(dv_even, float32), local.array(dv_odd, float32)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
         start(held)
@@ -126,11 +126,11 @@ def make(config):
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
         """dP and dS of all query tiles, and dK."""
-        acc_dp, other = cuda.local.array(s_count, float32), cuda.local.array(other_count, float32)  # (tile_m / 8, 4)
-        delta = cuda.local.array(query_count, float32)  # (tile_m / 8, 2)
-        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
-        even, odd = cuda.local.array(dk_even, float32), cuda.local.array(dk_odd, float32)
+        acc_dp, other = local.array(s_count, float32), local.array(other_count, float32)  # (tile_m / 8, 4)
+        delta = local.array(query_count, float32)  # (tile_m / 8, 2)
+        acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        ds_frag = local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        even, odd = local.array(dk_even, float32), local.array(dk_odd, float32)
         for x in range(dk_count):
             acc_dk[x] = float32(0)
         next_turn(SECOND)  # the first consumer has the first turn

@@ -21,7 +21,7 @@ import math
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
@@ -178,7 +178,7 @@ def make(config):
     @inlined
     def zero_tail(base, rows, thread):
         """All consumers set rows of the first K to 0, from `rows` on. They may hold NaN, and 0 * NaN is NaN."""
-        zeros = cuda.local.array(4, uint32)
+        zeros = local.array(4, uint32)
         for x in range(4):
             zeros[x] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
@@ -228,7 +228,7 @@ def make(config):
     @inlined
     def to_score_gradients(acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, masked):
         """ds_frag <- dS in 16 bits."""
-        ds = cuda.local.array(2, float32)
+        ds = local.array(2, float32)
         for n in range(blocks):
             for r in range(2):
                 for x in range(2):
@@ -253,14 +253,14 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 queries of the block's tile."""
-        acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_dp = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_dq = cuda.local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (tile_n / 8, 2)
-        mask_bits = cuda.local.array(mask_words, uint32)
-        distance = cuda.local.array(2, float32)
-        lse_log2 = cuda.local.array(2, float32)
-        minus_delta = cuda.local.array(2, float32)
+        acc_s = local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_dp = local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_dq = local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
+        ds_frag = local.array(frag_count, uint32)  # (tile_n / 8, 2)
+        mask_bits = local.array(mask_words, uint32)
+        distance = local.array(2, float32)
+        lse_log2 = local.array(2, float32)
+        minus_delta = local.array(2, float32)
         me = int32(warpgroup - 1)  # index of the consumer
         elected = thread_index() & int32(31) == 0
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
@@ -275,10 +275,10 @@ def make(config):
         for r in range(2):
             distance[r] = float32(0)
         own = Own(
-            cuda.local.array(bits_words, uint32),
-            cuda.local.array(shown_words, uint32),
-            cuda.local.array(kept_words, uint32),
-            cuda.local.array(bias_words, uint32),  # (2, tile_n / 8, 2), in 16 bits two in one
+            local.array(bits_words, uint32),
+            local.array(shown_words, uint32),
+            local.array(kept_words, uint32),
+            local.array(bias_words, uint32),  # (2, tile_n / 8, 2), in 16 bits two in one
         )
         term = float32(0)
         if has_row_term:

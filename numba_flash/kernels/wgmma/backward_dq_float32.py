@@ -14,7 +14,7 @@ of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; d
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import setmaxnreg, shared, shfl, special
+from ...ptx import local, setmaxnreg, shared, shfl, special
 from ..score import fragments
 from ..steps import lse_delta
 from ..steps import recompute_queries as recompute
@@ -83,14 +83,14 @@ def make(config):
     def consume_first(base, arrays, strides, sizes, score):
         """S and P of all key tiles."""
         held = Held(
-            cuda.local.array(s_count, float32),
-            cuda.local.array(other_count, float32),
-            cuda.local.array(mask_words, uint32),
-            cuda.local.array(distance_count, float32),
-            cuda.local.array(bias_words, bias_type),
-            cuda.local.array(bits_words, uint32),
+            local.array(s_count, float32),
+            local.array(other_count, float32),
+            local.array(mask_words, uint32),
+            local.array(distance_count, float32),
+            local.array(bias_words, bias_type),
+            local.array(bits_words, uint32),
         )
-        lse, delta = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        lse, delta = local.array(2, float32), local.array(2, float32)
         start(held)
         load_q(base, FIRST, arrays, strides, sizes)
         load_rows(lse, delta, base, arrays, sizes)
@@ -104,11 +104,11 @@ def make(config):
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
         """dP and dS of all key tiles, and dQ."""
-        acc_dp, other = cuda.local.array(s_count, float32), cuda.local.array(other_count, float32)  # (tile_n / 8, 4)
-        lse, delta = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        acc_dq = cuda.local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (3, tile_n / 8, 2)
-        even, odd = cuda.local.array(dq_even, float32), cuda.local.array(dq_odd, float32)
+        acc_dp, other = local.array(s_count, float32), local.array(other_count, float32)  # (tile_n / 8, 4)
+        lse, delta = local.array(2, float32), local.array(2, float32)
+        acc_dq = local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
+        ds_frag = local.array(frag_count, uint32)  # (3, tile_n / 8, 2)
+        even, odd = local.array(dq_even, float32), local.array(dq_odd, float32)
         for x in range(dq_count):
             acc_dq[x] = float32(0)
         next_turn(SECOND)  # the first consumer has the first turn

@@ -47,6 +47,7 @@ from ...ptx import (
     fence,
     griddepcontrol,
     ld_st,
+    local,
     mbarrier,
     setmaxnreg,
     shared,
@@ -135,7 +136,7 @@ def make(config):
     @inlined
     def zero_tail(base, rows, thread):
         """All consumers: rows of K from `rows` on = 0. There may be NaN, and in dS K 0 * NaN is NaN."""
-        zeros = cuda.local.array(4, uint32)
+        zeros = local.array(4, uint32)
         for x in range(4):
             zeros[x] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
@@ -167,7 +168,7 @@ def make(config):
     @inlined
     def store_dq(base, acc_dq, me, n):
         """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         own = dq_stage_of(n) * 2 + me
         wait(base + at.dq_empty + 8 * own, dq_phase_of(n) ^ 1)
         place = base + plan.dq + own * part_bytes + (thread_index() & int32(127)) * 16
@@ -191,7 +192,7 @@ def make(config):
     def own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score):
         """consume for a warpgroup whose keys are all past the last one: its dS is 0, and its part of dQ is made of the
         other's. -> n"""
-        before, zeros = n, cuda.local.array(4, uint32)
+        before, zeros = n, local.array(4, uint32)
         for x in range(4):
             zeros[x] = uint32(0)
         for stage in range(2):
@@ -219,16 +220,16 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
-        acc_s = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dp = cuda.local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dk = cuda.local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
-        acc_dv = cuda.local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
+        acc_s = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dp = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
+        acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
-        p_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        ds_frag = cuda.local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        mask_bits = cuda.local.array(mask_words, uint32)
-        kept = cuda.local.array(kept_words, uint32)  # which weights count (kernels/score/counts.py)
-        distance = cuda.local.array(2, float32)
+        p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        mask_bits = local.array(mask_words, uint32)
+        kept = local.array(kept_words, uint32)  # which weights count (kernels/score/counts.py)
+        distance = local.array(2, float32)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))

@@ -7,9 +7,9 @@ with config.both_ways the word STEP gives the direction.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import cvt, fence, griddepcontrol, ld_st, mbarrier, memory, special, tma, wgmma
+from ...ptx import cvt, fence, griddepcontrol, ld_st, local, mbarrier, memory, special, tma, wgmma
 from ..score import counts, fragments
 from ..score.stage import LOG2_E
 from ..steps import lse_delta
@@ -234,7 +234,7 @@ def make(config):
     @inlined
     def preload(acc, place, factor):
         """acc (tile_m / 8, 4) <- factor * a number of each query; the columns are queries."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         for pair in range(blocks // 2):
             load_v4(four, 0, place + pair * 128)
             for half in range(2):
@@ -330,8 +330,8 @@ def make(config):
             """
             if varies and of_dk:
                 return
-            four = cuda.local.array(4, uint32)
-            p = cuda.local.array(2, float32)
+            four = local.array(4, uint32)
+            p = local.array(2, float32)
             place = lse_and_delta + ((thread_index() & int32(3)) << 4)
             for pair in range(first, end):
                 if not lse_first:
@@ -359,13 +359,13 @@ def make(config):
     ):
         """ds_frag <- dS^T in 16 bits, p_frag <- P^T. P^T is rounded only here, so that fewer registers are live at a
         time."""
-        four = cuda.local.array(4, uint32)
-        p = cuda.local.array(2, float32)
-        ds = cuda.local.array(2, float32)
+        four = local.array(4, uint32)
+        p = local.array(2, float32)
+        ds = local.array(2, float32)
         place = lse_and_delta + ((thread_index() & int32(3)) << 4)
         for pair in range(blocks // 2):
             if varies:
-                lse = cuda.local.array(4, uint32)
+                lse = local.array(4, uint32)
                 load_v4(lse, 0, place + pair * 128)
             if not delta_first:
                 load_v4(four, 0, place + pair * 128 + 64)
@@ -424,7 +424,7 @@ def make(config):
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
         """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         tiles, thread = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), thread_index() - 128
         all_parts = int64(word(own, BATCH) * head_parts_of(sizes) + word(own, PART))
         tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))

@@ -9,9 +9,9 @@ reports that a tile is there; at `empty` ones the consumers release it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
-from ...ptx import bar, fence, mbarrier, memory, special
+from ...ptx import bar, fence, local, mbarrier, memory, special
 from ..steps.inlined import inlined
 from ..steps.tiles import row_base
 from . import backward_state, parts
@@ -126,8 +126,8 @@ def make(config):
 
     @inlined
     def produce(base, arrays, strides, sizes):
-        raw = cuda.local.array(raw_words, uint32)
-        two = cuda.local.array(2, uint32)
+        raw = local.array(raw_words, uint32)
+        two = local.array(2, uint32)
         array_a, of_a = (arrays.q, strides.q) if of_keys else (arrays.k, strides.k)
         array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
         step, steps = first_step(base), steps_of(base)
@@ -149,7 +149,7 @@ def make(config):
     @inlined
     def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, sizes):
         """Splits the rows of an own tile that exist into parts; writes zeros past them."""
-        two = cuda.local.array(2, uint32)
+        two = local.array(2, uint32)
         source, rows_left = own_source_of(base, array, of_array, sizes)
         for first_row in range(0, own_rows, LOADED_ROWS):
             fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(first_row), rows_left, own_thread())
@@ -159,13 +159,13 @@ def make(config):
 
     @inlined
     def load_own_a(base, me, arrays, strides, sizes):
-        raw = cuda.local.array(own_a_words, uint32)
+        raw = local.array(own_a_words, uint32)
         array, of_array = (arrays.k, strides.k) if of_keys else (arrays.q, strides.q)
         load_own(base, me, raw, fetch_own_a, store_own_a, int32(base + plan.own_a), array, of_array, sizes)
 
     @inlined
     def load_own_b(base, me, arrays, strides, sizes):
-        raw = cuda.local.array(own_b_words, uint32)
+        raw = local.array(own_b_words, uint32)
         array, of_array = (arrays.v, strides.v) if of_keys else (arrays.do, strides.do)
         load_own(base, me, raw, fetch_own_b, store_own_b, int32(base + plan.own_b), array, of_array, sizes)
 

@@ -11,7 +11,7 @@ are in the layout of the registers: a thread reads what one thread wrote. dq is 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import griddepcontrol, memory, shared, special
+from ...ptx import griddepcontrol, local, memory, shared, special
 from ..score import fragments, positions
 from ..steps import gradient_rows
 from ..steps import recompute_queries as recompute
@@ -50,8 +50,8 @@ def make(config):
     def round_dq(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
         tile_at = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
-        acc_dq = cuda.local.array(dq_count, float32)  # (head_dim / 8, 4)
-        four = cuda.local.array(4, uint32)
+        acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
+        four = local.array(4, uint32)
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = thread_index(), block_index()
         tiles = divide(int32(seqlen_q) + int32(63), 64)

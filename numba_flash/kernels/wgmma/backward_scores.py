@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import cvt, ld_st, special, vote
+from ...ptx import cvt, ld_st, local, special, vote
 from ..score import Placed, counts, fragments, gradient_functions, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
@@ -164,9 +164,9 @@ def make(config, of_keys):
 
         @inlined
         def of_pair(pair, acc_s, p_frag, lse, bias, own, term, distance, place, arrays, strides, score):
-            four = cuda.local.array(4, uint32)
-            p = cuda.local.array(4, float32)
-            biased = cuda.local.array(4, uint32)
+            four = local.array(4, uint32)
+            p = local.array(4, float32)
+            biased = local.array(4, uint32)
             if of_keys:
                 load_v4(four, 0, lse + pair * 128)
             if boxed:
@@ -225,9 +225,9 @@ def make(config, of_keys):
     def gradients(inside):
         @inlined
         def of_tile(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score):
-            four = cuda.local.array(4, uint32)
-            ds = cuda.local.array(2, float32)
-            p = cuda.local.array(2, float32)
+            four = local.array(4, uint32)
+            ds = local.array(2, float32)
+            p = local.array(2, float32)
             for pair in range(pairs):
                 if of_keys:
                     load_v4(four, 0, minus_delta + pair * 128 + 64)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import bar, ld_st, mbarrier
+from ...ptx import bar, ld_st, local, mbarrier
 from ..score import fragments
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt, exponent_unit
@@ -141,7 +141,7 @@ def make(config):
     def weigh(weights, held, lse, term, score, masked):
         """acc_s <- P; weights <- P times the derivative of the score, for the second consumer. masked, a constant: some
         row does not see some column."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         for n in range(blocks):
             for r in range(2):
                 for x in range(2):
@@ -189,7 +189,7 @@ def make(config):
     @inlined
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
         """The second consumer: dP of a tile, and dS in its place. delta: as lse."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         n = step.n
         await_b(base, n)
         my_turn(SECOND)

@@ -6,9 +6,9 @@ at the end of the block, when registers are free.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import bar, ld_st, special, vote
+from ...ptx import bar, ld_st, local, special, vote
 from ..score import fragments
 from ..steps import elements, gradient_rows
 from ..steps import recompute_queries as recompute
@@ -65,7 +65,7 @@ def make(config):
         if key_tiles == 1:
             write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         thread = thread_index() & int32(127)
         # Each warp has a quarter of the place, in which the numbers of a thread lie side by side.
         warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes

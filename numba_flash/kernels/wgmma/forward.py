@@ -27,10 +27,10 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persis
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, one_side, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..score.stage import LOG2_E, exponent_unit
+from ..score.stage import exponent_unit
 from ..steps import fragment_outputs, fragment_softmax, output_rows
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -39,6 +39,8 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
 from . import barriers, producer, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from .forward_state import Consumer, Registers, Rows
+from .tile_scores import KeyTile, ScoreRegisters
 from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
@@ -54,8 +56,8 @@ def make(config):
     o_blocks = head_dim_v_padded // 8
     all_consumers = 128 * consumers
     ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
-    scores_finished = config.scores_finished
-    write_lse, o_place, o_columns = config.write_lse, config.o_place, config.o_columns
+    write_lse, o_columns, o_staged = config.write_lse, config.o_columns, config.o_place != ""
+    o_in_q = config.o_place == "q"
     o_parts, o_bytes = -(-head_dim_v_padded // o_columns), 32 * o_columns  # of a warp's rows that are staged at a time
     padded = config.has("seqlens_k")  # V may hold anything after the valid keys
 
@@ -88,28 +90,26 @@ def make(config):
     set_up, schedule, produce, produce_bias = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
-    read, has_mask = score_reads.make(config, 1), config.has("mask")
+    read = score_reads.make(config, 1)
     bias_words, bits_words = read.bias_words, read.bits_words
     reads, sides = read.reads, one_side.make(config)
     one_sided, inverse_scale_of, linear_ends, _, _ = sides
-    of_scores = tile_scores.make(config, sides)
-    find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
-    bias_boxes = config.bias_boxes
-    has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
-    has_states, behind, asks_in = walk.present, walk.behind, walk.asks
+    load_for_scores, find_bits, side_of, finish_scores = tile_scores.make(config, sides)
+    bias_boxes, walk = config.bias_boxes, tile_walk.make(config, whole_warp=True)
+    has_states, next_with_keys, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, one_sided)
-    kept_words, find_kept, drop_some, count_kept = counting(config)
+    drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = fragment_softmax.in_16_bits(config, 1)
-    store_rows = output_rows.make(config, 16, o_columns, o_place == "own")
+    store_rows = output_rows.make(config, 16, o_columns, config.o_place == "own")
     o_words, stage_rows, write_rows = fragment_outputs.make(config)
     recompute_rows = recompute.make(config, 16)
-    log2_e, to_natural = float32(LOG2_E), float32(1 / exponent_unit(config))
+    to_natural = float32(1 / exponent_unit(config))
 
     @inlined
     def zero_tail(base, stage, rows, thread):
         """All consumers: V's rows from `rows` on = 0. Behind the valid keys there may be NaN, and 0 * NaN is NaN."""
-        zeros = cuda.local.array(4, uint32)
+        zeros = local.array(4, uint32)
         for i in range(4):
             zeros[i] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
@@ -162,13 +162,13 @@ def make(config):
             bar_arrive(following + 1, pair)
 
     @inlined
-    def issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, n):
+    def issue_products(base, consumer, q_desc, registers, n):
         """S of the n-th tile of keys and P . V of the one before."""
         wait_for_k(base, n)
-        pingpong_wait(me)
-        issue_scores(base, q_desc, acc_s, n)
-        issue_outputs(base, acc_o, p_frag, int32(n - 1))
-        pingpong_arrive(following)
+        pingpong_wait(consumer.me)
+        issue_scores(base, q_desc, registers.scores.acc_s, n)
+        issue_outputs(base, registers.acc_o, registers.p_frag, int32(n - 1))
+        pingpong_arrive(consumer.following)
 
     @inlined
     def consumer_release(base, empty_at, n, elected):
@@ -181,49 +181,133 @@ def make(config):
             arrive_if(empty, elected)
 
     @inlined
-    def done_with_scores(base, elected, last, n, seen):
-        """The n-th K is given back; and Q with the query tile's last, unless O is to lie there."""
-        consumer_release(base, K_EMPTY, n, elected)
-        if o_place != "q":
-            arrive_if(base + Q_EMPTY + 8 * buffer_of(seen), elected & last)
+    def done_with_scores(base, elected, tile, rows):
+        """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
+        consumer_release(base, K_EMPTY, tile.n, elected)
+        if not o_in_q:
+            arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected & (tile.j == rows.begin))
 
     @inlined
-    def scores_are_there(base, elected, acc_s, last, n, seen):
-        """Wait for S, with P . V behind it."""
-        wait_but_one()
+    def prepare(tile, rows, registers, arrays, sizes):
+        """What the softmax of a tile needs besides S. It runs beside products. -> on which side the tile is"""
+        find_bits(tile, registers.scores, sizes)
+        side = int32(0)
+        if one_sided:
+            side = side_of(tile.j, rows.before, rows.behind, registers.scores, registers.shift)
+        if drops:
+            find_kept(tile.j, rows.work_tile, registers.kept, arrays, sizes)
+        return side
+
+    @inlined
+    def weigh(base, tile, rows, side, registers, arrays, strides, sizes, score):
+        """acc_s <- P of a tile whose S is there. -> whether a maximum moved"""
+        scores = registers.scores
+        factor = finish_scores(base, tile, scores, side, rows.inverse_scale, arrays, strides, sizes, score)
+        moved = softmax(scores.acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
+        if drops:
+            drop_some(scores.acc_s, registers.kept)
+        return moved
+
+    @inlined
+    def next_tile(j, rows, arrays, strides):
+        """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
+        following = int32(next_with_keys(rows.states, j, rows.begin, arrays, strides) if has_states else j - 1)
+        return following, asks_in(rows.states, max(following, rows.begin), arrays, strides)
+
+    @inlined
+    def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
+        """S and P of a tile of keys, and beside them P . V of the tile before. -> next_tile"""
+        acc_s, acc_o = registers.scores.acc_s, registers.acc_o
+        if reads:
+            load_for_scores(tile, registers.scores, arrays, strides, sizes)
+        issue_products(base, consumer, rows.q_desc, registers, tile.n)
+        side = prepare(tile, rows, registers, arrays, sizes)
+        following = next_tile(tile.j, rows, arrays, strides)  # read beside products, too
+        wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
-        done_with_scores(base, elected, last, n, seen)
-
-    @inlined
-    def weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, n):
-        """P of a tile, whose softmax ran beside P . V, and O with the new maximum. V is given back."""
+        done_with_scores(base, consumer.elected, tile, rows)
+        moved = weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         wait_all()
         pin_o(acc_o)
-        consumer_release(base, V_EMPTY, int32(n - 1), elected)
-        to_p(acc_s, p_frag)
-        rescale(acc_o, alpha, moved)
+        consumer_release(base, V_EMPTY, int32(tile.n - 1), consumer.elected)
+        to_p(acc_s, registers.p_frag)
+        rescale(acc_o, registers.alpha, moved)
+        return following
+
+    @inlined
+    def write_tile(base, rows, registers, words, arrays, strides, sizes, score):
+        """Writes O and lse of the warp's rows."""
+        tile, acc_o = tile_of(rows.work_tile), registers.acc_o
+        first_row, lane = rows_of_lane()
+        lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
+        inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
+        finish(registers.m, registers.l, inverse_l, lse)
+        if drops:
+            count_kept(inverse_l, score)
+        some_nonfinite = uint32(0)
+        nonfinite = registers.m  # the same registers: NaN where a number of the row is NaN or Inf
+        for r in range(2):
+            even, odd = float32(0), float32(0)
+            for n in range(o_blocks):
+                even += acc_o[4 * n + 2 * r] * float32(0)
+                odd += acc_o[4 * n + 2 * r + 1] * float32(0)
+            nonfinite[r] = even + odd
+        for r in range(2):
+            nonfinite[r] += bfly(nonfinite[r], 1)
+        for r in range(2):
+            nonfinite[r] += bfly(nonfinite[r], 2)
+        for r in range(2):
+            row = lane_row + 8 * r
+            query = divide(row, group)
+            flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
+            some_nonfinite |= flag
+            if lane & 3 == 0:
+                store_shared(base + row_states_at + row * row_state_bytes, flag)
+                store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
+                if write_lse and tile.first_query + query < sizes.seqlen_q:
+                    head = tile.b * sizes.heads + tile.h + row - query * group
+                    arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
+        if o_in_q:
+            o_smem = base + buffer_of(rows.seen) * q_bytes
+        else:
+            o_smem = base + o_at + (first_row >> 4) * o_bytes
+        if o_staged:
+            # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
+            # hardware does it; PTX does not say so.
+            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
+            if o_in_q:
+                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+            warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
+            store_rows(first_row, lane, o_smem, base + row_states_at, tile, arrays, strides, sizes)
+            if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
+                warp_sync()  # all lanes have read the first part
+                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
+                warp_sync()
+                second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
+                store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
+        else:
+            warp_sync()  # the states of a warp's rows are there for all of its lanes
+            flags = base + row_states_at
+            write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
+        if any_lane(some_nonfinite) != 0:
+            work_tile = rows.work_tile
+            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
+            recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
-        acc_s = cuda.local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_o = cuda.local.array(o_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = cuda.local.array(p_count, uint32)  # (tile_n / 8, 2)
-        m = cuda.local.array(2, float32)
-        l = cuda.local.array(2, float32)
-        alpha = cuda.local.array(2, float32)
-        terms = cuda.local.array(2, float32)
-        distance = cuda.local.array(2, float32)
-        shift = cuda.local.array(2, float32)  # of the rows' scores (kernels/score/one_side.py)
-        mask_bits = cuda.local.array(mask_words, uint32)  # of a masked tile
-        shown_bits = cuda.local.array(bits_words, uint32)  # by the mask that was given
-        kept = cuda.local.array(kept_words, uint32)  # which weights count
-        loaded = cuda.local.array(bias_words, uint32)  # (2, tile_n / 8, 2), in 16 bits two in one
-        words = cuda.local.array(o_words, uint32)
-        factor = score.scale * log2_e
-        me = int32(warpgroup - 1)  # which of the consumers
-        following = int32(0) if me == consumers - 1 else int32(me + 1)
+        acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
+        m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
+        terms, distance, shift = local.array(2, float32), local.array(2, float32), local.array(2, float32)
+        loaded, mask_bits = local.array(bias_words, uint32), local.array(mask_words, uint32)
+        p_frag, kept = local.array(p_count, uint32), local.array(kept_words, uint32)
+        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(bits_words, uint32), terms, distance)
+        registers = Registers(scores, acc_o, p_frag, m, l, alpha, shift, kept)
+        words = local.array(o_words, uint32)  # of O, on their way
+        me = int32(warpgroup - 1)
         elected = thread_index() & int32(31) == 0
+        consumer = Consumer(me, int32(0) if me == consumers - 1 else int32(me + 1), elected)
         q_desc = describe_k(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
         seen = int32(0)  # query tiles so far
@@ -237,14 +321,12 @@ def make(config):
         wait_for_k(base, taken)
         pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, taken)
-        pingpong_arrive(following)
+        pingpong_arrive(consumer.following)
         while word(work_tile_of(base, seen) + WORK) != 0:
             work_tile = work_tile_of(base, seen)
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
-            masked = j >= cut or j < free
             states = word(work_tile + STATES) if has_states else int32(0)
-            asks = asks_in(states, j, arrays, strides)
             # All that needs no score comes before they do.
             start(m, l)
             for i in range(o_count):
@@ -255,29 +337,25 @@ def make(config):
                     first_row, lane = rows_of_lane()
                     row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
                     terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
-            inverse_scale, side, before, after = float32(0), int32(0), int32(0), int32(0)
+            inverse_scale, before, behind = float32(0), int32(0), int32(0)
             if one_sided:
                 inverse_scale = inverse_scale_of(terms, score)
-                before, after = linear_ends(position(work_tile), rows_of_lane()[0], inverse_scale)
+                before, behind = linear_ends(position(work_tile), rows_of_lane()[0], inverse_scale)
             for i in range(mask_words):
                 mask_bits[i] = uint32(0)
+            rows = Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
+
+            # P of the first tile, whose S is issued already.
+            masked, asks = j >= cut or j < free, asks_in(states, j, arrays, strides)
+            tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             if reads:
-                load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
-            if scores_finished or has_mask or masked or has_score_mod or asks:
-                find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
-                side = side_of(j, before, after, terms, distance, shift)
-            find_kept(j, work_tile, kept, arrays, sizes)
+                load_for_scores(tile, scores, arrays, strides, sizes)
+            side = prepare(tile, rows, registers, arrays, sizes)
+            following, asks = next_tile(j, rows, arrays, strides)
             wait_all()
             pin_s(acc_s)
-            done_with_scores(base, elected, j == begin, taken, seen)
-            if scores_finished or has_mask or masked or has_score_mod or asks:
-                if has_score_mod or asks:
-                    apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
-                if scores_finished:
-                    factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
-                hide_scores(acc_s, mask_bits)
-            softmax(acc_s, m, l, alpha, factor, shift)
-            drop_some(acc_s, kept)
+            done_with_scores(base, elected, tile, rows)
+            weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
             to_p(acc_s, p_frag)
             if padded:
                 stage = stage_of(taken)
@@ -285,51 +363,18 @@ def make(config):
                 keys = word(work_tile + KEYS)
                 if keys < (j + 1) * tile_n:
                     zero_tail(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
-            taken = int32(taken + 1)
-            j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+            taken, j = int32(taken + 1), following
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
-                    asks = asks_in(states, j, arrays, strides)
-                    if reads:
-                        load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE)
-                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
-                    side = side_of(j, before, after, terms, distance, shift)
-                    find_kept(j, work_tile, kept, arrays, sizes)
-                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
-                    if has_score_mod or asks:
-                        apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
-                    if scores_finished:
-                        factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
-                    hide_scores(acc_s, mask_bits)
-                    moved = softmax(acc_s, m, l, alpha, factor, shift)
-                    drop_some(acc_s, kept)
-                    weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
+                    tile = KeyTile(j, taken, work_tile, FALSE, TRUE, asks)
+                    j, asks = step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
                     taken = int32(taken + 1)
-                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
                 while j >= free and j < cut:
-                    asks = asks_in(states, j, arrays, strides)
-                    if reads:
-                        load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, TRUE)
-                    issue_products(base, me, following, q_desc, acc_s, acc_o, p_frag, taken)
-                    if scores_finished or has_score_mod or asks:
-                        find_visible(j, work_tile, sizes, mask_bits, distance)
-                        side = side_of(j, before, after, terms, distance, shift)
-                    find_kept(j, work_tile, kept, arrays, sizes)
-                    scores_are_there(base, elected, acc_s, j == begin, taken, seen)
-                    if has_score_mod or asks:
-                        apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
-                    if scores_finished:
-                        factor = finish_scores(base, acc_s, terms, distance, loaded, taken, side, inverse_scale, score)
-                    if has_score_mod or asks:
-                        hide_scores(acc_s, mask_bits)
-                    moved = softmax(acc_s, m, l, alpha, factor, shift)
-                    drop_some(acc_s, kept)
-                    weights(base, elected, acc_s, acc_o, p_frag, alpha, moved, taken)
+                    tile = KeyTile(j, taken, work_tile, TRUE, FALSE, asks)
+                    j, asks = step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
                     taken = int32(taken + 1)
-                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
 
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
@@ -341,7 +386,7 @@ def make(config):
             wait_for_q(base, seen)
             wait_for_k(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
-            pingpong_arrive(following)
+            pingpong_arrive(consumer.following)
             if has_term:  # read beside the products, into registers that are free by now
                 first_row, lane = rows_of_lane()
                 lane_row = first_row + first_row_of(lane)
@@ -350,64 +395,11 @@ def make(config):
             pin_o(acc_o)
             consumer_release(base, V_EMPTY, int32(taken - 1), elected)
 
-            tile = tile_of(work_tile)
-            first_row, lane = rows_of_lane()
-            lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
-            inverse_l, lse = alpha, distance  # the same registers, free by now
-            finish(m, l, inverse_l, lse)
-            count_kept(inverse_l, score)
-            some_nonfinite = uint32(0)
-            nonfinite = m  # the same registers: NaN where a number of the row is NaN or Inf
-            for r in range(2):
-                even, odd = float32(0), float32(0)
-                for n in range(o_blocks):
-                    even += acc_o[4 * n + 2 * r] * float32(0)
-                    odd += acc_o[4 * n + 2 * r + 1] * float32(0)
-                nonfinite[r] = even + odd
-            for r in range(2):
-                nonfinite[r] += bfly(nonfinite[r], 1)
-            for r in range(2):
-                nonfinite[r] += bfly(nonfinite[r], 2)
-            for r in range(2):
-                row = lane_row + 8 * r
-                query = divide(row, group)
-                flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
-                some_nonfinite |= flag
-                if lane & 3 == 0:
-                    store_shared(base + row_states_at + row * row_state_bytes, flag)
-                    store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
-                    if write_lse and tile.first_query + query < sizes.seqlen_q:
-                        head = tile.b * sizes.heads + tile.h + row - query * group
-                        arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
-            if o_place == "q":
-                o_smem = base + buffer_of(int32(seen - 1)) * q_bytes
-            else:
-                o_smem = base + o_at + (first_row >> 4) * o_bytes
-            if o_place:
-                # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
-                # hardware does it; PTX does not say so.
-                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
-                if o_place == "q":
-                    fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-                warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
-                store_rows(first_row, lane, o_smem, base + row_states_at, tile, arrays, strides, sizes)
-                if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
-                    warp_sync()  # all lanes have read the first part
-                    stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
-                    warp_sync()
-                    second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
-                    store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
-            else:
-                warp_sync()  # the states of a warp's rows are there for all of its lanes
-                states = base + row_states_at
-                write_rows(lane_row, lane_column, lane, states, acc_o, inverse_l, words, tile, arrays, strides, sizes)
-            if any_lane(some_nonfinite) != 0:
-                tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-                recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
+            write_tile(base, rows, registers, words, arrays, strides, sizes, score)
             warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
-            if o_place == "q":
-                arrive_if(base + Q_EMPTY + 8 * buffer_of(int32(seen - 1)), lane == 0)
-            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(int32(seen - 1)), lane == 0)
+            if o_in_q:
+                arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected)
+            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(rows.seen), elected)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do

@@ -20,10 +20,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from ...ptx import bar, fence, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..score.stage import LOG2_E
 from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
@@ -31,6 +30,7 @@ from ..steps.query_tile import TileKeys
 from ..steps.tiles import row_base
 from . import barriers, parts, query_tiles, rows_float32, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from .tile_scores import KeyTile, ScoreRegisters
 from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
@@ -73,7 +73,7 @@ def multipliers(config):
 def make(config):
     tile_m, tile_n, consumers, stages = config.tile_m, config.tile_n, config.consumers, config.stages
     head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
-    alignment, scores_finished = config.ALIGNMENT, config.scores_finished
+    alignment = config.ALIGNMENT
     _, k_at, v_at, row_states_at, _, _ = config.shared_offsets()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
@@ -109,17 +109,15 @@ def make(config):
     read = score_reads.make(config, 1)
     reads, bias_type = read.reads, read.bias_type
     bias_words, bits_words = read.bias_words, read.bits_words
-    of_scores = tile_scores.make(config, None)
-    find_visible, find_shown, _, load_for_scores, finish_scores, hide_scores, apply, apply_inside = of_scores
-    has_score_mod, walk = config.has("score_mod"), tile_walk.make(config, whole_warp=True)
+    load_for_scores, find_bits, _, finish_scores = tile_scores.make(config, None)
+    walk = tile_walk.make(config, whole_warp=True)
     has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
     start, softmax, finish = fragment_softmax.make(config, 1)
-    kept_words, find_kept, drop_some, count_kept = counting(config)
+    drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
     write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
-    log2_e = float32(LOG2_E)
 
     # The producer.
 
@@ -158,8 +156,8 @@ def make(config):
     def produce(base, counter, arrays, strides, sizes):
         """The producer warpgroup: takes query tiles, and writes the parts of K and V in the order in which consumers
         need them."""
-        raw = cuda.local.array(raw_words, uint32)
-        two = cuda.local.array(2, uint32)
+        raw = local.array(raw_words, uint32)
+        two = local.array(2, uint32)
         n, i, t = int32(0), int32(0), int64(special.block_index())  # number of K and V tiles and query tiles so far
         thread = special.thread_index()
         if thread == 0:
@@ -209,8 +207,8 @@ def make(config):
     @inlined
     def load_q(base, me, work_tile, arrays, strides, sizes):
         """Splits the warpgroup's 64 rows of Q into parts."""
-        raw = cuda.local.array(q_words, uint32)
-        two = cuda.local.array(2, uint32)
+        raw = local.array(q_words, uint32)
+        two = local.array(2, uint32)
         thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
         source = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, int64(tile.first_query)))
@@ -250,9 +248,9 @@ def make(config):
     @inlined
     def scores(base, me, n, acc_s):
         """S of the block's n-th key tile."""
-        part_1 = cuda.local.array(s_count, float32)
-        part_2 = cuda.local.array(s_count, float32)
-        part_3 = cuda.local.array(s_count, float32)
+        part_1 = local.array(s_count, float32)
+        part_2 = local.array(s_count, float32)
+        part_3 = local.array(s_count, float32)
         stage = stage_of(n)
         mbarrier.wait(base + K_FULL + 8 * stage, phase_of(n))
         my_turn(me)
@@ -306,7 +304,7 @@ def make(config):
     @inlined
     def outputs(base, me, n, acc_o, p_frag):
         """acc_o += P . V of the n-th key tile: one panel is added while the next is computed."""
-        even, odd = cuda.local.array(panel_count, float32), cuda.local.array(panel_count, float32)
+        even, odd = local.array(panel_count, float32), local.array(panel_count, float32)
         stage = stage_of(n)
         mbarrier.wait(base + V_FULL + 8 * stage, phase_of(n))
         my_turn(me)
@@ -323,34 +321,24 @@ def make(config):
         mbarrier.arrive_if(base + V_EMPTY + 8 * stage, elected())
 
     @inlined
-    def step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, masked):
-        """One key tile, the block's n-th: S, softmax, O. asks: mask_mod removes some of it. masked, a constant: some
-        row does not see some key."""
+    def step(base, me, tile, registers, row, arrays, strides, sizes, score):
+        """One KeyTile: S, softmax, O."""
         acc_s, acc_o, p_frag, loaded = registers
         m, l, alpha, terms, distance, mask_bits, shown_bits = row
+        of_scores = ScoreRegisters(acc_s, loaded, mask_bits, shown_bits, terms, distance)
         if reads:
-            load_for_scores(j, work_tile, loaded, shown_bits, arrays, strides, sizes, FALSE if masked else TRUE)
-        scores(base, me, n, acc_s)
-        if masked:
-            find_shown(j, work_tile, sizes, mask_bits, shown_bits, distance)
-        elif scores_finished or has_score_mod or asks:
-            find_visible(j, work_tile, sizes, mask_bits, distance)
-        if masked or has_score_mod or asks:
-            if masked:
-                apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
-            else:
-                apply_inside(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score)
-        if scores_finished:
-            finish_scores(base, acc_s, terms, distance, loaded, n, int32(0), float32(0), score)
-        if masked or has_score_mod or asks:
-            hide_scores(acc_s, mask_bits)
-        moved = softmax(acc_s, m, l, alpha, score.scale * log2_e)
-        kept = cuda.local.array(kept_words, uint32)
-        find_kept(j, work_tile, kept, arrays, sizes)
-        drop_some(acc_s, kept)
+            load_for_scores(tile, of_scores, arrays, strides, sizes)
+        scores(base, me, tile.n, acc_s)
+        find_bits(tile, of_scores, sizes)
+        factor = finish_scores(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
+        moved = softmax(acc_s, m, l, alpha, factor)
+        if drops:
+            kept = local.array(kept_words, uint32)
+            find_kept(tile.j, tile.work_tile, kept, arrays, sizes)
+            drop_some(acc_s, kept)
         to_p(acc_s, p_frag)
         rescale(acc_o, alpha, moved)
-        outputs(base, me, n, acc_o, p_frag)
+        outputs(base, me, tile.n, acc_o, p_frag)
 
     @inlined
     def write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score):
@@ -362,7 +350,8 @@ def make(config):
         if has_term:
             load_terms(lse, tile.b, tile.h, first_row + first_row_of(lane), arrays, strides)
         finish(m, l, inverse_l, lse)
-        count_kept(inverse_l, score)
+        if drops:
+            count_kept(inverse_l, score)
         row_states = base + row_states_at
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
@@ -374,19 +363,19 @@ def make(config):
     def consume(base, me, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
         registers = (
-            cuda.local.array(s_count, float32),  # acc_s (tile_n / 8, 4)
-            cuda.local.array(o_count, float32),  # acc_o (head_dim_v_padded / 8, 4)
-            cuda.local.array(p_count, uint32),  # p_frag (3, tile_n / 8, 2)
-            cuda.local.array(bias_words, bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
+            local.array(s_count, float32),  # acc_s (tile_n / 8, 4)
+            local.array(o_count, float32),  # acc_o (head_dim_v_padded / 8, 4)
+            local.array(p_count, uint32),  # p_frag (3, tile_n / 8, 2)
+            local.array(bias_words, bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
         )
         row = (
-            cuda.local.array(2, float32),  # m
-            cuda.local.array(2, float32),  # l
-            cuda.local.array(2, float32),  # alpha
-            cuda.local.array(2, float32),  # terms
-            cuda.local.array(2, float32),  # distance
-            cuda.local.array(mask_words, uint32),  # mask_bits
-            cuda.local.array(bits_words, uint32),  # shown_bits, of the caller's mask
+            local.array(2, float32),  # m
+            local.array(2, float32),  # l
+            local.array(2, float32),  # alpha
+            local.array(2, float32),  # terms
+            local.array(2, float32),  # distance
+            local.array(mask_words, uint32),  # mask_bits
+            local.array(bits_words, uint32),  # shown_bits, of the caller's mask
         )
         acc_o, terms, mask_bits = registers[1], row[3], row[5]
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
@@ -414,13 +403,13 @@ def make(config):
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
-                    asks = asks_in(states, j, arrays, strides)
-                    step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, TRUE)
+                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, asks_in(states, j, arrays, strides))
+                    step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
                 while j >= free and j < cut:
-                    asks = asks_in(states, j, arrays, strides)
-                    step(base, me, work_tile, j, n, registers, row, arrays, strides, sizes, score, asks, FALSE)
+                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, asks_in(states, j, arrays, strides))
+                    step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
             write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)

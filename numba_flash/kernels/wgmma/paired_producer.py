@@ -4,9 +4,9 @@ block's half of the columns, panel by panel.
 A panel takes the place of the other kind of tile's panel of the step before.
 """
 
-from numba import cuda, int32, int64, uint32
+from numba import int32, int64, uint32
 
-from ...ptx import bar, cluster, fence, mbarrier
+from ...ptx import bar, cluster, fence, local, mbarrier
 from ..steps.inlined import inlined
 from . import paired_tiles, parts
 from .backward_producer_float32 import Producer, hand_over, own_thread, sources, walk
@@ -52,8 +52,8 @@ def make(config):
 
     @inlined
     def produce(base, arrays, strides, sizes):
-        raw, second = cuda.local.array(raw_words, uint32), cuda.local.array(raw_words, uint32)  # of each panel
-        two = cuda.local.array(2, uint32)
+        raw, second = local.array(raw_words, uint32), local.array(raw_words, uint32)  # of each panel
+        two = local.array(2, uint32)
         array_a, of_a = (arrays.q, strides.q) if of_keys else (arrays.k, strides.k)
         array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
         step, steps = first_step(base), steps_of(base)
@@ -91,7 +91,7 @@ def make(config):
 
         @inlined
         def load(base, me, arrays, strides, sizes):
-            raw, two = cuda.local.array(words, uint32), cuda.local.array(2, uint32)
+            raw, two = local.array(words, uint32), local.array(2, uint32)
             array, of_array = of_own(arrays, strides)
             source, rows_left = own_source_of(base, array, of_array, sizes)
             fetch(raw, source, 4 * of_array[2], rows_left, own_thread())

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import bar, cluster, ld_st, mbarrier
+from ...ptx import bar, cluster, ld_st, local, mbarrier
 from ..steps.inlined import inlined
 from .backward_producer_float32 import elected, own_thread
 
@@ -35,7 +35,7 @@ def make(config, scores_at, full, empty):
 
     @inlined
     def give(acc, base, n):
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         other = cluster.rank() ^ 1
         place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(int32(base + full), other)
         mbarrier.wait(base + empty, (n & 1) ^ 1)
@@ -46,7 +46,7 @@ def make(config, scores_at, full, empty):
 
     @inlined
     def take(acc, base, n):
-        four, place = cuda.local.array(4, uint32), place_of(base)
+        four, place = local.array(4, uint32), place_of(base)
         mbarrier.arrive_expect_tx_if(base + full, blocks * 512, elected())
         mbarrier.wait(base + full, n & 1)
         for block in range(blocks):

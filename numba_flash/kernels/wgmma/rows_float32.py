@@ -2,9 +2,9 @@
 row."""
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import bar, ld_st, memory, shfl
+from ...ptx import bar, ld_st, local, memory, shfl
 from ..score.stage import exponent_unit
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -23,7 +23,7 @@ def row_writer(blocks, columns, vectorized):
     @inlined
     def write_row(acc, r, lane, target, row_at, column_stride):
         """Writes the lane's row r to the row that begins at element row_at of target."""
-        two = cuda.local.array(2, uint32)
+        two = local.array(2, uint32)
         first = int32(first_column_of(lane))
         to = memory.address(target, row_at + first * column_stride)
         for n in range(blocks):

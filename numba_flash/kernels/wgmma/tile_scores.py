@@ -1,8 +1,11 @@
 """What a consumer does with the scores of a key tile after their product: options, masks and the caller's functions."""
 
-from numba import cuda, float32, int32, uint32
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ...ptx import fence, mbarrier
+from numba import float32, int32, uint32
+
+from ...ptx import fence, local, mbarrier
 from ..score import fragment_functions, fragments, reads
 from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -11,11 +14,39 @@ from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
 
 
-def make(config, sides):
-    """sides: a OneSide; None if no tile may be linear.
+class KeyTile(NamedTuple):
+    """A tile of keys, for the query tile at work."""
 
-    -> (find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores, apply, apply_inside), device
-    functions. apply_inside: to a tile in which only mask_mod removes something."""
+    j: Any  # its number among the head's
+    n: Any  # its number among those that the block takes
+    work_tile: Any  # where the query tile is described
+    inside: Any  # a constant: every row sees every key, but for those that mask_mod removes
+    masked: Any  # otherwise: whether some row may not see some key
+    asks: Any  # whether mask_mod removes something
+
+
+class ScoreRegisters(NamedTuple):
+    """Local arrays of a lane."""
+
+    acc_s: Any  # (tile_n / 8, 4)
+    loaded: Any  # the bias (2, tile_n / 8, 2), in 16 bits two in one
+    mask_bits: Any  # which scores count
+    shown_bits: Any  # which ones the caller's mask shows
+    terms: Any  # (2,) the rows' slopes
+    distance: Any  # (2,) of the rows from the lane's first key
+
+
+class TileScores(NamedTuple):
+    """Device functions."""
+
+    load: Callable[..., Any]  # what the scores need from global memory
+    find_bits: Callable[..., Any]  # which scores count
+    side: Callable[..., Any]  # on which side of the queries a key tile lies
+    finish: Callable[..., Any]  # the scores
+
+
+def make(config, sides):
+    """sides: a OneSide; None if no tile may be linear. -> TileScores"""
     queries, read = config.queries, reads.make(config, 1)
     origin_of, load_direct, load_bits = read.origin, read.load_bias, read.load_bits
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
@@ -27,7 +58,9 @@ def make(config, sides):
     (*_, BIAS_FULL, BIAS_EMPTY), _ = barriers.make(config)
     stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
     wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
-    functions = fragment_functions.make(config)
+    functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
+    has_functions, apply_masked, apply_inside = functions.present, functions.apply, functions.apply_inside
+    scores_finished = config.scores_finished
     one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
 
@@ -51,18 +84,29 @@ def make(config, sides):
             hide(mask_bits, bits, TRUE)
 
     @inlined
-    def load_for_scores(j, work_tile, loaded, bits, arrays, strides, sizes, inside):
-        """Issues loads of what the scores of key tile j need from global memory, before their product is issued."""
+    def find_bits(tile, registers, sizes):
+        """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
+        if tile.inside:
+            if scores_finished or has_score_mod or tile.asks:
+                find_visible(tile.j, tile.work_tile, sizes, registers.mask_bits, registers.distance)
+        elif scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
+            bits = registers.shown_bits
+            find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
+
+    @inlined
+    def load(tile, registers, arrays, strides, sizes):
+        """Issues loads of what the scores need from global memory, before their product is issued."""
         first_row, lane = rows_of_lane()
-        origin = origin_of(word(work_tile + B), word(work_tile + H), word(work_tile + FIRST_QUERY), arrays, strides)
-        load_direct(loaded, j, origin, first_row, lane, strides, sizes, inside)
-        if not inside:  # inside, the mask hides nothing
-            load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
+        b, h, first_query = word(tile.work_tile + B), word(tile.work_tile + H), word(tile.work_tile + FIRST_QUERY)
+        origin = origin_of(b, h, first_query, arrays, strides)
+        load_direct(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
+        if not tile.inside:  # inside, the mask hides nothing
+            load_bits(registers.shown_bits, tile.j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
         """loaded (2, tile_n / 8) <- the bias of the n-th key tile, once TMA has loaded it."""
-        four = cuda.local.array(4, uint32)
+        four = local.array(4, uint32)
         first_row, lane = rows_of_lane()
         at = int32(stage_of(n) * consumers + (first_row >> 6))
         wait(base + BIAS_FULL + 8 * at, phase_of(n))
@@ -76,59 +120,57 @@ def make(config, sides):
         arrive(base + BIAS_EMPTY + 8 * at)
 
     @inlined
-    def side_of(j, before, behind, terms, distance, shift):
+    def side_of(j, before, behind, registers, shift):
         """On which side of the queries key tile j lies (one_side.py): 1, -1, or 0 for both. shift <- of its scores. Run
-        it during products, behind find_visible."""
+        it during products, after find_bits."""
         side = int32(0)
         if one_sided:
             side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
-            to_shift(terms, distance, side, shift)
+            to_shift(registers.terms, registers.distance, side, shift)
         return side
 
     @inlined
-    def finish_whole(base, acc_s, terms, distance, loaded, n, score):
-        """acc_s <- finished scores of the n-th key tile."""
-        if boxed:
-            load_bias(base, loaded, n)
-        finish(acc_s, terms, distance, loaded, score)
+    def apply(tile, registers, arrays, strides, sizes, score):
+        """Applies the caller's functions."""
+        first_row, lane = rows_of_lane()
+        own, at = tile_of(tile.work_tile), position(tile.work_tile)
+        left = int32(min(sizes.seqlen_q - own.first_query, queries))
+        s, bits = registers.acc_s, registers.mask_bits
+        if tile.inside:
+            apply_inside(s, bits, tile.j, own.b, own.h, first_row, lane, at, left, tile.asks, arrays, strides, score)
+        else:
+            apply_masked(s, bits, tile.j, own.b, own.h, first_row, lane, at, left, tile.asks, arrays, strides, score)
 
     @inlined
-    def finish_scores(base, acc_s, terms, distance, loaded, n, side, inverse_scale, score):
-        """Likewise; but scores of a tile on one side lack their shift and the factor that is returned."""
-        factor = float32(1)
-        if one_sided:
-            if side != 0:
-                to_linear(acc_s, terms, side, inverse_scale)
-                factor = score.scale * log2_e
-            else:
-                finish_whole(base, acc_s, terms, distance, loaded, n, score)
-        else:
-            finish_whole(base, acc_s, terms, distance, loaded, n, score)
+    def add_options(base, tile, registers, score):
+        """acc_s <- finished scores, but for what hides them."""
+        if boxed:
+            load_bias(base, registers.loaded, tile.n)
+        finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
+
+    @inlined
+    def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
+        """acc_s <- finished scores, -inf where a score does not count. Those of a tile on one side lack their shift.
+
+        -> the factor that the scores lack."""
+        factor = score.scale * log2_e
+        if tile.inside or scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
+            if has_functions:
+                if has_score_mod or tile.asks:
+                    apply(tile, registers, arrays, strides, sizes, score)
+            if one_sided:
+                if side != 0:
+                    to_linear(registers.acc_s, registers.terms, side, inverse_scale)
+                else:
+                    add_options(base, tile, registers, score)
+                    factor = float32(1)
+            elif scores_finished:
+                add_options(base, tile, registers, score)
+                factor = float32(1)
+            if not tile.inside or has_score_mod or tile.asks:
+                # In many of the tiles for which a mask is read it hides nothing.
+                if not has_mask or some_hidden(registers.mask_bits):
+                    mask_scores(registers.acc_s, registers.mask_bits)
         return factor
 
-    @inlined
-    def hide_scores(acc_s, mask_bits):
-        """acc_s <- -inf where mask_bits has no bit. In many of the tiles for which a mask is read it hides nothing."""
-        if not has_mask or some_hidden(mask_bits):
-            mask_scores(acc_s, mask_bits)
-
-    def applying(functions_on):
-        @inlined
-        def apply(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
-            """Applies the caller's functions to the scores of key tile j. asks: mask_mod removes some of them."""
-            first_row, lane = rows_of_lane()
-            tile = tile_of(work_tile)
-            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-            functions_on(
-                acc_s, mask_bits, j, tile.b, tile.h, first_row, lane, position(work_tile), queries_left, asks, arrays,
-                strides, score,
-            )  # fmt: skip
-
-        @inlined
-        def nothing(j, work_tile, acc_s, mask_bits, asks, arrays, strides, sizes, score):
-            pass
-
-        return apply if functions.present else nothing
-
-    made = find_visible, find_shown, side_of, load_for_scores, finish_scores, hide_scores
-    return (*made, applying(functions.apply), applying(functions.apply_inside))
+    return TileScores(load, find_bits, side_of, finish_scores)

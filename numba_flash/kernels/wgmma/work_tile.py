@@ -1,5 +1,8 @@
 """How a consumer reads a work tile, which the scheduler has written to shared memory (query_tiles.py)."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, shfl, special
@@ -38,30 +41,26 @@ def rows_of_lane():
     return (thread >> int32(5)) * 16, thread & int32(31)
 
 
+class Counting(NamedTuple):
+    """Which weights of a query tile count, and how often. Device functions, to be called if `drops`."""
+
+    drops: bool
+    words: int  # of `kept`
+    find: Callable[..., Any]
+    drop: Callable[..., Any]  # (acc_s, kept): P <- 0 if it does not count
+    scale: Callable[..., Any]  # (inverse_l, score): inverse_l <- with how often the others count
+
+
 def counting(config):
-    """-> (words, find_kept, drop_some, count_kept): which weights of a query tile count, and how often. The number of
-    words of `kept`, and device functions."""
     drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
     tile_n = config.tile_n
 
     @inlined
     def find_kept(j, work_tile, kept, arrays, sizes):
         """kept <- which weights of key tile j count. It needs no score."""
-        if drops:
-            first_row, lane = rows_of_lane()
-            b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
-            first_key = int32(j * tile_n + first_column_of(lane))
-            kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+        first_row, lane = rows_of_lane()
+        b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
+        first_key = int32(j * tile_n + first_column_of(lane))
+        kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
 
-    @inlined
-    def drop_some(acc_s, kept):
-        """P <- 0 if it does not count."""
-        if drops:
-            drop(acc_s, kept)
-
-    @inlined
-    def count_kept(inverse_l, score):
-        if drops:
-            scale(inverse_l, score)
-
-    return kept_words, find_kept, drop_some, count_kept
+    return Counting(drops, kept_words, find_kept, drop, scale)
