@@ -64,7 +64,7 @@ def compiling() -> Iterator[None]:
 def _remembering_signatures() -> Iterator[None]:
     """Numba looks up the signature of an operator once for each set of argument types, and not at each use.
 
-    Numba itself tries about ten candidates for each `+`, of which a kernel has hundreds: an eighth of its compile time.
+    Numba itself tries its candidates again for each `+`, of which a kernel has hundreds: an eighth of its compile time.
     The answer depends on nothing but the types. Types that are not determined yet, and functions as arguments, are
     looked up as ever.
     """

@@ -1,7 +1,8 @@
 """Arrays of one thread. If every index is a constant after unrolling, they lie in registers, otherwise in local memory.
 
-A pointer stands for such an array. `cuda.local.array` gives a Numba array, which is also passed as seven values, and
-checks each index for being negative: kernels took a tenth longer to compile. Indices are never checked here.
+A pointer stands for such an array. `cuda.local.array` gives a Numba array instead. A call passes that as seven values,
+and each signed index is checked for being negative: kernels took a tenth longer to compile. Indices are not checked
+here.
 """
 
 from llvmlite import ir

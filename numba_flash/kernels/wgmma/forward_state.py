@@ -12,7 +12,7 @@ class Consumer(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query tile at work."""
+    """A consumer's rows: those of the query tile at work."""
 
     work_tile: Any  # where it is described
     seen: Any  # how many the consumer has had before
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     states: Any  # where the states of its key tiles begin (kernels/score/tile_walk.py)
     before: Any  # the first key tile that is not on one side of the queries (kernels/score/one_side.py)
     behind: Any  # the first one that is again
-    inverse_scale: Any
+    inverse_scale: Any  # 1 / scale, or 0 if no tile may be linear
 
 
 class Registers(NamedTuple):

@@ -52,6 +52,7 @@ class Counting(NamedTuple):
 
 
 def counting(config):
+    """-> Counting, for tiles of config.tile_n keys."""
     drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
     tile_n = config.tile_n
 
