@@ -170,15 +170,9 @@ def _run(
 ) -> None:
     from numba.cuda.simulator import kernel as numba_kernel
 
-    @toolchain.cuda().jit
-    def quiet(*arguments: Any) -> None:
-        # Infinities are the kernels' business. NumPy's error state belongs to a thread or, since 2.0, to a context,
-        # which a greenlet has of its own: so each sets its own, and the launch has the same for those that share one.
-        with np.errstate(all="ignore"):
-            kernel(*arguments)  # inside a launch the simulator takes it for a device function
-
+    # Infinities are the kernels' business. Simulated threads have NumPy's error state from here (thread.py).
     with _instead_of_numbas(numba_kernel, memory, cluster), np.errstate(all="ignore"):
-        quiet[blocks, threads, 0, shared_bytes](*arguments)
+        kernel[blocks, threads, 0, shared_bytes](*arguments)
 
 
 @contextlib.contextmanager
@@ -262,12 +256,20 @@ def _numbers() -> dict[int, Any]:
 
 
 def _converter(kind: Any) -> Any:
-    """What a call of NumPy's type gives, in half of the time; as a dtype it is that type."""
+    """What a call of NumPy's type gives, in a quarter of the time; as a dtype it is that type."""
     room = np.empty(1, kind)
+    is_real = issubclass(kind, np.floating)
+    least, most = (-1024, 8192) if is_real else (np.iinfo(kind).min, np.iinfo(kind).max)
+    small = {x: kind(x) for x in range(max(least, -1024), min(most, 8192))}  # nearly all that kernels convert
 
     def convert(x: Any) -> Any:
         if type(x) is kind:
             return x
+        if not is_real or type(x) is int:  # -0.0 would be found as 0
+            try:
+                return small[x]
+            except KeyError:
+                pass
         try:
             room[0] = x
         except OverflowError:  # a call wraps NumPy's numbers around, and not Python's

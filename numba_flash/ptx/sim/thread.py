@@ -6,10 +6,12 @@ Python's. So a launch that anybody traces takes these, and so does one without t
 simulated threads is the same on both.
 """
 
+import contextvars
 import sys
 import threading
 from collections import deque
 
+import numpy as np
 from numba.cuda.simulator import kernel as numba_kernel
 from numba.cuda.simulator.kernelapi import Dim3
 
@@ -84,6 +86,7 @@ class OnGreenlet(Thread):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self._greenlet = greenlet.greenlet(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()  # NumPy 2 has its error state there
 
     def _run(self):
         self._greenlet.parent.switch()  # in run_all; Python counts how deep calls are from where a greenlet starts
@@ -126,7 +129,8 @@ class OnThread(Thread, threading.Thread):
 
     def run(self):
         self._turn.acquire()
-        following = self.whole()
+        with np.errstate(all="ignore"):
+            following = self.whole()
         (self._all_ended if following is None else following._turn).release()
 
     @staticmethod
