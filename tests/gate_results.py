@@ -137,17 +137,20 @@ def reached_from(module):
     return found
 
 
+@functools.cache
 def imported_by(module):
-    path = path_of(module)
+    """Names of modules, and of what is in them."""
+    path, found = path_of(module), []
     package = f"numba_flash.{module}" if path.name == "__init__.py" else f"numba_flash.{module}".rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             base = base.partition(".")[2]
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return found
 
 
+@functools.cache
 def path_of(module):
     """Its file, or None where there is no such module: a name that is imported from one."""
     folder = PACKAGE / module.replace(".", "/")
