@@ -80,10 +80,10 @@ class Rung:
         every = testing.gradients_of(case)
         return tuple(name for name in every if not self.tensor or name != "dalibi_slopes")
 
-    def check(self, case, given=None, **options):
+    def check(self, case, given=None, wanted=None, **options):
         case.options |= options
         given = given or incoming(case)
-        gradients = self(case, given)
+        gradients = self(case, given, wanted)
         testing.check_gradients(case, gradients, *given, self.kernel)
         return gradients
 

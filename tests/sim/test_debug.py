@@ -100,12 +100,11 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel, seqlen=24, wide=False, head_dim=4, dtype=np.float32, **options):
-    """All kernels of a backward; those on tensor cores have fewer gradients."""
+def differentiate(kernel, seqlen=24, wide=False, head_dim=4, dtype=np.float32, wanted=("dq", "dk", "dv"), **options):
+    """The kernels of a backward; those on tensor cores have fewer gradients."""
     given = [np.tile(x, head_dim // 4).astype(dtype) for x in (q, k, v)] if kernel == "v2" or wide else half
     arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", given, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
-    wanted = ("dq", "dk", "dv")
     if kernel == "v2":
         arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
         wanted += ("dbias", "dalibi_slopes")
@@ -231,10 +230,10 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", seqlen=22, wide=True, dtype=np.float64)
         elif kernel.endswith("_wide"):
             differentiate("mma", wide=True)
-        elif kernel in ("wgmma_dkdv_float32", "wgmma_dq_float32"):
-            differentiate("wgmma", wide=True)
-        elif kernel in ("wgmma_dkdv_paired", "wgmma_dq_paired"):
-            differentiate("wgmma", wide=True, head_dim=136)
+        elif kernel.startswith("wgmma_d"):
+            wide, paired = kernel.endswith(("_float32", "_paired")), kernel.endswith("_paired")
+            wanted = ("dq",) if "_dq" in kernel else ("dk",)
+            differentiate("wgmma", wide=wide, head_dim=136 if paired else 4, wanted=wanted)
         elif "daux" in kernel:
             aux = (np.ones(1, np.float32),)
             differentiate("mma" if "mma" in kernel else "v2", score_mod=lambda s, b, h, i, j, x: s * x[0], aux=aux)

@@ -1,15 +1,27 @@
 """Dropout on the GPU kernels, simulated."""
 
+import functools
+from unittest import mock
+
 import contract
 import contract_backward
 import pytest
 from contract_dropout import *  # noqa: F403
 
 from numba_flash import testing
+from numba_flash.kernels.score import counts
 from numba_flash.select import rungs
 
 TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=40)
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+
+
+@pytest.fixture(autouse=True, scope="module")
+def words_are_remembered():
+    """The words of a counter are computed once. In Python they take a millisecond, and kernels compute them often."""
+    words = functools.cache(counts.random_words.fn)
+    with mock.patch.object(counts, "random_words", words):
+        yield
 
 
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])

@@ -48,18 +48,19 @@ def stages(case):
     return numba_flash.explain(**case.arguments(), kernel="wgmma").config.bias_stages
 
 
-# Tiles are of 32 queries and 64 keys, and of 64 queries and 32 keys: some lie past the end of 40 and 72.
+# Tiles are of 32 queries and 64 keys, and of 64 queries and 32 keys: some lie past the end of 20, 40 and 72.
 SHAPES = {
     "whole": (2, 2, 40, 72),
-    "of all": (40, 72),
-    "of each entry": (2, 1, 40, 72),
-    "of each head": (2, 40, 72),
+    "of all": (20, 72),
+    "of each entry": (2, 1, 20, 72),
+    "of each head": (2, 20, 72),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_broadcast(rung, forward, shape):
-    case = rung.problem(40, 72, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(*SHAPES[shape]))
+    seqlens = SHAPES[shape][-2:]
+    case = rung.problem(*seqlens, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(*SHAPES[shape]))
     assert in_boxes(case)
     rung.check(case)
     forward.check(case)
@@ -73,20 +74,20 @@ def test_heads_of_a_group(rung):
 
 def strided(how):
     if how == "rows that are longer":
-        return random_bias(2, 40, 96)[:, :, 8:80], True
+        return random_bias(2, 20, 96)[:, :, 8:80], True
     if how == "heads inside":
-        return random_bias(40, 2, 72).swapaxes(0, 1), True
+        return random_bias(20, 2, 72).swapaxes(0, 1), True
     if how == "keys not side by side":
-        return random_bias(2, 72, 40).swapaxes(1, 2), False
+        return random_bias(2, 72, 20).swapaxes(1, 2), False
     if how == "rows not by 16 bytes":
-        return random_bias(2, 40, 76)[:, :, :72], False
+        return random_bias(2, 20, 76)[:, :, :72], False
     if how == "begins between":
-        return random_bias(2, 40, 96)[:, :, 4:76], False
+        return random_bias(2, 20, 96)[:, :, 4:76], False
     if how == "from the end":
-        return random_bias(2, 40, 72)[:, ::-1], False
+        return random_bias(2, 20, 72)[:, ::-1], False
     if how == "one row for all":
         return random_bias(2, 1, 72), False
-    return random_bias(2, 40, 72, dtype="float32"), False
+    return random_bias(2, 20, 72, dtype="float32"), False
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def strided(how):
 )  # fmt: skip
 def test_strides(rung, forward, how):
     bias, expected = strided(how)
-    case = rung.problem(40, 72, batch=1, heads=2, heads_kv=2, head_dim=8, bias=bias)
+    case = rung.problem(20, 72, batch=1, heads=2, heads_kv=2, head_dim=8, bias=bias)
     assert in_boxes(case) == expected
     rung.check(case)
     forward.check(case)
@@ -117,8 +118,8 @@ def test_strides(rung, forward, how):
 )
 def test_tiles(rung, dkdv, dq, rows_for_every_kind):
     rows_for_every_kind(dkdv, dq)
-    case = rung.problem(136, 200, batch=1, heads=1, head_dim=24, head_dim_v=40, dtype="bfloat16")
-    case.options["bias"] = random_bias(136, 200, dtype="bfloat16")
+    case = rung.problem(70, 136, batch=1, heads=1, head_dim=24, head_dim_v=40, dtype="bfloat16")
+    case.options["bias"] = random_bias(70, 136, dtype="bfloat16")
     assert in_boxes(case)
     rung.check(case)
 
@@ -155,7 +156,7 @@ def test_tiles_of_the_forward(forward, tile_m, tile_n, bias_stages, pairs, monke
 BESIDE = {
     "lengths": dict(seqlens_k=np.array([70, 23], np.int32), q_offset=np.array([20, -3], np.int32), window=(25, 4)),
     "scores": dict(softcap=2.0, alibi_slopes=np.array([0.1, 0.3], np.float32), causal=True, scale=0.4),
-    "mask": dict(mask=np.random.default_rng(7).random((2, 1, 40, 72)) < 0.8),
+    "mask": dict(mask=np.random.default_rng(7).random((2, 1, 20, 72)) < 0.8),
     "dropout": dict(dropout_p=0.3, seed=5),
     "functions": BY_PLACE,
 }
@@ -164,7 +165,7 @@ BESIDE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_all_else(rung, forward, beside):
-    case = rung.problem(40, 72, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(2, 40, 72))
+    case = rung.problem(20, 72, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(2, 20, 72))
     case.options |= BESIDE[beside]
     assert in_boxes(case)
     rung.check(case)
