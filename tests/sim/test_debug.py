@@ -228,8 +228,8 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
         elif kernel == "mma_wide_carried":
             differentiate("mma", seqlen=22, wide=True, dtype=np.float64)
-        elif kernel.endswith("_wide"):
-            differentiate("mma", wide=True)
+        elif kernel in ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"):
+            differentiate("mma", wide=kernel.endswith("_wide"), wanted=("dq",) if "_dq" in kernel else ("dk",))
         elif kernel.startswith("wgmma_d"):
             wide, paired = kernel.endswith(("_float32", "_paired")), kernel.endswith("_paired")
             wanted = ("dq",) if "_dq" in kernel else ("dk",)

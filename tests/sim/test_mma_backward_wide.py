@@ -208,7 +208,7 @@ def explained(case):
 # In K it makes NaN of S, and in V of dP.
 @pytest.mark.parametrize(
     ("one_kernel", "where"),
-    [(row, "kv"[number % 2]) for number, row in enumerate(ROWS_OF_ONE_KERNEL)],
+    [(row, "kv"[number % 2]) for number, row in enumerate(ROWS_OF_ONE_KERNEL) if number in (0, 3, 5, 8)],
     indirect=["one_kernel"],
     ids=name_of_row,
 )

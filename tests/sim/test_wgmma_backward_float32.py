@@ -10,7 +10,6 @@ from contract_backward import (  # noqa: F401
     test_head_dim_v_may_differ,
     test_nothing_is_defined,
     test_scale,
-    test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
 from numba import cuda
