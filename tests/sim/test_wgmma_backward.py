@@ -69,7 +69,7 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     [
         ({}, 135, 1, 1, 40), ({}, 70, 2, 2, 69), (dict(causal=True), 70, 2, 1, 69), (dict(causal=True), 135, 2, 2, 40),
         (dict(window=(30, 10), q_offset=50), 70, 1, 1, 69), (dict(scale=0.0), 70, 1, 1, 69),
-        (dict(scale=0.0), 8, 1, 1, 69), (dict(dropout_p=0.3, seed=5, causal=True, q_offset=67), 70, 2, 1, 69),
+        (dict(scale=0.0), 8, 1, 1, 69), (dict(dropout_p=0.3, seed=5, causal=True, q_offset=67), 70, 1, 1, 69),
     ],
     ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout"],
 )  # fmt: skip
@@ -343,8 +343,8 @@ def test_plain_scores_of_groups(rung):
 @pytest.mark.parametrize(
     ("form", "members", "batch", "heads_kv", "seqlen_k"),
     [
-        ("one kernel", 1, 2, 1, 60), ("one kernel", 2, 1, 2, 140), ("two kernels", 1, 1, 2, 60),
-        ("dk and dv apart", 2, 2, 1, 140),
+        ("one kernel", 1, 1, 2, 60), ("one kernel", 2, 1, 1, 140), ("two kernels", 1, 2, 1, 60),
+        ("dk and dv apart", 2, 1, 2, 60),
     ],
 )  # fmt: skip
 def test_blocks_that_share_a_group(rung, form, members, batch, heads_kv, seqlen_k, monkeypatch, nothing_remembered):

@@ -207,7 +207,7 @@ def test_what_a_hidden_value_gives_is_dropped_before_it_is_multiplied(rung, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "q", "do"])
 def test_rows_that_meet_nan_are_computed_again(rung, where):
-    case = rung.problem(8, 36, batch=1, heads=2, heads_kv=1, head_dim=8, **BY_PLACE)
+    case = rung.problem(8, 36, batch=1, heads=1, head_dim=8, **BY_PLACE)
     case.options |= dict(causal=True) | (dict(dropout_p=0.2, seed=3) if where == "do" else {})
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

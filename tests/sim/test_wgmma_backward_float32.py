@@ -56,8 +56,8 @@ READ = {
         1, 2, lambda rng: dict(bias=rng.standard_normal((2, 40, 71), dtype=np.float32), softcap=2.0, causal=True)
     ),
     "bias in pairs": (
-        2, 2,
-        lambda rng: dict(bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(2, np.float32)),
+        2, 1,
+        lambda rng: dict(bias=rng.standard_normal((2, 1, 1, 70), dtype=np.float32), sinks=np.ones(1, np.float32)),
     ),
     "mask": (
         2, 2, lambda rng: dict(mask=rng.random((1, 2, 40, 70)) < 0.6, seqlens_k=np.array([37, 70], np.int32))

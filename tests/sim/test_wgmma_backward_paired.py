@@ -21,7 +21,7 @@ def rung():
     [
         (70, 40, 129, 129, dict(causal=True)),
         pytest.param(70, 40, 24, 160, {}, marks=pytest.mark.slow),
-        pytest.param(40, 70, 256, 256, {}, marks=pytest.mark.slow),
+        pytest.param(40, 40, 256, 256, {}, marks=pytest.mark.slow),
         pytest.param(80, 40, 72, 255, dict(causal=True, q_offset=-45), marks=pytest.mark.slow),
         pytest.param(40, 90, 192, 24, dict(window=(20, 9), softcap=2.0), marks=pytest.mark.slow),
     ],
