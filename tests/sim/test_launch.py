@@ -305,3 +305,23 @@ def test_torch_tensors_are_refused_with_the_reason():
     ):
         numba_flash.attention(x, x, x)
     assert numba_flash.attention(x, x, x, kernel="cpu").shape == x.shape
+
+
+# At the ends of what is kept in a table, 0 of either sign, and kinds that convert into each other with a loss.
+NUMBERS = (0, 1, -1, True, 127, 128, 8191, 8192, -1024, -1025, 0.0, -0.0, 2.5, -7.75, *np.float32([-0.0, 3, 0.1]))
+OF_NUMPY = (*NUMBERS, np.float16(0.5), np.int8(-3), np.int32(-1), np.uint32(2**32 - 1), np.int64(2**40 + 5))
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
+def test_a_kernels_numbers_are_converted_as_by_numpy(kind):
+    convert = launch._converter(kind)
+    for x in OF_NUMPY:
+        with np.errstate(all="ignore"):
+            try:
+                expected = kind(x)
+            except OverflowError:
+                with pytest.raises(OverflowError):
+                    convert(x)
+                continue
+            found = convert(x)
+        assert type(found) is kind and found.tobytes() == expected.tobytes(), (x, found, expected)
