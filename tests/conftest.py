@@ -19,6 +19,17 @@ hypothesis.settings.register_profile("sim", hypothesis.settings.get_profile("uni
 hypothesis.settings.load_profile("sim" if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1" else "unit")
 
 
+# Looking for garbage took 7 % of the time of the simulator's tests. What is imported and collected is none, and after
+# that it is looked for less often.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+
+
 def pytest_unconfigure():
     """A process that ends looks for garbage in all that it has loaded: with torch and JAX 6 s, and 1 without."""
     gc.freeze()
